@@ -246,7 +246,7 @@ def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor 
 
 def num_in_place(path: list[int]) -> int:
     """How many of the first rows of a path lie where they belong."""
-    return sum(place == node for place, node in enumerate(path))
+    return len([node for place, node in enumerate(path) if place == node])
 
 
 @torch.inference_mode()  # a draft's rows are inference tensors, which cannot be written to outside of it

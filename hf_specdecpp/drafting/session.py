@@ -40,7 +40,7 @@ class ModelReading(Reading):
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__()
         self.drafter, self.vocab_size, self.embed = drafter, vocab_size, drafter.embed
-        self.reads_states = drafter.fusion is not None
+        self.reads_states = self.reads_again = drafter.fusion is not None  # the latter: what was accepted, once more
         # Of what is emitted and drafted; prompts may hold more.
         self.knows_all = num_embeddings(drafter.model) >= vocab_size
         self.device = drafter.device  # once: finding it takes as long as a small product
@@ -58,11 +58,6 @@ class ModelReading(Reading):
     @abstractmethod
     def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
         """Keep in the cache the first `count` of the last `of` tokens that were read, or of a tree these rows."""
-
-    @property
-    def reads_again(self) -> bool:
-        """Whether candidates that were accepted are read once more."""
-        return self.reads_states
 
     def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         keep = 0 if self.reads_again else min(num_accepted, self._fed_candidates)
@@ -121,7 +116,7 @@ class ModelReading(Reading):
             return
         again = self.reads_states or not self.moves_rows or self.waits
         places = self._lineage.places
-        rows = [0, *(places[node] for node in path if node in places and not again)]
+        rows = [0] + [places[node] for node in path if node in places and not again]
         self._keep(len(rows), len(self._lineage.nodes), rows)
         self._fed_candidates, self._lineage = len(rows) - 1, None
 
@@ -146,10 +141,6 @@ class DraftSession(ModelReading):
         self._recording = False
 
     @property
-    def reads_again(self) -> bool:
-        return self.reads_states or self.text.mark is not None
-
-    @property
     def length(self) -> int:
         return self.text.held + self.unread
 
@@ -169,6 +160,7 @@ class DraftSession(ModelReading):
             self._recording = True
         if not candidates:
             self.text.begin()
+            self.reads_again = self.reads_states or self.text.mark is not None
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def _expand(

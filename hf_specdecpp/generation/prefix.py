@@ -109,7 +109,7 @@ class Prefix(TargetText):
     @property
     def rows(self) -> int:
         """How many the target has read into the cache."""
-        return int(self.cache.get_seq_length()) if self.static is None else self.static.held
+        return int(self.text.cache.get_seq_length()) if self.static is None else self.static.held
 
     @property
     def shown(self) -> Tensor | None:
