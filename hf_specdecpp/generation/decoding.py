@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -20,27 +19,16 @@ from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.trees.tree import DraftTree
 
 
-class Drafts(Protocol):
-    """Proposes candidates for all texts of a call."""
+class Drafts:
+    """Proposes candidates for the texts of a call: here for one, whose generator does."""
 
     def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:
         """A tree for each text; a chain has one branch, and an empty tree leaves the round to the target."""
-
-    def saw(self, rounds: Sequence[Round]) -> None:
-        """Told what stands of a round."""
-
-    def select(self, places: Sequence[int]) -> None:
-        """The texts at these places go on."""
-
-
-class OneDraft:
-    """Proposes for one text: its generator does."""
-
-    def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:
         (text,) = texts
         return [text.generator.propose(text.ids, target.room(text), text.states)]
 
     def saw(self, rounds: Sequence[Round]) -> None:
+        """Told what stands of a round."""
         (each,) = rounds
         generator = each.text.generator
         generator.saw(each.tree, each.verdict.path, each.length)
@@ -48,7 +36,7 @@ class OneDraft:
             generator.times.end(each.length, each.width)
 
     def select(self, places: Sequence[int]) -> None:
-        """Nothing goes on after the only text."""
+        """The texts at these places go on."""
 
 
 class AssistedDecoding:

@@ -10,6 +10,7 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -177,8 +178,8 @@ class SoftmaxBuffer:
             if self.rows is None:
                 self.rows = scores.new_empty((self.num_rows, scores.shape[-1]))
             q = torch.softmax(scores, dim=-1, out=self.rows[begin : self.used])
-        if bool((nothing := q[:, 0].isnan()).any()):
-            q[nothing] = 0.0
+        if np.isnan(q[:, 0].numpy()).any():
+            q[q[:, 0].isnan()] = 0.0
         return q
 
 

@@ -257,7 +257,7 @@ def relations(parents: Sequence[int], known: Tensor | None = None) -> tuple[Tens
         if parent >= 0:
             rows[place] = rows[parent]
         rows[place, place] = True
-    return ancestors, ancestors.sum(dim=1) - 1
+    return ancestors, torch.from_numpy(rows.sum(axis=1) - 1)
 
 
 @dataclass

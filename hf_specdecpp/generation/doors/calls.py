@@ -17,7 +17,7 @@ from hf_specdecpp.caches.text import num_rows
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.decoding import AssistedDecoding, OneDraft
+from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
 from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_for_one, check_inputs
 from hf_specdecpp.generation.several.drafting import DraftsOfRows
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread
@@ -108,10 +108,10 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
     if is_spread(target):
         ranks = Ranks(target, most=generator.setup.most_tokens + 3)
         text: Text = RankText(ranks, *parts)
-        draft: OneDraft = DraftOfRanks(ranks)
+        draft: Drafts = DraftOfRanks(ranks)
     else:
         generator.begin_text(length)
-        text, draft = Text(*parts), OneDraft()
+        text, draft = Text(*parts), Drafts()
     return kind([text], draft, OneTarget(target, text, config, model_kwargs))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains
 from hf_specdecpp.drafting.stopping import pays_to_go_on
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.decoding import Drafts
 from hf_specdecpp.generation.target import TargetSide
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.lookup.looking_up import count_together
@@ -17,7 +18,7 @@ from hf_specdecpp.throughput.round_times import Drafting as Drafted
 from hf_specdecpp.trees.tree import DraftTree
 
 
-class DraftsOfRows:
+class DraftsOfRows(Drafts):
     """Proposes for the rows of a batch.
 
     Args:

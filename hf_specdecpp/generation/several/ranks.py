@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.decoding import OneDraft
+from hf_specdecpp.generation.decoding import Drafts
 from hf_specdecpp.generation.target import TargetSide
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM, num_processes
@@ -141,7 +141,7 @@ class RankText(Text):
                 torch.cuda.set_rng_state(state.cpu(), self.ids.device)
 
 
-class DraftOfRanks(OneDraft):
+class DraftOfRanks(Drafts):
     """Drafting on the first rank, which tells the others what it proposes."""
 
     def __init__(self, ranks: Ranks) -> None:
