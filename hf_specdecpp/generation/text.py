@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -193,7 +192,13 @@ class Text:
                 return row
             return self.processing.one(self.ids, tree.path(node), row)
 
-        path, token = self._accept_asking(tree, scores)
+        if self.randomness is None:
+            path, token = verify_tree_greedy(tree, lambda node: likeliest_tokens(scores(node)[None])[0])
+        else:
+            # To accept a block, processors would be called for candidates that are then rejected.
+            is_block = self.verification == "block" and not self.processing.in_order
+            verify = verify_tree_block if is_block else verify_tree
+            path, token = verify(tree, lambda node: scores(node).softmax(dim=-1), self.randomness)
         if tree.looked_up:
             path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
         chosen_from, taken = torch.stack([scores(node) for node in (0, *path)]), tree_pass.rows_of(path)
@@ -219,14 +224,6 @@ class Text:
         else:
             path, token = verify_tree_at_once(tree_pass, scores.softmax(dim=-1), self.randomness, self.verification)
         return follow_tree(tree, path, token, lambda node: self._draw(scores[rows[node]]))
-
-    def _accept_asking(self, tree: DraftTree, scores: Callable[[int], Tensor]) -> tuple[list[int], int]:
-        if self.randomness is None:
-            return verify_tree_greedy(tree, lambda node: likeliest_tokens(scores(node)[None])[0])
-        # To accept a block, processors would be called for candidates that are then rejected.
-        is_block = self.verification == "block" and not self.processing.in_order
-        verify = verify_tree_block if is_block else verify_tree
-        return verify(tree, lambda node: scores(node).softmax(dim=-1), self.randomness)
 
     def _draw(self, scores: Tensor) -> int:
         """A token by `[vocab]` processed scores of the target."""

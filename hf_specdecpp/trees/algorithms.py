@@ -57,7 +57,8 @@ def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshol
         worth = [node for node, v in level.items() if v >= t]
         if worth:
             growth.expand(worth)
-            growth.draw(max(worth, key=lambda node: growth.open.get(node, -1.0)))  # so that no pass is in vain
+            values = {node: growth.open.get(node, -1.0) for node in worth}
+            growth.draw(max(values, key=values.__getitem__))  # so that no pass is in vain
         done = not worth and growth.best < t
         while len(tree) < budget and growth.best >= t:
             growth.draw_best()
