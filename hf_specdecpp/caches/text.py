@@ -7,6 +7,7 @@ copy of them. Of a token tree the rows of one path are kept.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -137,8 +138,7 @@ class StaticText(CachedText):
             return
         for layer in static_layers(self.cache):
             indices = path.on_device[in_place:].to(layer.keys.device)
-            for rows in (layer.keys, layer.values):
-                move(rows[..., self.held :, :], indices, in_place)
+            move([rows[..., self.held :, :] for rows in (layer.keys, layer.values)], indices, in_place)
 
     def back(self) -> None:
         hold(self.cache, self.held)
@@ -226,22 +226,19 @@ def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor 
         path: ascending indices of the nodes to keep, the root (node 0) among them.
         on_device: `[n]`, the same on a device; uploaded by default.
     """
-    in_place = num_in_place(path)
-    indices: dict[torch.device, Tensor] = {}
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        if layer.keys is None:
-            continue  # shares the keys of another layer, or was never fed
-        nodes = layer.get_seq_length() - num_prefix
-        if in_place < len(path):
-            device = layer.keys.device
-            if device not in indices:
-                known = torch.tensor(path) if on_device is None else on_device
-                indices[device] = known[in_place:].to(device)
-            for rows in (layer.keys, layer.values):
-                move(rows[..., rows.shape[-2] - nodes :, :], indices[device], in_place)
-        # Also with nothing to remove: sliding-window layers shrink back to their window here.
-        layer.crop(len(path) - nodes)
+    in_place, every_layer = num_in_place(path), list[Any](cache.layers)
+    layers = [layer for layer in every_layer if layer.keys is not None]  # others share keys, or were never fed
+    counts = [layer.get_seq_length() - num_prefix for layer in layers]
+    if in_place < len(path):
+        known = (torch.tensor(path) if on_device is None else on_device)[in_place:]
+        moving: dict[torch.device, list[Tensor]] = {}
+        for layer, count in zip(layers, counts, strict=True):
+            nodes = [rows[..., rows.shape[-2] - count :, :] for rows in (layer.keys, layer.values)]
+            moving.setdefault(layer.keys.device, []).extend(nodes)
+        for device, nodes in moving.items():
+            move(nodes, known.to(device), in_place)
+    for layer, count in zip(layers, counts, strict=True):
+        layer.crop(len(path) - count)  # also with nothing to remove: windows shrink back here
 
 
 def num_in_place(path: list[int]) -> int:
@@ -250,9 +247,10 @@ def num_in_place(path: list[int]) -> int:
 
 
 @torch.inference_mode()  # a draft's rows are inference tensors, which cannot be written to outside of it
-def move(nodes: Tensor, indices: Tensor, to: int) -> None:
-    """Copy the rows `indices` of `nodes` `[..., nodes, head]` to the rows from `to` on."""
-    nodes[..., to : to + indices.shape[0], :] = nodes.index_select(-2, indices)
+def move(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
+    """Copy the rows `indices` of each tensor `[..., n, head]` to its rows from `to` on."""
+    for each in rows:
+        each[..., to : to + indices.shape[0], :] = each.index_select(-2, indices)
 
 
 def width_of(num_tokens: int) -> int:

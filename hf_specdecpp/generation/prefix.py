@@ -12,7 +12,7 @@ from transformers import GenerationMixin, StaticCache
 
 from hf_specdecpp.caches.text import CachedText, GrowingText, PathRows, StaticText, most_in, stop_recording, width_of
 from hf_specdecpp.generation.refusals import LateRefusalError, gives_positions
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, longest_text
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, input_device, longest_text
 from hf_specdecpp.models.checks import frequency_changes
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.trees.attention import tree_inputs
@@ -100,6 +100,7 @@ class Prefix(TargetText):
         if self.text.held:  # a later turn
             self.text.begin()
         self._changes = frequency_changes(target.config.get_text_config(decoder=True))
+        self._device = input_device(target)  # once: finding it takes as long as a small product
         self.is_limited = self.static is not None or bool(self._changes)
         # Of a mask with four dimensions others might ask more than whether it is there.
         usual = GenerationMixin.prepare_inputs_for_generation
@@ -207,6 +208,7 @@ class Prefix(TargetText):
         tokens, ancestors, depths = tree_pass.upload(input_ids.device, families, width)
         inputs = self.chain_inputs(input_ids, tokens, has_mask=True)
         position = inputs["position_ids"][..., 0]
+        ancestors, depths = ancestors.to(self._device), depths.to(self._device)
         shown = self.shown if self.is_masked else None
         return inputs | tree_inputs(self.target, self.text.cache, ancestors, depths, self.rows, shown, position)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, StaticLayer
 
 from hf_specdecpp.caches.masks import as_mask, grow_in, layer_types, shown_rows
-from hf_specdecpp.models.causal_lm import CausalLM, input_device
+from hf_specdecpp.models.causal_lm import CausalLM
 
 WINDOWED = ("sliding_attention", "chunked_attention")
 
@@ -46,7 +46,8 @@ def tree_inputs(
         model: target or draft.
         cache: holds `num_prefix` tokens of text, then the n - n_query nodes fed earlier in this round (the levels of a
             growing tree).
-        ancestors: bool `[n_query, n]`: which nodes, in feeding order and itself included, a query sees.
+        ancestors: bool `[n_query, n]`, on the model's device as `depths` are: which nodes, in feeding order and itself
+            included, a query sees.
         depths: int `[n]`: node i stands at place `num_prefix + depths[i]`. The root, which is the last emitted token
             and not yet in the cache, has depth 0.
         num_prefix: tokens of text in the cache, masked ones included.
@@ -63,10 +64,8 @@ def tree_inputs(
     num_queries = ancestors.shape[0]
     if num_queries < ancestors.shape[1]:
         grow_in(cache)
-    device = input_device(model)
-    ancestors, depths = ancestors.to(device), depths.to(device)
     if prefix_mask is not None:
-        prefix_mask = prefix_mask.to(device)
+        prefix_mask = prefix_mask.to(ancestors.device)
     masks = {}
     for kind, layer in _kinds(config, cache).items():
         num_rows, unused = num_queries, 0
@@ -77,7 +76,7 @@ def tree_inputs(
             num_rows = shown_rows(layer, num_queries)
         seen = _seen(ancestors, num_prefix, num_rows, prefix_mask)
         if kind in WINDOWED:
-            text = torch.arange(num_prefix - num_rows + depths.shape[0], num_prefix, device=device)
+            text = torch.arange(num_prefix - num_rows + depths.shape[0], num_prefix, device=ancestors.device)
             padding = 0 if prefix_mask is None else (prefix_mask.cumsum(0) == 0).sum()
             places = torch.cat((text, num_prefix + depths))
             seen &= _near(config, kind, places[-num_queries:], places, padding)

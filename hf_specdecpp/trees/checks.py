@@ -114,7 +114,8 @@ def tree_error(model: CausalLM) -> float:
         arguments: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
         read(text[None], **arguments)
         cache.activate_past_recording()
-        inputs = tree_inputs(model, cache, *relations(TEST_PARENTS), num_prefix=len(text))
+        ancestors, depths = (each.to(device) for each in relations(TEST_PARENTS))
+        inputs = tree_inputs(model, cache, ancestors, depths, num_prefix=len(text))
         logits = read(nodes[None], **arguments, **inputs).logits[0]
     difference = (logits.to(expected) - expected).norm(dim=-1).max()
     return float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())

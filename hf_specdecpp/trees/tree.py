@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -248,16 +249,15 @@ def relations(parents: Sequence[int], known: Tensor | None = None) -> tuple[Tens
     Returns:
         `ancestors`, bool `[n, n]`: row i marks the nodes that node i sees, itself included; and `depths` `[n]`.
     """
-    known = torch.zeros((0, 0), dtype=torch.bool) if known is None else known
-    before, count = len(known), len(known) + len(parents)
-    ancestors = torch.zeros((count, count), dtype=torch.bool)
-    ancestors[:before, :before] = known
-    rows = ancestors.numpy()
+    before = 0 if known is None else len(known)
+    rows = np.zeros((before + len(parents),) * 2, dtype=bool)  # torch takes several times as long
+    if known is not None:
+        rows[:before, :before] = known.numpy()
     for place, parent in enumerate(parents, before):
         if parent >= 0:
             rows[place] = rows[parent]
         rows[place, place] = True
-    return ancestors, torch.from_numpy(rows.sum(axis=1) - 1)
+    return torch.from_numpy(rows), torch.from_numpy(rows.sum(axis=1) - 1)
 
 
 @dataclass
