@@ -217,7 +217,7 @@ def _another(value: Any, chance: random.Random) -> Any:
     """A value of another type or size."""
     near: list[Any] = [[value], {"x": value}, str(value)]
     if isinstance(value, int | float):
-        near += [value + 1, value - 1, 2 * value, -value, float(value), value * 1000]
+        near += [value + 1, value - 1, 2 * value, -value, value * 1000, *([float(value)] if abs(value) < 1e300 else [])]
     if isinstance(value, list):
         near += [value[1:], value * 2, value[::-1], value * 1000, [[each] for each in value]]
     return chance.choice(near if chance.random() < 0.4 else ODD)
