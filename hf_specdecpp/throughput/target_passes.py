@@ -203,8 +203,10 @@ class TargetPasses:
         own = own or (typical(times) if times else None)
         if own is None:
             return None, None
-        is_own = self.chosen.get(rows, "own") == "own"
-        return own, own / (1.0 if is_own else self._gains[rows])
+        if self.chosen.get(rows, "own") == "own":
+            return own, own
+        # Where the choice is that of other numbers of rows, so is the gain.
+        return own, own / self._gains[min(self._gains, key=lambda known: abs(known - rows))]
 
 
 class _Beside:

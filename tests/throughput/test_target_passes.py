@@ -76,6 +76,15 @@ def test_the_example_of_the_docstring() -> None:
     assert [passes.of(rows) for rows in (1, 2, 3, 4, 16, 500)] == ["own", *["packed"] * 5]
 
 
+def test_a_product_that_is_taken_for_all_numbers_of_rows_has_their_gain() -> None:
+    """Passes over twelve rows, those of three texts with candidates, decide before enough of three were made."""
+    passes = TargetPasses("packed")
+    passes.note(3, "own", 1.0, is_beside=True)
+    decide(passes, {"own": 1.0, "packed": 0.5}, busy(1000), rows=12)
+    assert passes.of(3) == "packed"
+    assert passes.seconds(3) == pytest.approx((1.0, 0.5))
+
+
 def test_copies_are_kept_while_they_may_be_used() -> None:
     passes = TargetPasses("packed")
     assert passes.products == {"own", "packed"}
