@@ -19,6 +19,7 @@ from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.training.distillation.initial_block import DECAY
 
 ANCHORS = 16  # blocks of a text in one pass
+FROZEN = ("lm_head.", "embed_tokens.", "decoder.embed_tokens.")  # a draft's own parameters that are not trained
 # Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
 CHUNK = 256
 
@@ -153,26 +154,22 @@ class Student(Taught, PeftModel):
 
 
 class LayerStudent(Taught):
-    """A draft with a layer of its own, all of which is trained but its embeddings and its LM head."""
+    """A draft with layers of its own, which are trained, but for embeddings and LM head, where it has its own."""
 
-    def __init__(self, drafter: Drafter, unroll: int = 1, loss: str = "kl") -> None:
+    def __init__(self, drafter: Any, unroll: int = 1, loss: str = "kl") -> None:
         super().__init__()
         self.model: Any = drafter.model.requires_grad_(True)
-        for frozen in (self.model.lm_head, getattr(self.model.decoder, "embed_tokens", None)):
-            if frozen is not None:
-                frozen.requires_grad_(False)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not name.startswith(FROZEN))
         object.__setattr__(self, "drafter", drafter)
         self.unroll, self.distance = unroll, DISTANCES[loss]
 
 
-class BlockStudent(Taught):
-    """A draft whose block has `places` candidates; all of it is trained. Embeddings and LM head are the target's."""
+class BlockStudent(LayerStudent):
+    """A draft whose block has `places` candidates. Embeddings and LM head are the target's."""
 
     def __init__(self, drafter: Any, loss: str = "kl", anchors: int = ANCHORS, decay: float = DECAY) -> None:
-        super().__init__()
-        self.model = drafter.model.requires_grad_(True)
-        object.__setattr__(self, "drafter", drafter)
-        self.unroll, self.distance = drafter.places, DISTANCES[loss]
+        super().__init__(drafter, drafter.places, loss)
         self.anchors = anchors
         self.weights = [math.exp(-place / decay) for place in range(self.unroll)]
 
