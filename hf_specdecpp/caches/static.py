@@ -31,11 +31,8 @@ def check_static(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, An
 
 
 def prepare_static(model_kwargs: dict[str, Any], config: GenerationConfig, most_in_tree: int) -> None:
-    """Make the cache fit for candidates if it is a static one, before anything is read and once nothing is refused.
-
-    Args:
-        most_in_tree: candidates of the largest tree, 0 where chains are drafted. A tree is not cut to the room that the
-            cache has left, so there will be room for one after the longest text.
+    """Make the cache fit for candidates if it is a static one, before anything is read and once nothing is refused. A
+    tree, of up to `most_in_tree` candidates, is not cut to the room that is left: it has room after the longest text.
     """
     cache = cache_among(model_kwargs)
     # Else the user's own; made by `generate()` for this text, nobody else uses it.
@@ -85,14 +82,8 @@ def as_static(config: GenerationConfig, model_kwargs: dict[str, Any]) -> Generat
 
 
 def widen(cache: StaticCache, num_rows: int, further: int = 0) -> None:
-    """Let layers with a window, in a cache that is still empty, keep every token; the mask hides the rest.
-
-    A window that is full moves its rows on with each token, and what has left it cannot come back.
-
-    Args:
-        num_rows: for the text, at least.
-        further: rows that all layers get beside them.
-    """
+    """Let layers with a window, in a cache that is still empty, keep all `num_rows` tokens of a text, and give every
+    layer `further` rows: a full window moves on with each token, and what has left it cannot come back."""
     room = max(num_rows, cache.get_max_length()) + further
     kinds = (StaticLayer, StaticSlidingWindowLayer) if further else (StaticSlidingWindowLayer,)
     cache.layers = [_with_room(layer, room) if type(layer) in kinds else layer for layer in cache.layers]

@@ -226,11 +226,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return tree
 
     def saw(self, tree: DraftTree, path: list[int], length: int) -> None:
-        """Learn which nodes of the last round were accepted.
-
-        Args:
-            length: of the text before the round.
-        """
+        """Learn which nodes of the last round, before which the text had this length, were accepted."""
         self._num_accepted = len(path)
         for each in self.observers:
             each.saw(tree, path)
@@ -239,15 +235,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.rests = self.setup.drafter.reads is not None or self.plan.rests(length)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        """Candidates in transformers' form.
-
-        Args:
-            input_ids: `[1, length]`.
-
-        Returns:
-            `[1, length + k]` token ids, and `[1, k, vocab]` logits whose softmax the candidates were drawn from (`None`
-            when k is 0).
-        """
+        """Candidates in transformers' form: `[1, length + k]` token ids, and `[1, k, vocab]` logits whose softmax the k
+        candidates after `input_ids` `[1, length]` were drawn from (`None` when k is 0)."""
         if self.draws_trees:
             raise ValueError(NO_TREES)
         chain = self.propose(input_ids)

@@ -47,11 +47,8 @@ class TargetText(ABC):
 
     @abstractmethod
     def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass, families: bool = False) -> dict[str, Any]:
-        """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`.
-
-        Args:
-            families: upload them with the rest, for the verification.
-        """
+        """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`;
+        `families` are uploaded with the rest, for the verification."""
 
     @abstractmethod
     def forward(self, states: TargetStates, inputs: dict[str, Any], count: int) -> Any:
@@ -170,11 +167,7 @@ class Prefix(TargetText):
 
     def chain_inputs(self, input_ids: Tensor, candidates: Tensor | list[int], has_mask: bool = False) -> dict[str, Any]:
         """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it, before them
-        what is pending. In a static cache dummies follow them, for a pass of few widths.
-
-        Args:
-            has_mask: whether the caller has one, so that none needs to be made.
-        """
+        what is pending. In a static cache dummies follow them, for a pass of few widths. Who `has_mask` needs none."""
         self.text.begin()
         count = len(candidates)
         further = torch.as_tensor(candidates).to(input_ids)
@@ -263,12 +256,8 @@ class Prefix(TargetText):
 def try_pass(
     text: TargetText, read: Callable[[dict[str, Any], int], Any], input_ids: Tensor, as_tree: bool, count: int
 ) -> Tensor:
-    """Make a pass only for it to be captured, compared or timed, and forget it; its logits, `[1 + count, vocab]`.
-
-    Args:
-        read: makes a pass with these arguments over so many tokens.
-        count: of the candidates, which are all alike.
-    """
+    """Make a pass over `count` candidates, all alike, only for it to be captured, compared or timed, and forget it; its
+    logits, `[1 + count, vocab]`. `read` makes a pass with these arguments over so many tokens."""
     if as_tree:
         tree = DraftTree(int(input_ids[0, -1]))
         for _ in range(count):

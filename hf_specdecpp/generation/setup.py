@@ -199,9 +199,6 @@ def looking_up(
 def plan_of(setup: DraftSetup, target: CausalLM | None, generation: GenerationConfig, captures: bool) -> Plan | None:
     """What `rule="throughput"` knows of the rounds of one generation; `None` for other rules.
 
-    Args:
-        captures: whether the target's passes are captured, as far as they can be.
-
     Raises:
         ValueError: nothing says what a round costs.
     """

@@ -63,10 +63,6 @@ class OfRow(LogitsProcessor):
 
     Some know the row by its place, such as `prefix_allowed_tokens_fn`, or have a number for each, such as where the
     padding of `repetition_penalty` ends. So it gets the sequence in every row, and its own row of the answer counts.
-
-    Args:
-        processor: of the batch.
-        row: which of its `rows`.
     """
 
     def __init__(self, processor: LogitsProcessor, row: int, rows: int) -> None:

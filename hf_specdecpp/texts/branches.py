@@ -178,8 +178,6 @@ class BranchingText:
     """A text in a model's cache, and passes over nodes that branch off it.
 
     Args:
-        reader: the model.
-        ids: the text.
         states: of the target along it, `[1, length or more, width]`, for a conditioned draft. That leaves the first
             token out.
 

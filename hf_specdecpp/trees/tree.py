@@ -222,11 +222,8 @@ class Lineage:
         self.ancestors = torch.zeros((0, 0), dtype=torch.bool)
 
     def feed(self, tree: DraftTree, nodes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Append `nodes`, each after its parent, at most the first of them the root.
-
-        Returns:
-            `ancestors` `[n_query, n]` of the new nodes and `depths` `[n]` of all, as `tree_inputs` takes them.
-        """
+        """Append `nodes`, each after its parent, at most the first of them the root: `ancestors` `[n_query, n]` of the
+        new nodes and `depths` `[n]` of all, as `tree_inputs` takes them."""
         before = len(self.nodes)
         for node in nodes:
             self.places[node] = len(self.nodes)
@@ -303,16 +300,10 @@ class TreePass:
         return [self.rows[node] for node in (0, *path)]
 
     def upload(self, device: torch.device, families: bool = False, width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """What the pass needs, with one copy to the device; the shape of the `families`, too, if they are asked for.
-
-        Args:
-            width: rows of the pass, if there are more than nodes. Dummies fill them up, which stand where the root
-                stands, and see and are seen by none of the nodes.
-
-        Returns:
-            Tokens `[n]` of all nodes but the root, and `ancestors` `[width, width]` and `depths` `[width]` as
-            `tree_inputs` takes them.
-        """
+        """What the pass needs, with one copy to the device; the shape of the `families`, too, if they are asked for:
+        tokens `[n]` of all nodes but the root, and `ancestors` `[width, width]` and `depths` `[width]` as `tree_inputs`
+        takes them. A width beyond the nodes is filled up with dummies, which stand where the root stands, and see and
+        are seen by none of the nodes."""
         fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]], dtype=torch.long)
         ancestors, depths = Lineage().feed(self.tree, self.order)
         if dummies := max(width - len(self.order), 0):

@@ -76,9 +76,6 @@ def decoding_of(
 ) -> Callable[[Tensor], Any]:
     """What runs a call with an assistant: a function of `input_ids`. All but its run is done here.
 
-    Args:
-        kind: of decoding, for one sequence in one process.
-
     Raises:
         ValueError: the call cannot be assisted. Nothing has been read then, and nothing drawn.
     """

@@ -108,15 +108,8 @@ class Round:
 def draft_round(
     start: Callable[[], SpecDecPPCandidateGenerator], asked: Round, state: DraftState | None
 ) -> DraftOutput:
-    """One round for transformers' loop.
-
-    Args:
-        start: begins a generation; called in the first round.
-        state: what the previous round returned, `None` in the first.
-
-    Returns:
-        `sequences` `[1, length + k]`, `scores` k tensors `[1, vocab]` that q is the softmax of.
-    """
+    """One round for transformers' loop: `sequences` `[1, length + k]`, `scores` k tensors `[1, vocab]` that q is the
+    softmax of. `start` begins a generation, and `state` is what the previous round returned, `None` in the first."""
     input_ids, processors = asked.input_ids, asked.processors
     length, device = input_ids.shape[1], str(input_ids.device)
     if state is None:
@@ -176,13 +169,8 @@ def _states(processors: list[Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def check_loop(ready: Callable[[], object]) -> None:
-    """Raise `ValueError` for what transformers' assisted decoding would silently get wrong.
-
-    Asked as that sets up its candidate generator, before the target has done any work. Elsewhere it does nothing.
-
-    Args:
-        ready: raises `ValueError` if the assistant cannot draft yet.
-    """
+    """Raise `ValueError` for what transformers' assisted decoding would silently get wrong, as `ready` does if the
+    assistant cannot draft yet. Asked as that sets up its candidate generator; elsewhere it does nothing."""
     loop = _loop_frame()
     if loop is None or "candidate_generator" in loop.f_locals:
         return
