@@ -7,6 +7,7 @@ QUANTS := .quantised
 FORMATS := .formats
 INTEGRATIONS := .integrations
 SPACE  := .space
+SERVING := .serving
 BIN    := $(VENV)/bin
 MODELS := .models
 ARGS   ?=
@@ -14,7 +15,7 @@ ARGS   ?=
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-floor test-newest test-quantised test-formats test-integrations test-space test-gpu lint format types docs bench-overhead bench-gpu clean
+.PHONY: help install demo test test-apart test-slow test-floor test-newest test-quantised test-formats test-integrations test-space test-serving test-gpu lint format types docs bench-overhead bench-gpu clean
 
 # One torch thread for each of two test processes: small models are slower with more.
 PYTEST := OMP_NUM_THREADS=1
@@ -74,12 +75,30 @@ $(SPACE)/.installed: $(VENV)/.installed
 		semantic-version tomlkit brotli 'audioop-lts; python_version >= "3.13"' playwright pyee greenlet
 	@touch $@
 
+# There are only sources. What reads models and the CPU's code are compiled, in two minutes of a core: without
+# what only llama.cpp's own programs need, without tuning to this machine, and optimised little.
+$(SERVING)/.installed: $(VENV)/.installed
+	@echo "Building llama.cpp into $(SERVING): takes about three minutes"
+	@mkdir -p $(SERVING)/sources
+	@$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -c constraints.txt \
+		--dest $(SERVING) llama-cpp-python
+	@tar --extract --directory $(SERVING)/sources --strip-components=1 --file $(SERVING)/llama_cpp_python-*.tar.gz
+	@sed -i 's/set(LLAMA_BUILD_COMMON ON/set(LLAMA_BUILD_COMMON OFF/' $(SERVING)/sources/CMakeLists.txt
+	@CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF $(foreach language,C CXX,-DCMAKE_$(language)_FLAGS_RELEASE='-O1 -DNDEBUG')" \
+		SKBUILD_BUILD_TARGETS=llama CMAKE_BUILD_PARALLEL_LEVEL=1 \
+		$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(SERVING) \
+		$(SERVING)/sources diskcache sentencepiece
+	@touch $@
+
 demo: install  ## Speculate with SmolLM2-135M on this machine, with or without the Hugging Face Hub
 	@target="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 	$(BIN)/specdecpp demo --target "$$target" --assistant hub_cards/specdecpp-smollm2-135m-instruct $(ARGS)
 
 test: install  ## Run the fast tests
 	@$(PYTEST) $(BIN)/pytest -n 2 $(ARGS)
+
+test-apart: install  ## Run the tests that start interpreters of their own, compile or run examples
+	@$(PYTEST) $(BIN)/pytest -m "apart and not slow" $(ARGS)
 
 test-slow: install  ## Run every test, the slow ones too
 	@$(PYTEST) $(BIN)/pytest -n 2 -m "slow or not slow" $(ARGS)
@@ -101,6 +120,10 @@ test-integrations: $(INTEGRATIONS)/.installed  ## Run the tests with lm-eval, TR
 
 test-space: $(SPACE)/.installed  ## Run the tests of the Space and of pictures, in Chromium if it is installed
 	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/terminal/test_space.py tests/terminal/test_picture.py $(ARGS)
+
+test-serving: $(SERVING)/.installed  ## Run the tests in which llama.cpp serves SmolLM2 with its early exit as the draft
+	@export SMOLLM2="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
+	$(PYTEST) PYTHONPATH=$(CURDIR)/$(SERVING) $(BIN)/pytest tests/test_llama_cpp.py $(ARGS)
 
 test-gpu: install  ## On a machine with a GPU: run the tests that need one
 	@$(PYTEST) $(BIN)/pytest tests/generate/test_cuda.py -m "slow or not slow" $(ARGS)

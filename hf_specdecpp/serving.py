@@ -59,19 +59,19 @@ class Exported:
 
 def plain_model_commands(to: Destination) -> dict[str, list[str]]:
     """Commands by engine for a draft that is a causal LM, ready for a shell; a target without a name is `TARGET`."""
-    return _commands(to, "draft_model", "STANDALONE", 1)
+    return _commands(to, "draft_model", "STANDALONE", "draft-simple", 1)
 
 
 def eagle3_commands(to: Destination) -> dict[str, list[str]]:
     """The commands for an EAGLE-3 draft."""
     converting = ["--target-model-dir", to.target or "TARGET"]
-    return _commands(to, "eagle3", "EAGLE3", 4, converting, ["--spec-type", "draft-eagle3"])
+    return _commands(to, "eagle3", "EAGLE3", "draft-eagle3", 4, converting)
 
 
 def _commands(
-    to: Destination, vllm: str, sglang: str, branches: int, converting: Sequence[str] = (), serving: Sequence[str] = ()
+    to: Destination, vllm: str, sglang: str, llama_cpp: str, branches: int, converting: Sequence[str] = ()
 ) -> dict[str, list[str]]:
-    """The method's names, branches of SGLang's tree (1 is a chain), and further words for llama.cpp."""
+    """The method's names, branches of SGLang's tree (1 is a chain), and further words for llama.cpp's conversion."""
     count, draft = to.num_tokens, str(to.output)
     target, gguf = to.target or "TARGET", f"{to.output}.gguf"
     settings = {"method": vllm, "model": draft, "num_speculative_tokens": count}
@@ -86,7 +86,7 @@ def _commands(
         ],
         "llama.cpp": [
             ["python", "convert_hf_to_gguf.py", draft, *converting, "--outfile", gguf],
-            ["llama-server", "-m", f"{Path(target).name}.gguf", *serving, "-md", gguf]
+            ["llama-server", "-m", f"{Path(target).name}.gguf", "--spec-type", llama_cpp, "-md", gguf]
             + ["--spec-draft-n-max", str(count)],
         ],
     }

@@ -11,6 +11,7 @@ import pytest
 from support.capturing import pretended  # noqa: F401 - a fixture
 from support.hub_server import HubServer, point_client_at
 from support.models import partly_agreeing, tiny
+from support.processor_time import pytest_runtest_call  # noqa: F401 - a hook
 from support.repos import save_model
 from support.stock_rounds import enumerate_torch  # noqa: F401 - a fixture
 from transformers import AutoModelForCausalLM, PreTrainedModel

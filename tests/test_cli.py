@@ -15,7 +15,7 @@ from support.assistant_files import FILES, edit_config, write_assistant
 from support.eagle3_files import VARIANTS
 from support.hub_server import HubServer, hub_env, point_client_at
 from support.models import tiny
-from support.released_heads import Payload, ReleasedHead, save_bin, save_mixin, write_config
+from support.released_heads import ReleasedHead, save_bin, save_mixin, write_config
 from support.repos import save_model
 from typer.testing import CliRunner, Result
 
@@ -244,13 +244,6 @@ def test_convert_without_a_draft_warns(tmp_path: Path) -> None:
     assert "warning config.json has no draft_id" in text(result.stdout)
 
 
-def test_convert_as_told(tmp_path: Path) -> None:
-    untied = save_bin(ReleasedHead(2, tied=False), tmp_path / "untied")
-    assert_error(run("inspect", untied, "--convert", tmp_path / "no", "--tied"), "2 different blocks")
-    assert run("inspect", untied, "--convert", tmp_path / "out", "--untied").exit_code == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["head"]["tied"] is False
-
-
 def test_convert_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_mixin(ReleasedHead(2), tmp_path / "in")
     with HubServer() as hub:
@@ -261,19 +254,6 @@ def test_convert_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert not any("other" in path for _, path, _ in hub.requests)
     assert result.exit_code == 0, result.output
     assert "tied=True" in text(result.stdout)
-
-
-def test_convert_refuses_a_malicious_pickle(tmp_path: Path) -> None:
-    source = write_config(tmp_path / "in", hidden_size=4, num_layers=1)
-    torch.save({"model.0.linear.weight": Payload(tmp_path / "proof")}, source / "pytorch_model.bin")
-    assert_error(run("inspect", source, "--convert", tmp_path / "out"), "nothing in it was run")
-    assert not (tmp_path / "proof").exists()
-    assert not (tmp_path / "out").exists()
-
-
-def test_convert_does_not_overwrite(folder: Path, tmp_path: Path) -> None:
-    source = save_bin(ReleasedHead(1), tmp_path / "in")
-    assert_error(run("inspect", source, "--convert", folder), "Choose a new folder")
 
 
 @pytest.mark.parametrize("option", [["--tied"], ["--untied"], ["--draft", "org/draft"]])

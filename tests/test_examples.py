@@ -25,19 +25,21 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import ending_chances
 
+pytestmark = pytest.mark.apart
+
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
-def test_imports_exist_and_the_docstring_says_how_to_run_it(file: Path) -> None:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_specdecpp"):
-            module = importlib.import_module(str(node.module))
-            for alias in node.names:
-                assert hasattr(module, alias.name) or find_spec(f"{node.module}.{alias.name}")
-    assert f"python examples/{file.name}" in (ast.get_docstring(tree) or "")
+def test_imports_exist_and_docstrings_say_how_to_run_them() -> None:
+    for file in EXAMPLES:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_specdecpp"):
+                module = importlib.import_module(str(node.module))
+                for alias in node.names:
+                    assert hasattr(module, alias.name) or find_spec(f"{node.module}.{alias.name}"), file
+        assert f"python examples/{file.name}" in (ast.get_docstring(tree) or ""), file
 
 
 def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_specdecpp
 
+pytestmark = pytest.mark.apart
+
 HEAVY = {"torch", "transformers", "peft", "numpy", "huggingface_hub", "safetensors", "datasets", "matplotlib", "jinja2"}
 
 

@@ -216,9 +216,15 @@ def test_commands() -> None:
         ],
         "llama.cpp": [
             "python convert_hf_to_gguf.py 'my draft' --outfile 'my draft.gguf'",
-            "llama-server -m target.gguf -md 'my draft.gguf' --spec-draft-n-max 4",
+            "llama-server -m target.gguf --spec-type draft-simple -md 'my draft.gguf' --spec-draft-n-max 4",
         ],
     }
     unnamed = plain_model_commands(Destination(Path("x"), Path("d"), None, None, 4))
     assert unnamed["vLLM"][0].startswith("vllm serve TARGET --spec")
-    assert unnamed["llama.cpp"][1].startswith("llama-server -m TARGET.gguf -md d.gguf")
+    assert unnamed["llama.cpp"][1].startswith("llama-server -m TARGET.gguf --spec-type draft-simple -md d.gguf")
+
+
+def test_the_guide_has_these_commands() -> None:
+    guide = (Path(__file__).parents[1] / "docs" / "serving.md").read_text("utf-8").replace(" \\\n  ", " ")
+    commands = plain_model_commands(Destination(Path("x"), Path("my-draft"), "org/target", None, 3))
+    assert [command for engine in commands.values() for command in engine if command not in guide.splitlines()] == []

@@ -158,6 +158,7 @@ def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, m
     assert "FAILED: not the texts of plain generate()" in result.output
 
 
+@pytest.mark.takes(3)
 def test_replays_alone(target: PreTrainedModel, tmp_path: Path) -> None:
     options = ("--max_new_tokens", "12", "--no-live", "--temperatures", "0,1", "--draws", "2", "--costs", "0.1")
     result = run_command(target, tmp_path, *options)
@@ -172,6 +173,7 @@ def test_replays_alone(target: PreTrainedModel, tmp_path: Path) -> None:
     assert [path.read_text() for path in files] == made, "nothing is written or recorded again"
 
 
+@pytest.mark.slow
 def test_replays_of_rollouts(tmp_path: Path) -> None:
     training = training_run(tmp_path, tests=("sums", "tales"), temperatures=(1.0, 0.0))
     record = training.work / "rollouts/rollouts.json"
@@ -204,6 +206,7 @@ def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str
     assert says in " ".join(result.output.split())
 
 
+@pytest.mark.takes(4)
 def test_assistants_with_models_of_their_own(target: PreTrainedModel, draft: str, tmp_path: Path) -> None:
     head = AcceptanceHead(32, num_blocks=1, inputs="before", rank=4)
     SpecDecPPAssistant.from_draft(draft, target, head=head).save_pretrained(tmp_path / "assistant")

@@ -62,6 +62,7 @@ def benchmark(folder: Path, contestants: list[Contestant], **options: Any) -> Li
 # Rounds ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.takes(4)
 @pytest.mark.usefixtures("cache")
 def test_passes_add_up(tmp_path: Path) -> None:
     """And what this machine has measured before is neither known nor forgotten."""
@@ -130,7 +131,8 @@ def test_patterns() -> None:
 # Resuming -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.takes(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("answers", [3, 8, 12, 13])  # the baselines come last for the second prompt
 def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
     live, left = benchmark(tmp_path, some_contestants()), [answers + len(some_contestants())]  # warm-ups count, too

@@ -117,6 +117,7 @@ CASES = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("scenario", "vocab", "rule"), CASES)
 def test_law_of_text_and_rounds(scenario: str, vocab: int, rule: str) -> None:
     models = Models(scenario, vocab, seed=3)

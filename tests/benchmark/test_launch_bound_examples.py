@@ -37,6 +37,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str, **constants
     main()
 
 
+@pytest.mark.apart
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="has no such drafts")
 @pytest.mark.usefixtures("examples")
 def test_beside_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +50,7 @@ def test_beside_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "│ no" not in out
 
 
+@pytest.mark.apart
 def test_bench_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On a CPU, of a tiny shape, with pretended graphs: a table for each batch size; texts are plain generation's."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

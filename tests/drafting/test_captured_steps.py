@@ -38,6 +38,7 @@ def stands_behind_all(*args: Any) -> dict[str, Any]:
     return found | {"position_ids": ids + torch.arange(ids.shape[1])}
 
 
+@pytest.mark.takes(3)
 @pytest.mark.parametrize(
     ("settings", "owner", "name", "mutant"),
     [
@@ -103,6 +104,7 @@ def test_the_latest_cache_is_the_first_to_be_used_again() -> None:
     assert steps.lease(20, target) is large
 
 
+@pytest.mark.takes(2)
 def test_a_draft_in_another_dtype_gets_other_steps() -> None:
     target = tiny("llama", num_hidden_layers=2)
     assistant = assistant_of("early_exit", target, **CHAIN)
@@ -153,6 +155,7 @@ def test_texts_of_several_threads_do_not_meet() -> None:
     assert len(places) == len(set(places)) > 6
 
 
+@pytest.mark.takes(3)
 def test_one_draft_for_two_targets(pretended: Counter[str]) -> None:
     first, second = (tiny("llama", seed, num_hidden_layers=1) for seed in (0, 3))
     assistant = assistant_for(first, attached=False, mix=0.9, **CHAIN)

@@ -93,7 +93,7 @@ def worst(assistant: SpecDecPPAssistant, target: CausalLM, rounds: list[Drafted]
     )
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_reads_the_states_of_the_verified_text(
@@ -286,6 +286,7 @@ def test_a_processor_that_calls_the_target(
     assert worst(assistant, llama, drafted) < 1e-4
 
 
+@pytest.mark.takes(5)
 @pytest.mark.every(2)
 def test_several_threads(reading: Making, llama: CausalLM, drafted: list[Drafted]) -> None:
     """Passes of the same target in other threads are not caught."""
@@ -299,6 +300,7 @@ def test_several_threads(reading: Making, llama: CausalLM, drafted: list[Drafted
     assert worst(assistant, llama, drafted) < 1e-4
 
 
+@pytest.mark.apart
 @pytest.mark.every(2)
 def test_a_forward_that_was_compiled_without_hooks(reading: Making, llama: CausalLM, drafted: list[Drafted]) -> None:
     assistant = reading(llama)

@@ -155,6 +155,7 @@ def refused(name: str, folder: Path, match: str) -> None:
         CASES[name].load(folder)
 
 
+@pytest.mark.every(2)
 @ALL
 def test_any_missing_tensor(name: str, tmp_path: Path) -> None:
     whole = load_file(written(name, tmp_path) / WEIGHTS)
@@ -163,6 +164,7 @@ def test_any_missing_tensor(name: str, tmp_path: Path) -> None:
         refused(name, edited(tmp_path, **{missing: None}), "(lacks|has tensors of 0 layers).*(again)")
 
 
+@pytest.mark.every(2)
 @ALL
 def test_any_tensor_of_another_shape(name: str, tmp_path: Path) -> None:
     whole = load_file(written(name, tmp_path) / WEIGHTS)

@@ -82,6 +82,7 @@ def told_apart_in(source: str) -> set[str]:
     return words & imported_in(source).keys()
 
 
+@pytest.mark.takes(3)
 def test_nobody_outside_the_room_asks_for_a_kind_by_name_or_class() -> None:
     files = {
         file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8")

@@ -71,6 +71,7 @@ def test_earlier_mistakes(seed: int) -> None:
     assert check(seed) > 5
 
 
+@pytest.mark.takes(2)
 def test_random_batches() -> None:
     assert sum(check(seed) for seed in range(6)) > 50
 

@@ -22,7 +22,6 @@ VISIBLE = 1e-3
 SEEDS = range(10)
 # The example of docs/verification.md: a draft that says the same at both places, and what the target says there.
 Q = torch.tensor([[0.8, 0.2], [0.8, 0.2]], dtype=torch.float64)
-P = torch.tensor([[0.4, 0.6], [0.9, 0.1], [0.5, 0.5]], dtype=torch.float64)
 
 
 class Block(ToyRound):
@@ -100,7 +99,8 @@ def accepted_in(toy: ToyRound) -> float:
     return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
 
 
-@pytest.mark.every(3)
+@pytest.mark.takes(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("rule", "thorough"),
     [
@@ -171,6 +171,7 @@ def test_a_block_of_which_nothing_is_left_falls_back_to_p() -> None:
     assert torch.equal(drawn_from[0], Q[0])
 
 
+@pytest.mark.takes(2)
 def test_outcomes_are_drawn_by_their_chances() -> None:
     """20,000 draws: four standard deviations are 0.014, which chance exceeds once in 2,500 such tests."""
     torch.manual_seed(0)

@@ -55,6 +55,7 @@ def test_a_round_emits_exactly_p_with_four_tokens(rule: str) -> None:
     assert worst_error(exact_distribution(ToyRound(models, rule)), models.p, 4) < TOLERANCE
 
 
+@pytest.mark.takes(2)
 @pytest.mark.every(5)
 @pytest.mark.parametrize("rule", RULES)
 def test_rounds_of_several_lengths_occur(rule: str) -> None:
@@ -72,6 +73,8 @@ def test_rounds_of_several_lengths_occur(rule: str) -> None:
         assert lengths == {1, 2, 3}
 
 
+@pytest.mark.takes(3)
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "rule",
     [
@@ -184,6 +187,7 @@ MUTANTS = [
 RESIDUALS = [ResamplesFromP, SubtractsTheFirstQ]
 
 
+@pytest.mark.takes(2)
 @pytest.mark.every(5)
 @pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
 @pytest.mark.parametrize(

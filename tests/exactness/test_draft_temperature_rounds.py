@@ -19,7 +19,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.takes(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 def test_generate_emits_exactly_p_whatever_the_draft_s_temperature(

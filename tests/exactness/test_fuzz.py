@@ -84,6 +84,7 @@ def share(results: list[tuple[Case, Result]], kind: str) -> float:
     return sum(result.kind == kind for _, result in results) / len(results)
 
 
+@pytest.mark.takes(7)
 @pytest.mark.every(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_cases(part: int) -> None:
@@ -198,6 +199,7 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], Callable[[Case], bool]] = {
 }
 
 
+@pytest.mark.takes(5)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """By cases that `test_random_cases` runs."""
@@ -206,6 +208,7 @@ def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkey
     assert any(run_case(case).kind == "wrong" for case in drawn)
 
 
+@pytest.mark.takes(2)
 def test_a_case_is_minimised(monkeypatch: pytest.MonkeyPatch) -> None:
     processors_after_the_text_only(monkeypatch)
     case = Case(family="gpt2", processors=("repetition_penalty", "whole prefix"), padding="left", stop="max_time")

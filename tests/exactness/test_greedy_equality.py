@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import FAMILIES, Rounds, assistant_for, prompt, quiet_later_layers, tiny, told
+from support.models import FAMILIES, Rounds, assistant_for, prompt, quiet_later_layers, tiny
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
@@ -54,7 +54,8 @@ def plain_text(family: str) -> Tensor:
     return text
 
 
-@pytest.mark.every(5)
+@pytest.mark.takes(3)
+@pytest.mark.every(7)
 @pytest.mark.parametrize(
     ("family", "rule", "attached"),
     [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
@@ -69,7 +70,8 @@ def test_independent_draft(family: str, rule: str, attached: bool, rounds: Round
     assert assistant.stats.complete is attached
 
 
-@pytest.mark.every(5)
+@pytest.mark.takes(3)
+@pytest.mark.every(7)
 @pytest.mark.parametrize(
     ("family", "layers"),
     [
@@ -89,15 +91,7 @@ def test_early_exit(family: str, layers: int | list[int], rounds: Rounds) -> Non
     rounds.assert_all_kinds()
 
 
-def test_an_early_exit_under_the_threshold_rule(rounds: Rounds) -> None:
-    target = quiet_later_layers(tiny("gemma3_text"))
-    plain = target.generate(PROMPT, **ARGUMENTS)
-    assistant = told(SpecDecPPAssistant.from_early_exit(target, 2), **RULES["threshold"])
-    text = target.generate(PROMPT, assistant_model=assistant, **ARGUMENTS)
-    assert torch.equal(text, plain)
-    rounds.assert_all_kinds()
-
-
+@pytest.mark.takes(2)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 8])
 def test_every_number_of_candidates(num_tokens: int, rounds: Rounds) -> None:
@@ -111,36 +105,3 @@ def test_every_number_of_candidates(num_tokens: int, rounds: Rounds) -> None:
     # Where less room is left than that, the rounds at the end are shorter.
     assert {drafted for drafted, _ in rounds.outcomes[:10]} == {num_tokens}
     assert {0, num_tokens} <= {accepted for _, accepted in rounds.outcomes}
-
-
-# `eos_token_id` gives the minimum length something to forbid. The penalties are mild, since a strong one separates the
-# draft from the target for good.
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "repetition_penalty": {"repetition_penalty": 1.2},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
-    "suppress_tokens": {"suppress_tokens": [3, 5, 7, 11]},
-    "min_new_tokens": {"min_new_tokens": 100, "eos_token_id": list(range(8)), "pad_token_id": 0},
-    "all": {
-        "repetition_penalty": 1.1,
-        "no_repeat_ngram_size": 4,
-        "suppress_tokens": [3, 5],
-        "min_new_tokens": 150,
-        "eos_token_id": [1, 2, 4, 8],
-        "pad_token_id": 0,
-    },
-}
-
-
-@pytest.mark.every(5)
-@pytest.mark.parametrize("attached", [True, False], ids=["attached", "unattached"])
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_processors(name: str, attached: bool, rounds: Rounds) -> None:
-    target = target_of("llama")
-    arguments = {**ARGUMENTS, **PROCESSORS[name]}
-    plain = target.generate(PROMPT, **arguments)
-    assert not torch.equal(plain, plain_text("llama")), "the processors had nothing to do"
-    assistant = assistant_for(target, attached)
-    text = target.generate(PROMPT, assistant_model=assistant, **arguments)
-    assistant.detach()
-    assert torch.equal(text, plain)
-    rounds.assert_all_kinds()

@@ -14,6 +14,7 @@ from support.models import assistant_for, prompt, tiny
 TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 
 
+@pytest.mark.takes(3)
 @pytest.mark.every(5)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

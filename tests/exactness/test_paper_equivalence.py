@@ -113,6 +113,7 @@ def test_the_case_has_what_it_takes_to_tell_mutants(case: Any) -> None:
     assert len(case[-1][0]["mask"]) != len(case[-1][1]["mask"]), "so that there is padding"
 
 
+@pytest.mark.takes(3)
 def test_the_drafts_tokens_are_drawn_from_q() -> None:
     """And not from p or greedily: the mean label is near sum min(p, q) over many draws."""
     target = tiny("llama")

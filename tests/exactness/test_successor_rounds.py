@@ -55,7 +55,8 @@ def pair(kind: str, shape: str) -> tuple[CausalLM, SpecDecPPAssistant]:
     return target, assistant
 
 
-@pytest.mark.every(5)
+@pytest.mark.takes(3)
+@pytest.mark.every(11)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", [*KINDS, "block"])
 def test_generate_emits_exactly_p(kind: str, shape: str, enumerate_torch: Enumerate) -> None:
@@ -64,6 +65,7 @@ def test_generate_emits_exactly_p(kind: str, shape: str, enumerate_torch: Enumer
     assert float(assistant.memory.successors[target].probs.max()) > 0.4
 
 
+@pytest.mark.takes(3)
 def test_with_a_draft_vocabulary_and_a_temperature(enumerate_torch: Enumerate) -> None:
     target = tiny("llama", 7, vocab_size=VOCAB, num_hidden_layers=3)
     draft = assistant_for(target, mix=0.9).drafter.model
@@ -130,6 +132,7 @@ def truly(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: in
     return processing.one(text, path, logits)
 
 
+@pytest.mark.takes(3)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
 @pytest.mark.parametrize("again", [unmixed, knowing_what_was_drawn])
@@ -141,6 +144,7 @@ def test_another_q_than_the_mixed_one_is_caught(
     assert_caught(target, assistant, enumerate_torch)
 
 
+@pytest.mark.takes(3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
 def test_the_q_that_is_told_again_would_be_right(
     shape: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch

@@ -108,6 +108,7 @@ def test_two_rounds_emit_exactly_p(algorithm: str) -> None:
     assert worst_error(probs, models.p, 3) < TOLERANCE
 
 
+@pytest.mark.takes(2)
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact"])
 def test_two_rounds_emit_exactly_p_when_the_first_calibrates_the_second(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +129,7 @@ def test_two_rounds_emit_exactly_p_when_the_first_calibrates_the_second(
     assert len(lines) > 1, "the outcome of the first round must matter"
 
 
+@pytest.mark.takes(2)
 def test_two_rounds_of_the_throughput_rule_emit_exactly_p(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round decides how far the tree of the second one grows, or whether there is one."""
     monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
@@ -263,6 +265,7 @@ def test_mutants_are_caught(mutant: type[ToyTree], verifier: str, algorithm: str
     assert max(errors) > VISIBLE, errors
 
 
+@pytest.mark.takes(2)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "throughput"])
 def test_what_is_drawn_must_not_decide(algorithm: str) -> None:

@@ -75,17 +75,6 @@ def test_greedy_equality(family: str) -> None:
     assert [row.accepted + row.rounds + row.plain_passes >= row.generated for row in stats.rows] == [True] * 4
 
 
-@pytest.mark.every(5)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("size", [1, 2, pytest.param(5, marks=pytest.mark.slow), 9])
-def test_batches_of_every_size(size: int, rule: str) -> None:
-    target, inputs = tiny("llama"), padded([1 + 5 * place % 17 for place in range(size)])
-    assistant = assistant_for(target, mix=0.9, **RULES[rule])
-    options = {"repetition_penalty": 1.1, "eos_token_id": [7, 9], "max_new_tokens": 30}
-    assert torch.equal(generate(target, inputs, assistant, **options), generate(target, inputs, **options))
-    assert len(assistant.stats.rows) == (size if size > 1 else 0)
-
-
 def drafts() -> dict[str, Any]:
     def vocabulary(target: Any) -> Any:
         return SpecDecPPAssistant.from_draft(partly_agreeing(target, 0.9), target, draft_vocab=list(range(5, 40)))
@@ -104,16 +93,7 @@ def drafts() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", drafts())
-def test_every_kind_of_draft(kind: str) -> None:
-    target, inputs = quiet_later_layers(tiny("llama")), padded(LENGTHS)
-    assistant = drafts()[kind](target)
-    assistant.speculation = SpeculationConfig("fixed", num_tokens=3)
-    assert torch.equal(generate(target, inputs, assistant), generate(target, inputs))
-    assert assistant.stats.accepted > 10
-
-
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "mpt", "gemma3_text", *drafts()])
 def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without positions (MPT), and with a window."""
@@ -142,6 +122,7 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
     assert len({str(text) for text in texts}) == 4
 
 
+@pytest.mark.takes(3)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_stop_strings_and_criteria_end_their_row_only(do_sample: bool) -> None:
     target, inputs, speaks = tiny("llama"), padded(LENGTHS), tokenizer()
@@ -154,6 +135,7 @@ def test_stop_strings_and_criteria_end_their_row_only(do_sample: bool) -> None:
     assert torch.equal(generate(target, inputs, assistant_for(target, mix=0.9), **options), plain)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("rule", ["fixed", "threshold"])
 def test_a_row_goes_on_where_a_stop_string_has_cut_its_candidates(rule: str) -> None:
     """The draft had read all of the candidates; those after the stop string are taken back."""
@@ -191,7 +173,7 @@ class EndsAt(StoppingCriteria):
         return torch.isin(input_ids[:, -1], torch.tensor(self.tokens)) | is_long
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("length", [40, 10**6])
 @pytest.mark.parametrize("tokens", [[3, 17, 25, 40], [3, 17], []])
 @pytest.mark.parametrize("rule", ["fixed", "throughput"])
@@ -232,7 +214,7 @@ def test_padding_that_eager_attention_turns_into_nan_is_refused() -> None:
     assert torch.equal(generate(target, inputs, assistant), generate(target, inputs))
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("holes", [0.2, 10.0])
 def test_records_and_the_cache_are_those_of_plain_generation(
@@ -273,6 +255,8 @@ def test_records_and_the_cache_are_those_of_plain_generation(
             torch.testing.assert_close(*held, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.takes(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", ["independent", "conditioned", "eagle3"])
 def test_a_cache_is_carried_on(kind: str) -> None:
     """A second turn after texts of different length, with what stands between the turns masked."""
@@ -296,18 +280,10 @@ def test_a_cache_is_carried_on(kind: str) -> None:
     assert assistant.stats.accepted > 10
 
 
-def test_a_pipeline_with_batches() -> None:
-    target, inputs = tiny("llama"), padded([9, 4, 6])
-    assistant = assistant_for(target, mix=0.9)
-    plain = generate(target, inputs, num_return_sequences=1)
-    assert torch.equal(generate(target, inputs, assistant), plain)
-    again = generate(target, {name: value[:1] for name, value in inputs.items()}, assistant)
-    assert again[0, 9:].tolist() == plain[0, 9:].tolist(), "and single sequences as before"
-
-
 # Sampled rows are independent, and each follows p. --------------------------------------------------------------------
 
 
+@pytest.mark.takes(4)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput"])
 def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any) -> None:
@@ -361,6 +337,7 @@ def test_several_answers_to_one_prompt() -> None:
 # The cache. -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.takes(2)
 def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     target, inputs = tiny("llama"), padded(LENGTHS)
     assistant = assistant_for(target, mix=0.9)
@@ -424,6 +401,7 @@ def test_a_hole_that_stays_visible_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     assert wrong(monkeypatch, "_inputs", visible)
 
 
+@pytest.mark.takes(4)
 def test_a_window_that_counts_holes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_columns(model: Any, valid: Tensor, count: int) -> Any:
         near = row_masks(model, torch.ones_like(valid), count)
@@ -529,6 +507,7 @@ class Forbids(LogitsProcessor):
         return scores.scatter(1, 5 + 10 * torch.arange(len(scores))[:, None], float("-inf"))
 
 
+@pytest.mark.takes(4)
 def test_processors_that_know_the_row() -> None:
     target, inputs = tiny("llama"), padded(LENGTHS)
     for options in (
@@ -585,6 +564,7 @@ def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == 1
 
 
+@pytest.mark.takes(3)
 def test_speculation_fades_as_the_batch_grows() -> None:
     """Where a pass takes its time by the number of tokens, more rows leave less room for candidates."""
     target = tiny("llama")

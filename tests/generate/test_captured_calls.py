@@ -162,6 +162,7 @@ def test_images_and_positions_in_three_dimensions() -> None:
 # Static caches -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.takes(2)
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_static_cache_that_generate_makes(family: str, settings: dict[str, Any]) -> None:
@@ -197,6 +198,7 @@ def test_static_caches_where_nothing_is_to_be_captured() -> None:
 # Captures ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.takes(5)
 def test_nothing_is_captured_again(pretended: Counter[str]) -> None:
     """Once a text of each room was there: also of the draft's steps."""
     target, assistant = made(kind="conditioned", **CHAIN)
@@ -231,6 +233,7 @@ def weights_in_place(target: CausalLM) -> None:
         target.model.layers[1].mlp.down_proj.weight *= 3.0
 
 
+@pytest.mark.takes(3)
 @pytest.mark.every(2)
 @pytest.mark.parametrize("change", [added_adapter, other_weights, weights_in_place, a_setting, a_hook])
 def test_a_target_that_is_changed_is_captured_anew(

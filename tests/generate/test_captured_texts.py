@@ -10,6 +10,7 @@ FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "granite")
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 
 
+@pytest.mark.takes(4)
 @pytest.mark.every(27)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -67,7 +67,7 @@ def differing(target: CausalLM, assistant: Any, **options: Any) -> list[int]:
     return found
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(11)
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("draft", ["early_exit", "independent", "conditioned", "eagle3"])
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
@@ -100,6 +100,7 @@ def test_static_caches(kind: str) -> None:
     assert differing(target, assistant, cache_implementation="static") == []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", TARGETS)
 def test_padding_takes_no_position(kind: str) -> None:
     target = target_of(kind)

@@ -24,7 +24,6 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
-    StaticCache,
     StoppingCriteria,
     TextIteratorStreamer,
     pipeline,
@@ -95,31 +94,6 @@ def test_a_wrong_verification_would_be_seen(target: CausalLM, assistant: Any, mo
         plain = target.generate(PROMPT, **GREEDY)
     monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
     assert not torch.equal(target.generate(PROMPT, **GREEDY), plain)
-
-
-def test_outputs_and_a_cache_that_goes_on(target: CausalLM, assistant: Any) -> None:
-    options = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
-    ours = target.generate(PROMPT, **options)
-    with assistant.paused():
-        plain = target.generate(PROMPT, **options)
-        more = target.generate(plain.sequences, past_key_values=plain.past_key_values, **GREEDY)
-    assert torch.equal(ours.sequences, plain.sequences)
-    for own, expected in zip(ours.scores, plain.scores, strict=True):
-        torch.testing.assert_close(own, expected)
-    assert torch.equal(target.generate(ours.sequences, past_key_values=ours.past_key_values, **GREEDY), more)
-
-
-@pytest.mark.parametrize("static", ["name", "object"])
-def test_static_caches(static: str, target: CausalLM, assistant: Any) -> None:
-    def answer() -> Tensor:
-        made = {"past_key_values": StaticCache(target.config, max_cache_len=80)}
-        options = {"cache_implementation": "static"} if static == "name" else made
-        return target.generate(PROMPT, **GREEDY, **options)
-
-    with assistant.paused():
-        plain = answer()
-    assert torch.equal(answer(), plain)
-    assert assistant.stats.drafted > 0
 
 
 # --- as those call it who have no place for an assistant ---

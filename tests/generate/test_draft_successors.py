@@ -45,7 +45,7 @@ def texts(target: CausalLM, assistant: SpecDecPPAssistant | None, seeds: Any = r
     return found
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 def test_greedy_texts_are_the_target_s(target: CausalLM, kind: str, shape: str) -> None:
@@ -63,6 +63,7 @@ def test_greedy_batches_are_the_target_s(target: CausalLM) -> None:
     assert bool(assistant.memory.successors[target].probs.any())
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 def test_by_default_greedy_texts_of_drafts_that_read_states_are_corrected(target: CausalLM, kind: str) -> None:
     reads = kind in ("conditioned", "eagle3")
@@ -75,6 +76,8 @@ def test_by_default_greedy_texts_of_drafts_that_read_states_are_corrected(target
         assistant.detach()
 
 
+@pytest.mark.takes(2)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_a_draft_that_knows_nothing_is_accepted_more_often(target: CausalLM, shape: str) -> None:
     """Of texts like those before: the very same ones."""

@@ -93,6 +93,7 @@ def test_decoder_of_an_encoder_decoder() -> None:
 # --- vocabularies ---
 
 
+@pytest.mark.takes(2)
 @pytest.mark.parametrize("kind", ["independent", "early exit"])
 def test_draft_vocab(target: PreTrainedModel, draft: str, tmp_path: Path, kind: str) -> None:
     ids = [int(i) for i in torch.randperm(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))[:20]]
@@ -119,7 +120,8 @@ def test_bad_draft_vocab(target: PreTrainedModel, draft: str, ids: list[int], fo
         SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=ids)
 
 
-@pytest.mark.every(3)
+@pytest.mark.takes(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("ours", "theirs"), [(72, 64), (64, 72), (72, 48), (48, 72)])
 def test_padded_vocabularies(ours: int, theirs: int, tmp_path: Path) -> None:
     """Rows beyond the tokenizer's are padding, of which models of one family have different amounts."""

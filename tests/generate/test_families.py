@@ -108,6 +108,7 @@ def assert_refused(target: CausalLM, door: str, message: str, **inputs: Any) -> 
 # Right ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("door", ["chain", "tree"])
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4", "granite4 of attention", "llama4", "ettin"])
 def test_text(family: str, door: str) -> None:
@@ -121,6 +122,7 @@ def test_chains(family: str) -> None:
     assert_equal(model_of(family, "eager"), "chain", input_ids=PROMPT, **RECORD)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("family", ["aya vision", "cohere2 vision", "idefics2", "idefics3", "smolvlm"])
 def test_images(family: str, door: str) -> None:

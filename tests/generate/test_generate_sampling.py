@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny
+from support.models import VOCAB_SIZE, assistant_for, prompt, tiny
 from support.outputs import PROCESSORS, only_neighbours
 from torch import Tensor
 
-from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM
 
 NEW_TOKENS = 30
@@ -52,17 +51,6 @@ def test_sampling(name: str, assistant: Any) -> None:
     assert torch.equal(generate(assistant_model=assistant, **arguments), text), "a seed fixes the run"
 
 
-@pytest.mark.every(7)
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_a_point_law_gives_the_plain_text(name: str, assistant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = Rounds(monkeypatch)
-    arguments = {**PROCESSORS[name], "top_k": 1}
-    text = generate(assistant_model=assistant, **arguments)
-    assert torch.equal(text, generate(**arguments))
-    assert any(accepted > 0 for _, accepted in rounds.outcomes)
-    assert any(accepted < drafted for drafted, accepted in rounds.outcomes)
-
-
 def test_a_tiny_temperature_gives_the_greedy_text(assistant: Any) -> None:
     text = generate(assistant_model=assistant, temperature=1e-4)
     assert torch.equal(text, generate(do_sample=False, top_k=None))
@@ -86,12 +74,3 @@ def test_constraints_hold(assistant: Any) -> None:
     assert not set(new[1:]) & {1, 2, 3}
     pairs = list(zip(new[1:], new[2:], strict=False))
     assert len(set(pairs)) == len(pairs)
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("rule", ["threshold", "fixed"])
-def test_every_rule_samples(rule: str, assistant: Any) -> None:
-    assistant.speculation.rule, assistant.decisions = rule, Decisions(adapt=False)
-    text = generate(assistant_model=assistant, temperature=0.7)
-    assert torch.equal(text, generate(assistant_model=assistant, temperature=0.7))
-    assert torch.equal(generate(assistant_model=assistant, top_k=1), generate(top_k=1))

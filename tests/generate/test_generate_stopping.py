@@ -179,12 +179,6 @@ def test_several_eos_ids_in_one_block(assistant: Any) -> None:
         assert text[0, LENGTH:].tolist() == greedy()[: index + 1]
 
 
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 4, 5, 6, 7])
-def test_short_answers(assistant: Any, max_new_tokens: int) -> None:
-    text = generate(assistant_model=assistant, max_new_tokens=max_new_tokens)
-    assert text[0, LENGTH:].tolist() == greedy()[:max_new_tokens]
-
-
 def test_ids_of_another_type(assistant: Any) -> None:
     plain = target().generate(PROMPT.int(), max_new_tokens=10, do_sample=False)
     text = target().generate(PROMPT.int(), assistant_model=assistant, max_new_tokens=10, do_sample=False)

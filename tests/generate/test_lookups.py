@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import informed_draft
 from support.fuzz.arguments import Counting
-from support.models import VOCAB_SIZE, assistant_for, assistant_of, partly_agreeing, prompt, tiny
+from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
 from support.multimodal import multimodal
-from support.reads import pretend_that_reads_are_slow
 from support.zoo import tiny_of
 from torch import Tensor
 
@@ -79,27 +77,6 @@ def test_alone_the_text_is_the_very_text_of_plain_generation(family: str, shape:
     assert stats.generated + stats.discarded == stats.drafted + stats.target_passes
 
 
-@pytest.mark.parametrize("shape", ["chain", "dyspec"])
-def test_where_reads_are_slow(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_that_reads_are_slow(monkeypatch)
-    target = tiny("llama")
-    plain = generate(target, seed=3, **SAMPLED)
-    assistant = lookup_for(target, **RULES["throughput"], **SHAPES[shape])
-    inform(assistant, plain)
-    assert torch.equal(generate(target, assistant, seed=3, **SAMPLED), plain)
-    assert assistant.stats.accepted_lookups > 20
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_under_every_rule(rule: str) -> None:
-    target = tiny("llama")
-    plain = generate(target)
-    assistant = lookup_for(target, **RULES[rule])
-    inform(assistant, plain)
-    assert torch.equal(generate(target, assistant), plain)
-    assert assistant.stats.accepted_lookups > 20
-
-
 def test_it_finds_what_the_text_itself_repeats() -> None:
     target = tiny("llama", initializer_range=0.05)
     plain = generate(target, max_new_tokens=100)
@@ -129,15 +106,6 @@ def test_targets_that_read_images(name: str, shape: str) -> None:
     assistant = lookup_for(target, **RULES["throughput"], **SHAPES[shape], lookup="history")
     target.generate(**inputs, assistant_model=assistant, **options)
     assert torch.equal(target.generate(**inputs, assistant_model=assistant, **options), plain)
-    assert assistant.stats.accepted_lookups > 20
-
-
-def test_static_caches() -> None:
-    target = tiny("llama")
-    plain = generate(target, cache_implementation="static")
-    assistant = lookup_for(target)
-    inform(assistant, plain)
-    assert torch.equal(generate(target, assistant, cache_implementation="static"), plain)
     assert assistant.stats.accepted_lookups > 20
 
 
@@ -178,31 +146,6 @@ def test_special_tokens_are_never_proposed() -> None:
 
 
 # Beside a draft. ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_beside_every_kind_of_draft(shape: str, kind: str) -> None:
-    target = tiny("llama")
-    plain = generate(target)
-    rule = RULES["fixed"] if shape in ("static", "dyspec-exact") else RULES["throughput"]
-    assistant = assistant_of(kind, target, lookup=True, **rule, **SHAPES[shape])
-    inform(assistant, plain)
-    assert torch.equal(generate(target, assistant), plain)
-    assert assistant.stats.accepted_lookups > 10
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_beside_a_draft_under_every_rule(rule: str) -> None:
-    target = tiny("llama")
-    plain = generate(target)
-    assistant = assistant_for(target, lookup=True, **RULES[rule])
-    inform(assistant, plain)
-    assert torch.equal(generate(target, assistant), plain)
-    stats = assistant.stats
-    assert stats.accepted_lookups > 10
-    assert stats.generated + stats.discarded == stats.drafted + stats.target_passes
 
 
 def test_a_chain_goes_on_with_what_follows_what_was_drafted() -> None:
@@ -417,13 +360,3 @@ def test_every_token_teaches_whether_it_was_proposed_or_not() -> None:
     assert assistant.stats.looked_up == 0
     assert sum(learned.rates.judged) > 50
     assert sum(learned.rates.right) > 30
-
-
-def test_informed_drafts_with_windows_and_lookups() -> None:
-    target = tiny("mistral")
-    plain = generate(target)
-    draft = informed_draft(plain, VOCAB_SIZE)
-    knobs = SpeculationConfig(lookup=True, **RULES["throughput"])
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=knobs)
-    inform(assistant, plain)
-    assert torch.equal(generate(target, assistant), plain)

@@ -32,6 +32,7 @@ def run(folder: Path, what: str) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
 
+@pytest.mark.apart
 def test_both_say_what_one_process_says(tmp_path: Path) -> None:
     first, second = run(tmp_path, "texts")
     expected = tiny("llama").generate(prompt(), max_new_tokens=40, do_sample=False, pad_token_id=0).tolist()

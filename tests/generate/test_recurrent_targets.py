@@ -58,6 +58,7 @@ def assert_same_states(cache: Any, expected: Any) -> None:
 # Texts. ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.takes(3)
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("family", "length"),
@@ -84,6 +85,7 @@ def test_texts_and_all_that_goes_with_them(family: str, length: int) -> None:
     assistant.detach()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("length", range(20, 26))
 def test_a_text_may_end_with_tokens_pending(length: int) -> None:
     """Without an attention mask, as `generate()` leaves it out where a tokenizer was given for stop strings."""
@@ -96,6 +98,7 @@ def test_a_text_may_end_with_tokens_pending(length: int) -> None:
     assert_same_states(ours.past_key_values, plain.past_key_values)
 
 
+@pytest.mark.takes(2)
 @pytest.mark.every(3)
 @pytest.mark.parametrize("rule", ["threshold", "throughput"])
 def test_every_rule(rule: str) -> None:
@@ -133,6 +136,7 @@ def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.Monk
     assert max(pending) > 4, "rejections followed one another"
 
 
+@pytest.mark.takes(3)
 def test_a_cache_is_carried_on_and_goes_back_after_an_interruption() -> None:
     target = tiny_of("granitemoehybrid")
     plain = target.generate(PROMPT, **PLAIN, max_new_tokens=80)
@@ -150,6 +154,7 @@ def test_a_cache_is_carried_on_and_goes_back_after_an_interruption() -> None:
         assert torch.equal(target.generate(text, **rest, assistant_model=assistant), plain)
 
 
+@pytest.mark.takes(2)
 def test_what_is_pending_is_settled_in_time() -> None:
     """A draft that is always wrong: every round is read again, until one without candidates settles all."""
     target = tiny_of("granitemoehybrid")
@@ -173,7 +178,8 @@ def shaken(model: CausalLM) -> CausalLM:
     return other
 
 
-@pytest.mark.every(3)
+@pytest.mark.takes(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 def test_drafts_with_recurrent_layers(kind: str) -> None:
     target = tiny_of("granitemoehybrid")
@@ -190,6 +196,7 @@ def test_drafts_with_recurrent_layers(kind: str) -> None:
     assert 0 < assistant.stats.accepted < assistant.stats.drafted
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
 @pytest.mark.parametrize("attached", [True, False])
 def test_a_recurrent_draft_for_a_transformer(attached: bool, family: str) -> None:
@@ -200,6 +207,7 @@ def test_a_recurrent_draft_for_a_transformer(attached: bool, family: str) -> Non
     assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=30, assistant_model=assistant), plain)
 
 
+@pytest.mark.takes(2)
 @pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
 def test_a_recurrent_draft_goes_back(family: str) -> None:
     """It drafts after every round what it would draft after reading the text anew."""
@@ -226,6 +234,7 @@ def changes_texts(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mutan
     return not torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=80, assistant_model=assistant), plain)
 
 
+@pytest.mark.takes(2)
 def test_states_that_do_not_go_back_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     back = Mark.back
 
@@ -236,6 +245,7 @@ def test_states_that_do_not_go_back_are_noticed(monkeypatch: pytest.MonkeyPatch)
     assert changes_texts(monkeypatch, Mark, "back", only_rows)
 
 
+@pytest.mark.takes(2)
 def test_tokens_that_are_not_read_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     keep = GrowingText.keep
 

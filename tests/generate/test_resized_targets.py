@@ -54,6 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", [-3, 5])
 @pytest.mark.parametrize("kind", MAKERS)

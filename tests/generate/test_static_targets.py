@@ -10,15 +10,19 @@ import pytest
 import torch
 import transformers
 from support.families import informed_draft, model_of
-from support.models import Rounds, assistant_of, prompt, quiet_later_layers, tiny, told
+from support.models import Rounds, prompt, quiet_later_layers, tiny, told
 from support.multimodal import multimodal
 from support.outputs import RECORDS, NoRepeat, assert_same
 from support.static_caches import (
+    COSTS,
+    GROWTHS,
     OPTIONS,
+    RULES,
     STATIC,
     assert_held_rows_are_those_of_the_text,
     assert_other_rows_are_never_attended_to,
     assert_prefilled,
+    attached,
     held,
     static_cache,
 )
@@ -34,36 +38,28 @@ from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.throughput.known_costs import in_widths
 
-COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
-RULES: dict[str, dict[str, Any]] = {
-    "fixed": {"rule": "fixed", "num_tokens": 4},
-    "fills its width": {"rule": "fixed", "num_tokens": 7},
-    "threshold": {"rule": "threshold", "threshold": 0.9},
-    "throughput": {"rule": "throughput", "costs": COSTS},
-}
-
-
-def attached(target: CausalLM, kind: str = "independent", **speculation: Any) -> SpecDecPPAssistant:
-    return assistant_of(kind, target, **(speculation or RULES["fixed"]))
+EACH = pytest.mark.parametrize("how", ["fixed", "dyspec"])  # a chain and a tree
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(13)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.takes(4)
+@pytest.mark.every(37)
+@pytest.mark.parametrize("how", [*RULES, *GROWTHS])
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gpt2"])
-def test_greedy_text(family: str, kind: str, rule: str) -> None:
+def test_greedy_text(family: str, kind: str, how: str) -> None:
     """Prompts from one token on; texts longer than the windows, up to the cache's last row."""
     target = quiet_later_layers(tiny(family))
     plain = {length: target.generate(prompt(length), **STATIC) for length in (1, 6, 37)}
-    assistant = attached(target, kind, **RULES[rule])
+    assistant = attached(target, how, kind)
     for length, text in plain.items():
         assert torch.equal(target.generate(prompt(length), assistant_model=assistant, **STATIC), text)
         assert assistant.stats.rounds > 0
 
 
+@pytest.mark.takes(2)
 def test_rounds_of_all_kinds_take_place(monkeypatch: pytest.MonkeyPatch) -> None:
     target, rounds = quiet_later_layers(tiny("llama")), Rounds(monkeypatch)
     assistant = attached(target)
@@ -97,11 +93,21 @@ def test_other_targets(name: str) -> None:
     assert assistant.stats.accepted > 0
 
 
-@pytest.mark.parametrize("rule", ["fixed", "threshold"])
-def test_sampled_text_is_that_of_a_dynamic_cache(rule: str) -> None:
+@pytest.mark.takes(3)
+@pytest.mark.parametrize(
+    ("how", "family", "kind", "attention"),
+    [
+        ("fixed", "llama", "independent", "sdpa"),
+        ("threshold", "llama", "independent", "sdpa"),
+        ("dyspec", "gemma3_text", "conditioned", "sdpa"),
+        ("static", "gemma3_text", "conditioned", "eager"),
+    ],
+)
+def test_sampled_text_is_that_of_a_dynamic_cache(how: str, family: str, kind: str, attention: str) -> None:
     """The same seed, candidates and distributions, however many dummies are read with them."""
-    target = quiet_later_layers(tiny("llama"))
-    assistant = attached(target, **RULES[rule], adapt=False)
+    window: dict[str, Any] = {"sliding_window": 192} if family == "gemma3_text" else {}
+    target = quiet_later_layers(tiny(family, attn_implementation=attention, **window))
+    assistant = attached(target, how, kind, adapt=False)
     options = {**OPTIONS, "do_sample": True, "temperature": 0.8, "assistant_model": assistant}
     for seed in range(3):
         torch.manual_seed(seed)
@@ -110,30 +116,34 @@ def test_sampled_text_is_that_of_a_dynamic_cache(rule: str) -> None:
         assert torch.equal(target.generate(prompt(), past_key_values=static_cache(target), **options), dynamic)
 
 
+@EACH
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_padded_prompt(family: str) -> None:
+def test_a_padded_prompt(family: str, how: str) -> None:
     target, text = quiet_later_layers(tiny(family)), prompt(14)
     text[0, :3] = 0
     options = {**STATIC, "attention_mask": (text != 0).long()}
     plain = target.generate(text, **options)
-    assert torch.equal(target.generate(text, assistant_model=attached(target), **options), plain)
+    assert torch.equal(target.generate(text, assistant_model=attached(target, how), **options), plain)
 
 
-def test_up_to_the_last_position() -> None:
-    """A cache may have more rows than the target has positions, which dummies must not ask for."""
+@EACH
+def test_up_to_the_last_position(how: str) -> None:
+    """A cache may have more rows than the target has positions, which neither nodes nor dummies must ask for."""
     target = tiny("gpt2", n_positions=64)
-    options = {**OPTIONS, "max_new_tokens": 55}
-    plain = target.generate(prompt(9), **options)
-    ours = target.generate(prompt(9), assistant_model=attached(target), past_key_values=static_cache(target), **options)
-    assert torch.equal(ours, plain)
+    for options in ({**OPTIONS, "past_key_values": static_cache(target)}, STATIC):
+        plain = target.generate(prompt(9), **{**OPTIONS, "max_new_tokens": 55})
+        ours = target.generate(prompt(9), assistant_model=attached(target, how), **{**options, "max_new_tokens": 55})
+        assert torch.equal(ours, plain)
 
 
+@pytest.mark.takes(3)
+@EACH
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_two_turns_with_a_users_cache(family: str) -> None:
-    """With windows the text must not outgrow them."""
+def test_turns_with_a_users_cache(family: str, how: str) -> None:
+    """With windows the text must not outgrow them. The last turn but one ends with the cache."""
     window: dict[str, Any] = {"sliding_window": 192} if family == "gemma3_text" else {}
     target = quiet_later_layers(tiny(family, **window))
-    assistant, cache = attached(target), static_cache(target)
+    assistant, cache = attached(target, how), static_cache(target, room=12 + 3 * 40 + 2 * 5 - 1)
     text, turn = prompt(), prompt(5, seed=4)
 
     def generate(**further: Any) -> Tensor:
@@ -146,19 +156,30 @@ def test_two_turns_with_a_users_cache(family: str) -> None:
         assert torch.equal(text, plain)
         assert_prefilled(held(cache), target, text[:, :-1])
         text = torch.cat((text, turn), dim=1)
-    plain = generate()
+    plain, length = generate(), int(cache.get_seq_length())
+    assert torch.equal(generate(assistant_model=assistant, past_key_values=cache), plain), "up to its last row"
+    hold(cache, length)
     assert torch.equal(generate(past_key_values=cache), plain), "plain generation goes on, too"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
-def test_records(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("llama", "fixed"),
+        ("gemma3_text", "fixed"),
+        ("mistral", "fixed"),
+        ("llama", "dyspec"),
+        ("gemma3_text", "dyspec"),
+    ],
+)
+def test_records(family: str, how: str) -> None:
     target = quiet_later_layers(tiny(family, attn_implementation="eager"))
     arguments = {**STATIC, "return_dict_in_generate": True, **{f"output_{name}": True for name in RECORDS}}
     plain = target.generate(prompt(), **arguments)
-    ours = target.generate(prompt(), assistant_model=attached(target), **arguments)
+    ours = target.generate(prompt(), assistant_model=attached(target, how), **arguments)
     assert torch.equal(ours.sequences, plain.sequences)
     # Windows are kept whole, so attentions are as wide as the text there.
-    for name in RECORDS if family == "llama" else RECORDS[:-1]:
+    for name in RECORDS if (family, how) == ("llama", "fixed") else RECORDS[:-1]:
         assert_same(getattr(ours, name), getattr(plain, name))
     assert isinstance(ours.past_key_values, StaticCache)
     assert_prefilled(held(ours.past_key_values), target, ours.sequences[:, :-1])
@@ -167,15 +188,19 @@ def test_records(family: str) -> None:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
+@EACH
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
-def test_held_rows_are_those_of_the_text_after_every_round(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_rows_are_those_of_the_text_after_every_round(
+    family: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = quiet_later_layers(tiny(family))
-    assert_held_rows_are_those_of_the_text(target, attached(target), monkeypatch)
+    assert_held_rows_are_those_of_the_text(target, attached(target, how), monkeypatch)
 
 
-def test_rows_that_are_not_held_are_never_attended_to(monkeypatch: pytest.MonkeyPatch) -> None:
+@EACH
+def test_rows_that_are_not_held_are_never_attended_to(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assert_other_rows_are_never_attended_to(target, attached(target), monkeypatch)
+    assert_other_rows_are_never_attended_to(target, attached(target, how), monkeypatch)
 
 
 def no_roll_back(text: StaticText, count: int, of: int, path: Any) -> None:
@@ -209,10 +234,11 @@ def test_rows_that_are_kept_or_forgotten_wrongly_are_noticed(
     assert not torch.equal(ours, plain)
 
 
+@EACH
 @pytest.mark.parametrize("length", [12, 20])  # in the prompt's own pass, and in a later round
-def test_an_exception_rolls_a_users_cache_back(length: int) -> None:
+def test_an_exception_rolls_a_users_cache_back(length: int, how: str) -> None:
     target, text = quiet_later_layers(tiny("llama")), prompt(12)
-    cache, assistant = static_cache(target), attached(target)
+    cache, assistant = static_cache(target), attached(target, how)
     target(text[:, :6], past_key_values=cache)
 
     def fails(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -246,10 +272,11 @@ def test_a_pass_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lengths == {12 + assistant.stats.generated - 1}
 
 
-def test_processors_that_are_called_in_order() -> None:
+@EACH
+def test_processors_that_are_called_in_order(how: str) -> None:
     target = quiet_later_layers(tiny("llama"))
     plain = target.generate(prompt(), logits_processor=[NoRepeat()], **STATIC)
-    ours = target.generate(prompt(), logits_processor=[NoRepeat()], assistant_model=attached(target), **STATIC)
+    ours = target.generate(prompt(), logits_processor=[NoRepeat()], assistant_model=attached(target, how), **STATIC)
     assert torch.equal(ours, plain)
 
 
@@ -274,7 +301,7 @@ def test_passes_have_few_widths_and_end_within_the_cache(rule: str, monkeypatch:
     def note(_: Any, __: Any, arguments: dict[str, Any]) -> None:
         passes.append((int(cache_among(arguments).get_seq_length()), arguments["input_ids"].shape[1]))
 
-    assistant = attached(target, **RULES[rule])
+    assistant = attached(target, rule)
     target.register_forward_pre_hook(note, with_kwargs=True)
     target.generate(prompt(), assistant_model=assistant, **STATIC)
     assert {width for _, width in passes[1:]} <= {1, 2, 4, 8, 16, 32}
@@ -306,16 +333,17 @@ def test_the_target_is_optimised_for_decoding_as_in_plain_generation(options: di
 # Costs and refusals ---------------------------------------------------------------------------------------------------
 
 
-def test_costs_of_the_widths_that_are_run() -> None:
+@pytest.mark.parametrize("how", ["throughput", "tree, throughput"])
+def test_costs_of_the_widths_that_are_run(how: str) -> None:
     costs = Costs(draft=0.001, verify=(0.010, 0.011, 0.012, 0.013, 0.014))
     assert in_widths(costs, 5).verify == pytest.approx((0.010, 0.011, 0.013, 0.013, 0.017, 0.017))
     target = tiny("llama")
-    assistant = attached(target, **RULES["throughput"])
+    assistant = attached(target, how)
 
     def verify() -> tuple[float, ...]:
         (learned,) = assistant.memory.learned[target].values()
-        assert learned.plan is not None
-        return learned.plan.costs.verify
+        plan: Any = learned.plan
+        return tuple(plan.costs.verify)
 
     target.generate(prompt(), assistant_model=assistant, **STATIC)
     assert verify()[2:4] == (1.1, 1.1)

@@ -77,6 +77,7 @@ def test_families_with_windows(family: str) -> None:
 # States that several tokens change otherwise --------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
 def test_steps_that_are_clamped_among_several_tokens_only(family: str, dtype: torch.dtype) -> None:
@@ -219,6 +220,7 @@ def test_layers_in_several_lists() -> None:
 # Tables of positions --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("family", "most"),
     [("gpt2", 512), ("opt", 512), ("bert", 512), ("bart", 512), ("pegasus", 512), ("roberta", 511), ("ctrl", 512),

@@ -30,6 +30,7 @@ def attached(target: CausalLM, kind: str) -> SpecDecPPAssistant:
     return assistant_for(target)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 def test_before_during_and_after(family: str, kind: str) -> None:
@@ -162,6 +163,7 @@ def test_an_exception_before_the_first_round() -> None:
 # Without our assistant ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.takes(2)
 def test_other_calls_on_an_attached_target_are_plain() -> None:
     target, stock = tiny("llama"), partly_agreeing(tiny("llama"))
     calls: list[dict[str, Any]] = [

@@ -53,6 +53,7 @@ QUICK = [
 CASES = list(product(["llama", "gemma3_text", "gpt2"], RULES, ["independent", "early exit"]))
 
 
+@pytest.mark.takes(2)
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("family", "rule", "kind"),

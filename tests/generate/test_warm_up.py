@@ -48,6 +48,7 @@ def made(kind: str, name: str, **further: Any) -> tuple[CausalLM, SpecDecPPAssis
     return target, assistant_of(kind, target, **{**SETTINGS[name], **further})
 
 
+@pytest.mark.takes(5)
 @pytest.mark.every(17)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SETTINGS)

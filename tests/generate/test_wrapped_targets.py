@@ -13,6 +13,7 @@ from support.snapshots import has_our_methods, of_own_class
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
 
+@pytest.mark.apart
 def test_a_compiled_target_is_attached_behind_its_wrapper() -> None:
     target = of_own_class(tiny("llama"))
     compiled: Any = torch.compile(target)
@@ -27,6 +28,7 @@ def test_a_compiled_target_is_attached_behind_its_wrapper() -> None:
     assert not has_our_methods(target)
 
 
+@pytest.mark.apart
 def test_an_early_exit_of_a_target_whose_forward_is_compiled() -> None:
     """The draft's own forward is its class's: the compiled one runs the target."""
     target = quiet_later_layers(tiny("llama", num_hidden_layers=2))

@@ -176,6 +176,8 @@ def test_many_tensors(sound: dict[str, Sound], tmp_path: Path) -> None:
             sound["EAGLE-3"].load(folder, sound["EAGLE-3"].target)
 
 
+@pytest.mark.takes(3)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_damaged_repository_is_refused_in_a_sentence(

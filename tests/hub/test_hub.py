@@ -180,6 +180,7 @@ def test_hub_is_down(hub: HubServer, target: PreTrainedModel, assistant: SpecDec
     assert torch.equal(estimates(again), estimates(assistant))
 
 
+@pytest.mark.apart
 def test_offline(hub: HubServer, assistant: SpecDecPPAssistant, target: PreTrainedModel, tmp_path: Path) -> None:
     """In a process that cannot open a connection, from before its first import."""
     assistant.push_to_hub("org/head")

@@ -48,6 +48,7 @@ def assert_same(again: SpecDecPPAssistant, before: SpecDecPPAssistant, target: P
 # Saved ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @DIALECTS
 @pytest.mark.parametrize("name", ["plain", "eagle-3.1", "own embeddings", "final state"])
 def test_a_reference_is_saved_and_no_weights(tmp_path: Path, name: str, dialect: str) -> None:
@@ -155,6 +156,7 @@ def test_weights_that_are_not_in_the_cache_are_not_called_a_pickle(hub: HubServe
         SpecDecPPAssistant.from_pretrained(tmp_path / "saved", local_files_only=True)
 
 
+@pytest.mark.takes(2)
 def test_a_subfolder(hub: HubServer, tmp_path: Path) -> None:
     """Of a folder, and of a repository, whose name goes on with it: `org/heads/small`."""
     VARIANTS["plain"].save(tmp_path / "heads/small")

@@ -13,12 +13,29 @@ from transformers import StaticCache
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.models.causal_lm import CausalLM
-from support.models import prompt
+from support.models import assistant_of, prompt
 from support.outputs import assert_same, prefill
+from support.tree_generation import TREES
 
 # Without repetitions, in which rows could be mistaken for one another.
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "no_repeat_ngram_size": 2}
 STATIC: dict[str, Any] = {**OPTIONS, "cache_implementation": "static"}
+COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
+RULES: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 4},
+    "fills its width": {"rule": "fixed", "num_tokens": 7},
+    "threshold": {"rule": "threshold", "threshold": 0.9},
+    "throughput": {"rule": "throughput", "costs": COSTS},
+}
+GROWTHS: dict[str, dict[str, Any]] = {
+    **TREES,
+    "tree, throughput": {"tree": "dyspec", "rule": "throughput", "tree_budget": 12, "costs": COSTS},
+    "looked up": {"tree": "dyspec", "tree_budget": 6, "lookup": True},
+}
+
+
+def attached(target: CausalLM, how: str = "fixed", kind: str = "independent", **more: Any) -> SpecDecPPAssistant:
+    return assistant_of(kind, target, **{**RULES, **GROWTHS}[how], **more)
 
 
 def static_cache(target: CausalLM, room: int = 192) -> StaticCache:

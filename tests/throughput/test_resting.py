@@ -36,6 +36,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.takes(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned"])
 @pytest.mark.parametrize("tree", [None, "dyspec"])
 def test_a_text_rests_until_a_probe_can_be_paid(kind: str, tree: str | None, noted: list[str]) -> None:

@@ -145,6 +145,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> Seconds:
     return made_up
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("packed", "gain"), [(2.0, 1.0), (1.0, 1.0), (0.5, 2.0)])
 @pytest.mark.parametrize(
     "settings", [{"rule": "fixed", "num_tokens": 2}, {"rule": "throughput"}], ids=["fixed", "best"]

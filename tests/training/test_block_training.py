@@ -58,6 +58,7 @@ def measured(assistant: SpecDecPPAssistant, target: CausalLM) -> list[float]:
     return torch.tensor(chances).mean(0).tolist()
 
 
+@pytest.mark.takes(4)
 @pytest.mark.parametrize(("family", "layers"), [("llama", 1), pytest.param("qwen3", 2, marks=pytest.mark.slow)])
 def test_training_helps_and_is_what_is_stored(family: str, layers: int, tmp_path: Path) -> None:
     config = begun(tmp_path, family, epochs=8, block_layers=layers)
@@ -172,6 +173,7 @@ def test_other_families(family: str) -> None:
     assert assistant.stats.drafted > 0
 
 
+@pytest.mark.takes(2)
 def test_the_start_is_better_than_none(tmp_path: Path) -> None:
     config = begun(tmp_path, epochs=1, learning_rate=1e-9)
     distillation.run(config)
@@ -208,6 +210,7 @@ def test_chains_on_a_text_are_those_of_rounds() -> None:
         torch.testing.assert_close(functional.softmax(found, -1), logits.softmax(-1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.takes(3)
 def test_all_stages(tmp_path: Path) -> None:
     """They end with a repository that has a head, drafts and changes nothing."""
     config = training_run(tmp_path, num_texts=16, early_exit=True, temperatures=(1.0, 0.0))
@@ -246,6 +249,7 @@ def test_wrong_settings(changes: dict[str, Any], reason: str) -> None:
         config.validate()
 
 
+@pytest.mark.takes(2)
 def test_a_head_on_a_block_of_others(tmp_path: Path) -> None:
     """Named by its repository, in the original dialect; it stays as it is."""
     config = training_run(tmp_path, num_texts=12)

@@ -134,6 +134,7 @@ def test_the_stage_calibrates_the_head_on_disk(tmp_path: Path, inputs: str, monk
     assert calibration.run(config) == report, "again, and not on top of the first time"
 
 
+@pytest.mark.takes(2)
 def test_greedy_and_sampled_targets_are_calibrated_on_texts_of_their_own(tmp_path: Path) -> None:
     config = training_run(tmp_path, mix=0.9, temperatures=(1.0, 0.0), epochs=4.0)
     head_fitting.run(config)

@@ -329,6 +329,7 @@ def test_a_card_without_what_is_optional(run: TrainingConfig, card: ModelCard, t
         assert part not in plain.text
 
 
+@pytest.mark.takes(2)
 def test_an_early_exit_has_the_target_as_its_base(tmp_path: Path) -> None:
     config = training_run(tmp_path, early_exit=True, epochs=1.0)
     config.distill, config.target_id = DistillConfig(rank=2, batch_size=4), "org/target"

@@ -65,6 +65,7 @@ def test_a_step_off_is_noticed() -> None:
     assert not torch.allclose(hidden[2][0, 9], one_by_one(drafter, ids, states, 9, 2), atol=1e-3)
 
 
+@pytest.mark.takes(5)
 def test_training_helps_and_is_what_is_stored(tmp_path: Any) -> None:
     config = prepare(tmp_path, "conditioned", draft_vocab_size=40, unroll=3, epochs=6)
     check_that_training_helps(config, tmp_path / "repo")

@@ -147,6 +147,7 @@ def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: i
 # The stage -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.takes(3)
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("kind", "family", "vocab_size", "gain"),
@@ -265,6 +266,7 @@ def test_target_is_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ki
     assert not target.training
 
 
+@pytest.mark.takes(3)
 def test_bfloat16(tmp_path: Path) -> None:
     config = prepare(tmp_path, "early_exit", bf16=True)
     distillation.run(config)
@@ -325,6 +327,7 @@ def kill_at(patch: pytest.MonkeyPatch, step: int) -> None:
     patch.setattr(DistillationTrainer, "compute_loss", compute_loss)
 
 
+@pytest.mark.takes(3)
 def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in training (twice, once while writing a checkpoint) and in the last report: as if nothing had been."""
     monkeypatch.setattr(distillation, "SAVE_EVERY", 0.1)
@@ -364,6 +367,7 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert report_of(config)[stage]["all"] == pytest.approx(report_of(whole)[stage]["all"], abs=1e-4)
 
 
+@pytest.mark.takes(2)
 @pytest.mark.parametrize(
     ("kind", "files"),
     [

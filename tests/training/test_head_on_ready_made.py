@@ -45,6 +45,7 @@ def begun(folder: Path, shorthand: bool) -> TrainingConfig:
     return config
 
 
+@pytest.mark.takes(4)
 @pytest.mark.parametrize("shorthand", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_head_on_a_frozen_draft(shorthand: bool, tmp_path: Path) -> None:
     """Named by its repository alone, with the Hub id of that local copy; or in full, and not measured before."""

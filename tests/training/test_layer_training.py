@@ -19,9 +19,8 @@ from hf_specdecpp.training import models
 from hf_specdecpp.training.distillation import initial_layer
 from hf_specdecpp.training.distillation import stage as distillation
 
-WEIGHTS = "eagle3.safetensors"
 
-
+@pytest.mark.takes(3)
 @pytest.mark.every(2)
 @pytest.mark.parametrize("family", ["llama", "qwen2", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_training_helps_and_is_what_is_stored(family: str, tmp_path: Path) -> None:
@@ -33,6 +32,7 @@ def test_training_helps_and_is_what_is_stored(family: str, tmp_path: Path) -> No
     assert again.stats.drafted > 0
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_a_run_and_with_a_checkpoint_of_others(tmp_path: Path) -> None:
     first = prepare(tmp_path / "first", "eagle3", draft_vocab_size=40, epochs=2)
     distillation.run(first)

@@ -34,6 +34,7 @@ def goes_on(config: TrainingConfig, first: TrainingConfig, **settings: Any) -> T
     return config
 
 
+@pytest.mark.takes(4)
 @pytest.mark.parametrize("kind", [pytest.param("early_exit", marks=pytest.mark.slow), "conditioned"])
 def test_a_second_run_begins_where_the_first_ended(tmp_path: Path, kind: str) -> None:
     first, second = (prepare(tmp_path / name, kind, epochs=2) for name in ("first", "second"))

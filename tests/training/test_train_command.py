@@ -46,6 +46,7 @@ def arguments(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.apart
 def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     unfinished = tmp_path / "out-work" / "features" / "train-00000.safetensors.123.tmp"  # of a run that was killed
     unfinished.parent.mkdir(parents=True)

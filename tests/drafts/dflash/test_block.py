@@ -116,6 +116,7 @@ def rows(session: Reading, places: int) -> Tensor:
     return torch.stack([each[0] for each in found if each is not None])
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "dialect"), CASES)
 @torch.no_grad()
 def test_every_round(name: str, dialect: str, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
 from support.models import prompt, told
 from support.rounds_anew import Ear
-from support.turns import carry_on
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,14 +24,11 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
-COSTS = {"draft": 0.1, "branch": 0.0, "block": 4, "verify": [1.0]}
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 9},
-    "threshold": {"rule": "threshold", "threshold": 0.95},
-    "throughput": {"rule": "throughput", "costs": COSTS},
     "dyspec": {"tree": "dyspec", "tree_budget": 8},
-    "static": {"tree": [3, 1, 1, 1]},
-    "dyspec, throughput": {"tree": "dyspec", "rule": "throughput", "tree_budget": 8, "costs": COSTS},
 }
 
 
@@ -112,21 +108,6 @@ def test_a_hybrid_target(monkeypatch: pytest.MonkeyPatch) -> None:
     output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=24, do_sample=False)
     assert torch.equal(output, target.generate(TEXT, max_new_tokens=24, do_sample=False))
     ear.check(target)
-
-
-def test_a_cache_that_is_carried_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the turn before the draft has no states, and its positions go on after that turn."""
-    target = target_for()
-    assistant = assisted(target)
-    ear = Ear(assistant.ready_drafter(), monkeypatch)
-    ear.check(target, first=carry_on(target, assistant, TEXT, ear) - 1)
-
-
-def test_together_with_transformers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = target_for()
-    assistant = assisted(target)
-    with pytest.raises(ValueError, match="speculation_type='dflash' is transformers' own.*assist"):
-        target.generate(TEXT, assistant_model=assistant, max_new_tokens=4, speculation_type="dflash")
 
 
 @pytest.mark.parametrize("is_attached", [False, True])

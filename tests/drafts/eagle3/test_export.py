@@ -40,6 +40,7 @@ def logits(assistant: SpecDecPPAssistant, target: CausalLM, steps: int = 2) -> l
         ]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("dialect", ["original", "speculators"])
 @pytest.mark.parametrize("name", LLAMA)
 def test_what_is_exported_is_the_draft(name: str, dialect: str, tmp_path: Path) -> None:
@@ -69,6 +70,7 @@ def test_what_is_exported_is_the_draft(name: str, dialect: str, tmp_path: Path) 
         assert float((ours - loaded)[kept].abs().max()) < 0.1 * float(ours[kept].abs().max())
 
 
+@pytest.mark.takes(3)
 def test_a_trained_layer(tmp_path: Path) -> None:
     """What training stores is in half precision already, so what is exported in bfloat16 is it to the bit."""
     config = prepare(tmp_path, "eagle3", draft_vocab_size=40, epochs=1)

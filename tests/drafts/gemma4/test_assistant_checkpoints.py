@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.gemma4_files import FULL, HIDDEN, OWN, SLIDING, VARIANTS, VOCAB, target_for
-from support.models import prompt, tiny
+from support.models import tiny
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
@@ -23,7 +23,6 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput.known_costs import Rounds
 from hf_specdecpp.training.configuration import TrainingConfig
 
-TEXT = prompt(9) % VOCAB
 FIXED = SpeculationConfig(rule="fixed", num_tokens=3)
 
 

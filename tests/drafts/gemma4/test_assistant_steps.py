@@ -102,6 +102,7 @@ def test_what_a_step_reads() -> None:
     assert sources(target_for("shares its own").config) == {SLIDING: 0, FULL: 1}
 
 
+@pytest.mark.every(3)
 @WITH_GENERATOR
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

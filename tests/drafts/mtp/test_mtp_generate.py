@@ -52,6 +52,7 @@ def test_they_draft_further_than_there_are_layers(num_layers: int, tmp_path: Pat
     assert described.get("multi_token_layers", 1) == num_layers
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_of_every_family(family: str, tmp_path: Path) -> None:
     """In chains; and in trees, where the target reads trees."""

@@ -41,6 +41,7 @@ def drafted(target: CausalLM, draft: Any, text: Tensor, path: list[int]) -> Tens
     return torch.stack([session.step(candidates[:place])[0] for place in range(len(path) + 1)])
 
 
+@pytest.mark.every(3)
 @of_transformers
 @pytest.mark.parametrize(("family", "num_layers"), SERVED)
 def test_rounds_are_those_of_transformers(
@@ -212,6 +213,7 @@ def test_a_layer_of_inkling_with_a_window_is_what_its_mask_says(tmp_path: Path) 
 # Rounds of one generation are what a round that reads all anew says. --------------------------------------------------
 
 
+@pytest.mark.every(3)
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "num_layers"),
@@ -240,6 +242,7 @@ def test_what_was_read_is_taken_back(family: str, num_layers: int, tmp_path: Pat
         text = torch.cat((text, torch.tensor([path[:stands]], dtype=torch.long), further), dim=1)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_number_of_the_file_is_in_the_layer(family: str, tmp_path: Path) -> None:
     """Experts are put together as transformers does it with the target's own; nothing is left as it was made."""

@@ -1,0 +1,167 @@
+"""The exact distribution of whole generations with EAGLE-3 drafts, Gemma 4 assistants and multi-token layers.
+
+Everything is product code and transformers' own classes, from the files that layers are read from and the hooks that
+catch the target's states to the caches that are rolled back; only the random numbers are replaced by a `Replay`.
+Mutants: a q of another temperature, one as if the draft could have proposed all tokens, one that is told as that of the
+next candidate, and candidates that are dropped because of what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from support.gemma4_files import FULL, SLIDING, Variant, target_for
+from support.models import random_layer, tiny, told
+from support.mtp_files import Files
+from support.stock_rounds import VOCAB
+from support.whole_generations import (
+    NEW_TOKENS,
+    Enumerate,
+    as_if_of_all,
+    assert_caught,
+    assert_exactly_p,
+    change_chains,
+    hotter,
+    tell_another_q,
+)
+
+from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.trees.tree import DraftTree
+
+TOKEN = {"verification": "token"}
+FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 2}
+DYSPEC: dict[str, Any] = {"tree": "dyspec", "tree_budget": 3, "tree_depth": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain, block": FIXED,
+    "chain, token": {**FIXED, **TOKEN},
+    "chain, threshold": {"rule": "threshold", "threshold": 0.6, "max_tokens": 2},
+    "chain, throughput": {"rule": "throughput", "max_tokens": 2, "costs": {"draft": 0.05, "verify": [1.0]}},
+    "dyspec, block": DYSPEC,
+    "dyspec, token": {**DYSPEC, **TOKEN},
+    "static, block": {"tree": [2, 1]},
+    "static, token": {"tree": [2, 1], **TOKEN},
+}
+Pair = tuple[CausalLM, SpecDecPPAssistant]
+
+
+def eagle3(ids: list[int] | None) -> Pair:
+    """Of all tokens, or of `ids`."""
+    target = tiny("llama", 7, vocab_size=VOCAB, num_hidden_layers=2)
+    layer = random_layer(target, vocab=None if ids is None else torch.tensor(ids))
+    return target, SpecDecPPAssistant.from_eagle3(target, layer)
+
+
+def gemma4(variant: Variant) -> Pair:
+    """With clusters two of the four tokens are drafted."""
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "sliding_window": 4}
+    target = target_for(seed=7, num_hidden_layers=2, layer_types=[SLIDING, FULL], **sizes)
+    return target, SpecDecPPAssistant.from_draft(variant.theirs(**sizes), target=target)
+
+
+@cache
+def mtp(family: str, num_layers: int) -> Pair:
+    with TemporaryDirectory() as folder:
+        target = Files(family, num_layers, seed=3, overrides={"vocab_size": VOCAB}).load(Path(folder))
+        return target, assist(target, "mtp", default=False)
+
+
+PAIRS: dict[str, Callable[[], Pair]] = {
+    "eagle3, all": partial(eagle3, None),
+    "eagle3, some": partial(eagle3, [1, 3]),
+    "gemma4, all": partial(gemma4, Variant((SLIDING, FULL))),
+    "gemma4, clusters": partial(gemma4, Variant((FULL,), clusters=True)),
+    "mtp": partial(mtp, "glm4_moe", 1),
+    "mtp, two layers": partial(mtp, "glm4_moe", 2),
+    "mtp, hybrid target": partial(mtp, "qwen3_5_text", 1),
+}
+NO_TREES = ("mtp, two layers", "mtp, hybrid target")
+CASES = [(name, shape) for name in PAIRS for shape in SHAPES if shape.startswith("chain") or name not in NO_TREES]
+
+
+def pair(name: str, **speculation: Any) -> Pair:
+    target, assistant = PAIRS[name]()
+    return target, told(assistant, **speculation)
+
+
+@pytest.mark.takes(5)
+@pytest.mark.every(5)
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_generate_emits_exactly_p(name: str, shape: str, enumerate_torch: Enumerate) -> None:
+    assert_exactly_p(*pair(name, **SHAPES[shape]), enumerate_torch)
+
+
+@pytest.mark.slow
+def test_two_layers_go_on_by_themselves(enumerate_torch: Enumerate) -> None:
+    """A third candidate, which the second layer drafts of what it has just returned."""
+    assert_exactly_p(*pair("mtp, two layers", rule="fixed", num_tokens=3), enumerate_torch, NEW_TOKENS + 1)
+
+
+# Mutants. -------------------------------------------------------------------------------------------------------------
+
+
+def warmer(chain: Any) -> Any:
+    chain.distributions = {node: hotter(row).softmax(-1) for node, row in chain.scores.items()}
+    return chain
+
+
+def of_the_next(chain: Any) -> Any:
+    rows = chain.drawn_from
+    chain.distributions = {place: row.softmax(-1) for place, row in enumerate([*rows[1:], *rows[:1]])}
+    return chain
+
+
+def unlikely(chain: Any) -> Any:
+    """Dropped because of its own value: the less likely one of the two that may come."""
+    if len(chain) > 1 and float(chain.q(len(chain) - 1)[chain.tokens[-1]]) < 0.5:
+        return DraftTree.chain(chain.candidates[:-1], chain.drawn_from[:-1])
+    return chain
+
+
+def not_the_likeliest(chain: DraftTree) -> DraftTree:
+    """Dropped, too, where there is no other candidate."""
+    if len(chain) and chain.tokens[-1] != int(chain.drawn_from[-1].argmax()):
+        return DraftTree.chain(chain.candidates[:-1], chain.drawn_from[:-1])
+    return chain
+
+
+@pytest.mark.takes(2)
+@pytest.mark.every(3)
+@pytest.mark.parametrize("mutate", [as_if_of_all, hotter])
+@pytest.mark.parametrize("shape", ["chain, block", "dyspec, block"])
+@pytest.mark.parametrize("name", ["eagle3, some", "gemma4, clusters"])
+def test_another_q_that_is_told_is_caught(
+    name: str, shape: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell_another_q(monkeypatch, mutate)
+    assert_caught(*pair(name, **SHAPES[shape]), enumerate_torch)
+
+
+@pytest.mark.takes(3)
+def test_another_q_of_trees_of_multi_token_layers_is_caught(
+    enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell_another_q(monkeypatch, hotter)
+    assert_caught(*pair("mtp", **SHAPES["dyspec, block"]), enumerate_torch)
+
+
+@pytest.mark.takes(4)
+@pytest.mark.every(5)
+@pytest.mark.parametrize(
+    ("name", "mutate"),
+    [
+        ("gemma4, all", not_the_likeliest),
+        *((name, mutate) for name in PAIRS if name[:3] == "mtp" for mutate in (warmer, of_the_next, unlikely)),
+    ],
+)
+def test_changed_chains_are_caught(
+    name: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_chains(monkeypatch, mutate)
+    assert_caught(*pair(name, **SHAPES["chain, token"]), enumerate_torch)

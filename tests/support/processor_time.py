@@ -1,0 +1,52 @@
+"""A fast test takes at most a second of processor time, unless it says how many: `@pytest.mark.takes(3)`.
+
+Wall-clock time would say how busy the machine is. Processor time, too, says how fast the machine is: a test that is too
+slow is therefore judged beside a piece of work of known length, done right after the test.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator
+
+import pytest
+
+LIMIT = 1.0  # seconds of a test's call, without its fixtures
+IMPORT = 0.01  # seconds more for each module that the test is the first to import
+YARDSTICK = 0.1  # seconds that `_yardstick` takes on the machine that the limits were written for
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Fail a fast test that passed, but took too long."""
+    before, modules = _used(), len(sys.modules)
+    result = yield
+    seconds, mark = _used() - before, item.get_closest_marker("takes")
+    limit = (mark.args[0] if mark else LIMIT) + IMPORT * (len(sys.modules) - modules)
+    is_fast = item.get_closest_marker("slow") is None and item.get_closest_marker("apart") is None
+    if is_fast and seconds > limit and seconds > (now := limit * _slowness()):
+        pytest.fail(
+            f"This fast test took {seconds:.1f} s of processor time, where {now:.1f} s are allowed ({limit:.1f} s on "
+            "the machine that limits are written for), so that `make test` stays under six minutes. Make its case "
+            "smaller, share what it makes with other tests in a fixture, mark it slow, or, if the fast run must have "
+            f"it, mark it `@pytest.mark.takes({seconds + 1:.0f})`.",
+            pytrace=False,
+        )
+    return result
+
+
+def _used() -> float:
+    """Seconds of processor time of this process, in all its threads, and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def _slowness() -> float:
+    """How many times longer a piece of work takes here and now; 1 on faster machines."""
+    before = _used()
+    _yardstick()
+    return max(1.0, (_used() - before) / YARDSTICK)
+
+
+def _yardstick() -> int:
+    return sum(number * number % 7 for number in range(1_400_000))
