@@ -25,8 +25,8 @@ from transformers import LogitsProcessor
 from hf_specdecpp.drafting.chain import next_step
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.drafts.dflash.drafter import DFlashDraft
 from hf_specdecpp.drafts.dflash.kind import meet, read_model
+from hf_specdecpp.drafts.dflash.model import DFlashDraft
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness

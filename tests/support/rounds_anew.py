@@ -74,3 +74,13 @@ class Ear:
         found = session.step([])
         assert found is not None
         return found[0]
+
+
+def check_rounds(target: CausalLM, assistant: Any, text: Tensor, monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
+    """Greedy text is the target's, and each round drafts what a draft would that reads the whole text anew."""
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
+    how = {"max_new_tokens": 24, "do_sample": False, **how}
+    expected = target.generate(text, **how)
+    assert torch.equal(target.generate(text, assistant_model=assistant, **how), expected)
+    assert assistant.stats.drafted > 0
+    ear.check(target)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
 from support.models import prompt, told
-from support.rounds_anew import Ear
+from support.rounds_anew import check_rounds
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -62,52 +63,37 @@ def test_a_target_that_is_captured(settings: str, pretended: Counter[str]) -> No
     assert found[0][0] > 0
 
 
-@pytest.mark.parametrize("name", ["windows alone", "the last layer read", "samples the anchor", "scaled"])
-def test_variants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = target_for()
-    assistant = assisted(target, VARIANTS[name])
-    ear = Ear(assistant.ready_drafter(), monkeypatch)
-    output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=24, do_sample=False)
-    assert torch.equal(output, target.generate(TEXT, max_new_tokens=24, do_sample=False))
-    assert assistant.stats.draft_passes > 0
-    ear.check(target)
-
-
-@pytest.mark.parametrize("family", ["gemma2", "granite", "gpt2"])
-def test_other_targets(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows, scaled embeddings and logits of the target's own, and learned positions."""
-    changes: dict[str, Any] = {"n_layer": 4} if family == "gpt2" else {}
-    if family == "gemma2":
-        changes["layer_types"] = ["sliding_attention", "full_attention"] * 2
-    target = target_for(family, **changes)
-    assistant = assisted(target)
-    ear = Ear(assistant.ready_drafter(), monkeypatch)
-    output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=24, do_sample=False)
-    assert torch.equal(output, target.generate(TEXT, max_new_tokens=24, do_sample=False))
-    ear.check(target)
+HYBRID: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 0, "vocab_size": VOCAB, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None, "initializer_range": 0.2, "tie_word_embeddings": False,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
 
 
 def hybrid_target() -> CausalLM:
     """With recurrent layers, whose states are taken back where a candidate is rejected."""
-    config = AutoConfig.for_model(
-        "qwen3_next", hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-        linear_value_head_dim=8, num_experts=0, vocab_size=VOCAB, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None, initializer_range=0.2, tie_word_embeddings=False,
-        layer_types=["linear_attention", "full_attention"] * 2,
-    )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config).double().eval()
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next", **HYBRID)).double().eval()
 
 
-def test_a_hybrid_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = hybrid_target()
-    assistant = assisted(target)
-    ear = Ear(assistant.ready_drafter(), monkeypatch)
-    output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=24, do_sample=False)
-    assert torch.equal(output, target.generate(TEXT, max_new_tokens=24, do_sample=False))
-    ear.check(target)
+PAIRS: dict[str, tuple[Callable[[], CausalLM], str]] = {
+    **{name: (target_for, name) for name in ("windows alone", "the last layer read", "samples the anchor", "scaled")},
+    # Windows, scaled embeddings and logits of the target's own, and learned positions.
+    "gemma2": (lambda: target_for("gemma2", layer_types=["sliding_attention", "full_attention"] * 2), "windows"),
+    "granite": (lambda: target_for("granite"), "windows"),
+    "gpt2": (lambda: target_for("gpt2", n_layer=4), "windows"),
+    "hybrid": (hybrid_target, "windows"),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_variants_and_other_targets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, variant = PAIRS[name]
+    target = make()
+    check_rounds(target, assisted(target, VARIANTS[variant]), TEXT, monkeypatch)
 
 
 @pytest.mark.parametrize("is_attached", [False, True])

@@ -9,7 +9,7 @@ import torch
 from support.gemma4_files import VARIANTS, VOCAB, WITH_GENERATOR, other_pairs, target_for
 from support.models import prompt
 from support.pretend_graph import pretend_graphs
-from support.rounds_anew import Ear
+from support.rounds_anew import Ear, check_rounds
 from transformers import DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
@@ -59,10 +59,7 @@ def test_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch
     target, theirs = other_pairs()[name]
     speculation = SpeculationConfig(**{"rule": "threshold", **SETTINGS[settings]})
     assistant = SpecDecPPAssistant.from_draft(theirs, target=target, speculation=speculation)
-    ear = Ear(assistant.ready_drafter(), monkeypatch)
-    output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=16, do_sample=False)
-    assert torch.equal(output, target.generate(TEXT, max_new_tokens=16, do_sample=False))
-    ear.check(target)
+    check_rounds(target, assistant, TEXT, monkeypatch, max_new_tokens=16)
 
 
 def test_a_cache_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
