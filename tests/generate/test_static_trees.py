@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,15 +39,15 @@ def test_branches_are_accepted_and_rejected() -> None:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
-def stays(rows: Tensor, indices: Tensor, to: int) -> None:
+def stays(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
     """The path is not moved."""
 
 
-def one_off(rows: Tensor, indices: Tensor, to: int) -> None:
+def one_off(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
     move(rows, indices - 1, to)
 
 
-def from_the_start(rows: Tensor, indices: Tensor, to: int) -> None:
+def from_the_start(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
     move(rows, indices, to - 1)
 
 
