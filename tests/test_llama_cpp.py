@@ -43,7 +43,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = tmp_path_factory.mktemp("served")
-    source = SMOLLM2 if Path(SMOLLM2).is_dir() else snapshot_download(SMOLLM2)
+    source = str(Path(SMOLLM2).absolute()) if Path(SMOLLM2).is_dir() else snapshot_download(SMOLLM2)
     target = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     speculation = SpeculationConfig(rule="fixed", num_tokens=DRAFTED)
     assistant = SpecDecPPAssistant.from_early_exit(target, LAYERS, speculation=speculation)

@@ -66,6 +66,7 @@ class TestObject:
         assert say(pipe(target, assistant)) == say(pipe(target))
         assert assistant.stats.drafted > 0
 
+    @pytest.mark.takes(3)
     @pytest.mark.every(2)
     def test_default_sampling(self, kind: str) -> None:
         """Without arguments pipelines sample, 256 tokens."""
