@@ -19,6 +19,8 @@ from transformers import T5Config, T5ForConditionalGeneration, WhisperConfig, Wh
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
+pytestmark = pytest.mark.takes(60)
+
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 CHAIN = SpeculationConfig("fixed", num_tokens=4)
 TREE = SpeculationConfig(tree=[2, 2, 1])

@@ -31,6 +31,8 @@ from hf_specdecpp.models.products import Always
 from hf_specdecpp.models.quantised import multiplies_in_half
 from hf_specdecpp.throughput import target_passes
 
+pytestmark = pytest.mark.takes(60)
+
 logger = logging.getLogger(__name__)
 SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2"
 ANSWER = (

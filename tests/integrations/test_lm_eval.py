@@ -26,6 +26,8 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+pytestmark = pytest.mark.takes(60)
+
 STOP = WORDS[5]
 QUESTIONS = [" ".join(WORDS[1 + (i * 7 + j * j) % 40] for j in range(3 + i)) for i in range(5)]
 

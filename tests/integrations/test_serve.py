@@ -25,6 +25,8 @@ pytest.importorskip("openai", reason="`transformers serve` needs pip install tra
 from openai import OpenAI
 from transformers.cli.serving import model_manager
 
+pytestmark = pytest.mark.takes(60)
+
 MESSAGES: Any = [{"role": "user", "content": "w1 w2 w3"}, {"role": "assistant", "content": "w4"},
                  {"role": "user", "content": "w5 w6"}]  # fmt: skip
 

@@ -25,7 +25,8 @@ FIXED = SpeculationConfig("fixed", num_tokens=3)
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "w1 w2 w3 w4 w5"}]}]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "device_map": "cpu"}
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of how it calls transformers
+# The second of how it calls transformers.
+pytestmark = [pytest.mark.takes(60), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 @pytest.fixture

@@ -40,7 +40,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.models import unwrap_model_for_generation
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of how it calls transformers
+# The second of how it calls transformers.
+pytestmark = [pytest.mark.takes(60), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 FIXED = SpeculationConfig("fixed", num_tokens=3)
 QUESTIONS = [" ".join(WORDS[start : start + length]) for start, length in ((3, 4), (21, 7))]

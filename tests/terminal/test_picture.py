@@ -14,6 +14,8 @@ from support.browser import page
 from hf_specdecpp.terminal.listener import Answer, Token
 from hf_specdecpp.terminal.picture import CHOSEN, GUESSED, PAUSE, picture
 
+pytestmark = pytest.mark.takes(60)
+
 SVG = "{http://www.w3.org/2000/svg}"
 TEXT = ["The", " sky", " is", " blue", ".\n", "\n", "It ", "scatters", " light"]
 

@@ -34,6 +34,8 @@ pytest.importorskip("gradio", reason="make test-space installs it")
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 
+pytestmark = pytest.mark.takes(60)
+
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / ".models" / "smollm2"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"

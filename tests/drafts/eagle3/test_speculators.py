@@ -31,6 +31,8 @@ from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import TargetStates
 
+pytestmark = pytest.mark.takes(60)
+
 STEPS = 3
 TEXT = prompt(12)
 CLOSE, FAR = 1e-6, 0.1  # our logits are float32: up to 8 that is 2.4e-7 off; before that the two agree to 2e-15
