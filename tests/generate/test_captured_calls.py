@@ -126,6 +126,7 @@ def test_ends_and_processors(settings: dict[str, Any], options: dict[str, Any]) 
     assert_captured(assistant)
 
 
+@pytest.mark.takes(2)
 def test_windows_longer_than_the_text() -> None:
     target = quiet_later_layers(tiny("gemma3_text", sliding_window=400))
     assistant = assistant_of("early_exit", target, **CHAIN)

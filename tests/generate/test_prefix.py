@@ -27,6 +27,7 @@ def test_positions_counted_from_the_mask_are_noticed(monkeypatch: pytest.MonkeyP
 
     def counted(self: Prefix, input_ids: Tensor, *tree: Any, **options: Any) -> dict[str, Any]:
         self.model_kwargs["position_ids"] = torch.arange(input_ids.shape[1])[None]
+        self._spare = 0  # what was made ahead for further rounds is not used
         return made(self, input_ids, *tree, **options)
 
     monkeypatch.setattr(Prefix, "tree_inputs", counted)

@@ -55,6 +55,7 @@ def test_modules_cost_no_calls() -> None:
     assert many - few <= 10 * 10
 
 
+@pytest.mark.takes(2)
 def test_more_calls_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where each module is asked whether it is compiled."""
 
