@@ -84,7 +84,7 @@ class DraftModel(Reader):
         if self.fusion is None:
             raise ValueError(f"{type(self.model).__name__} is a draft that reads no states of the target.")
         embeddings = self.embed(input_ids, are_known)
-        return self.hidden_states_of(self.fusion(states.to(embeddings), embeddings), cache, **inputs)
+        return self._decode(cache, inputs_embeds=self.fusion(states.to(embeddings), embeddings), **inputs)
 
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """Ids that are not in `draft_vocab` get -inf."""

@@ -123,11 +123,7 @@ class ModelReading(Reading):
     def _expand(
         self, lineage: Lineage, tree: DraftTree, nodes: list[int], states: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Read nodes below fed ones, with the draft's own states `[1, n, hidden_size]` before them if it reads any.
-
-        Returns:
-            Logits `[n, vocab_size]` and hidden states `[n, hidden_size]`.
-        """
+        """As in `expand`, of nodes below fed ones, with the draft's own states `[1, n, hidden_size]` if any."""
         raise NotImplementedError(f"{type(self).__name__} drafts chains.")
 
 

@@ -160,12 +160,7 @@ def bin_of(estimate: float) -> int:
 
 
 def _line(log_odds: Floats, judged: Floats, accepted: Floats, prior: Floats) -> Floats:
-    """Intercept and slope of a logistic regression on the estimates' log-odds, by Newton's method.
-
-    Args:
-        log_odds, judged, accepted: `[bins]`, mean log-odds and numbers of candidates.
-        prior: mean of intercept and slope, whose standard deviations are `LINE_PRIOR`.
-    """
+    """Intercept and slope of a logistic regression on mean log-odds by bin (Newton's method); `prior`: their means."""
     inputs = np.stack((np.ones_like(log_odds), log_odds), axis=1)
     precision, line = np.diag(1.0 / np.square(LINE_PRIOR)), prior
     for _ in range(20):

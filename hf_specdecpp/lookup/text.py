@@ -217,10 +217,7 @@ class TextLookup:
         return Continuation(tokens[:count], classes[:count])
 
     def _pieces(self, matches: list[Matches], least: int, most: int, after: Sequence[int]) -> list[list[int]]:
-        """What follows each place of which at least so many tokens match, the latest first: at most `most` tokens.
-
-        Pieces of the text end where it ends; those of other texts end with `NOTHING`.
-        """
+        """What follows each place where `least` tokens match, the latest first; `NOTHING` ends those of other texts."""
         pieces = []
         for seen, each in zip(self.sources, matches, strict=True):
             for place, length in each.items():

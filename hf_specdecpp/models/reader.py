@@ -93,10 +93,6 @@ class Reader(nn.Module):
         """
         return self._decode(cache, input_ids=input_ids if are_known else self.known(input_ids), **inputs)
 
-    def hidden_states_of(self, embeddings: Tensor, cache: Cache | None = None, **inputs: Any) -> Tensor:
-        """The same for input embeddings `[batch, n, embedding_size]` in the place of tokens."""
-        return self._decode(cache, inputs_embeds=embeddings, **inputs)
-
     def _decode(self, cache: Cache | None, **inputs: Any) -> Tensor:
         if cache is not None:
             inputs[self._cache_argument] = cache

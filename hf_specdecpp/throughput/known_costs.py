@@ -131,15 +131,11 @@ class KnownCosts:
             self._by_length[kind] = corrected(known, passes, times.drafts.get(kind, ()), confirmed)
             self._confirmed[kind] = confirmed - set(passes) | set(now)
             taken += [(kind, width) for width in now]
-        self._form_again()
-        self._keep()
-        return taken
-
-    def _form_again(self) -> None:
-        """What a rule reckons with stays the same object where it has hardly changed."""
-        for kind, formed in list(self._formed.items()):
+        for kind, formed in list(self._formed.items()):  # the same object where it has hardly changed
             if _differ(self._form(self._by_length.get(self._nearest(kind), self.first)), formed):
                 del self._formed[kind]
+        self._keep()
+        return taken
 
     def _nearest(self, kind: int) -> int:
         """The class of length that there were texts of; the same where there were none at all."""

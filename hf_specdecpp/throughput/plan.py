@@ -193,13 +193,7 @@ class Plan:
         )
 
     def _settle(self, tokens: int, candidates: int, passes: int, read: int, unread: int) -> None:
-        """Take note of what a round with candidates brought, and of what it cost.
-
-        Args:
-            passes: of the draft.
-            read: nodes of a tree, or places of blocks, that they answered for.
-            unread: tokens that the draft read first.
-        """
+        """Take note of a round: `read` nodes or places were answered for by passes, after `unread` tokens were read."""
         seconds = self.costs.tree_seconds(passes, read, float(self.verify[candidates])) + self.costs.read * unread
         if self.known.is_assumed:  # and may be far more: a probe is charged a whole pass
             seconds = max(seconds, 2.0 * self.plain)

@@ -200,14 +200,7 @@ def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
 
 
 def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) -> tuple[dict[str, Any], bool]:
-    """The config of the draft's layers, and whether `use_swa` gives windows to all of them.
-
-    Such rows see later ones unless the config says otherwise (vLLM, for MiMo's drafts).
-
-    Args:
-        said: beside what describes the layers.
-        is_theirs: whether the dialect is that of transformers.
-    """
+    """The config of the draft's layers, and whether `use_swa` gives windows to all of them (MiMo's drafts, in vLLM)."""
     kind = layers.get("model_type", "qwen3")
     if kind not in ("qwen3", TRANSFORMERS):
         raise ValueError(
