@@ -197,7 +197,9 @@ class TargetPasses:
         ones over four rows took 50 to 56 ms, with a median of 52 ms. So one over one row takes 1.15 * 52 = 60 ms.
         """
         times = self._of(rows)["own"]
-        ratios = self._beside[rows].ratios | {(rows, "own"): deque([1.0])} if rows in self._beside else {}
+        ratios: dict[_Way, Sequence[float]] = {**self._beside[rows].ratios} if rows in self._beside else {}
+        if ratios:
+            ratios[rows, "own"], ratios[rows, self.contestants[-1]] = [1.0], [self._gains.get(rows, 1.0)]
         lately = [ratio_of(ratios, way) * seconds for way, seconds in self._latest_passes] if ratios else []
         own = typical(lately) if lately else None
         own = own or (typical(times) if times else None)

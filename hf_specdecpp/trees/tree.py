@@ -101,7 +101,8 @@ class DraftTree:
     def ids(self, device: torch.device) -> Tensor:
         """The candidates `[k]` on a device."""
         if self._ids is None:
-            self._ids = torch.tensor(self.tokens[1:], dtype=torch.long)
+            tokens = self.tokens[1:]  # no upload where there are none
+            self._ids = torch.tensor(tokens) if tokens else torch.empty(0, dtype=torch.long, device=device)
         self._ids = self._ids.to(device)  # the pass and its verification ask for them
         return self._ids
 

@@ -62,7 +62,7 @@ def test_what_is_kept_and_taken_back(family: str, make: Any) -> None:
     held.keep(len(again) + 1, of=len(again) + 1)
     assert (held.pending, held.held) == (0, PREFIX + 3)
     expected = read(model, growing(model), torch.cat((text, others[:2], others[4:5])))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)  # recurrent layers compute in float32
 
 
 def rows_of(cache: Any) -> list[torch.Tensor]:
