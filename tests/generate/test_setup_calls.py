@@ -35,7 +35,7 @@ def calls_before_the_first_round(layers: int) -> int:
             count += 1
 
     # Long enough for all passes that are made beside those of rounds.
-    target.generate(IDS, assistant_model=assistant, max_new_tokens=48, do_sample=False)
+    target.generate(IDS, assistant_model=assistant, max_new_tokens=20, do_sample=False)
     sys.setprofile(note)
     try:
         target.generate(IDS, assistant_model=assistant, max_new_tokens=8, do_sample=False)
