@@ -1,13 +1,15 @@
 """What a GPU gives, as a report in Markdown, in under five minutes and without the Hub.
 
     python examples/bench_gpu.py > report.md          # or: make bench-gpu
+    python examples/bench_gpu.py --dry_run            # on a CPU, in less than a minute: does all of it run?
 
 Targets have the shapes of real models and random weights in bfloat16; the weights of all layers but the first are made
 so small that a draft of that one layer is right as often as asked. Texts are therefore meaningless, and times are not:
 what a pass takes depends on shapes alone. Contestants, one after the other on the same prompts: `generate()` as it is
 and compiled (`cache_implementation="static"`), transformers' assisted generation with the same draft, and ours: plain
-passes captured, chains of 3, 5 and 7, trees, and `rule="throughput"`. The speed of plain `generate()` on the same
-captured passes is its own row, so what speculation adds can be told from what the graphs give.
+passes captured, chains of 3, 5 and 7, trees of 15 and 30, and `rule="throughput"`; in batches chains alone. The speed
+of plain `generate()` on the same captured passes is its own row, so what speculation adds can be told from what the
+graphs give.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,13 +30,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import with_layers
 from hf_specdecpp.version import __version__
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 97},
     "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
                 "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
@@ -46,13 +50,19 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, 3 candidates": {"rule": "fixed", "num_tokens": 3},
     "ours, 5 candidates": {"rule": "fixed", "num_tokens": 5},
     "ours, 7 candidates": {"rule": "fixed", "num_tokens": 7},
-    "ours, tree of 15": {"tree": "dyspec", "tree_budget": 15},
+    "ours, tree of 15": {"rule": "fixed", "tree": "dyspec", "tree_budget": 15},
+    "ours, tree of 30": {"rule": "fixed", "tree": "dyspec", "tree_budget": 30},
     "ours, throughput": {"rule": "throughput"},
     "ours, 5 candidates, compile=True": {"rule": "fixed", "num_tokens": 5, "compile": True},
     "ours, 7 candidates, compile=True": {"rule": "fixed", "num_tokens": 7, "compile": True},
-    "ours, tree of 15, compile=True": {"tree": "dyspec", "tree_budget": 15, "compile": True},
+    "ours, tree of 15, compile=True": {"rule": "fixed", "tree": "dyspec", "tree_budget": 15, "compile": True},
     "ours, throughput, compile=True": {"rule": "throughput", "compile": True},
 }
+IN_BATCHES = ["ours, 3 candidates", "ours, 5 candidates", "ours, throughput"]
+DRY_RUN = [  # arguments that come first, so that others may follow
+    "--device", "cpu", "--shapes", "tiny", "--rates", "0.8", "--new_tokens", "12", "--repetitions", "1", "--no_compile",
+    "--ours", "ours, 3 candidates", "ours, tree of 15", "ours, throughput",
+]  # fmt: skip
 PLAIN, COMPILED, CAPTURED = "plain generate()", "plain generate(), compiled", "plain passes, captured by us"
 PROMPT, SAMPLE = 64, 512  # tokens
 
@@ -141,10 +151,17 @@ def _spent(stats: Any) -> str:
     rounds = max(stats.rounds, 1)
     parts = {"device": stats.target_seconds, "host": stats.overhead_seconds + stats.draft_seconds}
     split = ", ".join(f"{name} {1000 * seconds / rounds:.2f}" for name, seconds in parts.items())
-    return f"ms a round: {split}; {stats.graphs} graphs made in {stats.graph_seconds:.1f} s"
+    made = f"{stats.graphs} graphs made in {stats.graph_seconds:.1f} s, rooms of {stats.graph_bytes / 2**20:.0f} MiB"
+    return f"rounds {stats.decided.get('rounds', 'uncaptured')}; ms a round: {split}; {made}"
 
 
-def contestants(contest: Contest, compiles: bool, ours: list[str]) -> dict[str, Callable[[int], Result]]:
+def contestants(contest: Contest, compiles: bool, fuse: bool, ours: list[str]) -> dict[str, Callable[[int], Result]]:
+    """All who take part, by name.
+
+    Args:
+        compiles: whether transformers' compiled generation does.
+        fuse: whether captured passes with compiled pieces do.
+    """
     target = contest.target
     found: dict[str, Callable[[int], Result]] = {PLAIN: lambda n: contest.run(max(n // 2, 1))}
     if compiles:
@@ -157,7 +174,7 @@ def contestants(contest: Contest, compiles: bool, ours: list[str]) -> dict[str, 
         )
         draft.generation_config.assistant_confidence_threshold = 0.0
         found["transformers' assisted, 5 candidates"] = lambda n: contest.run(max(n // 2, 1), assistant_model=draft)
-        for name, fuses in ((CAPTURED, False), (f"{CAPTURED}, compile=True", True)):
+        for name, fuses in ((CAPTURED, False), (f"{CAPTURED}, compile=True", True))[: 1 + fuse]:
             settings = SpeculationConfig(rule="fixed", compile=fuses)
             lookup = assist(target, "lookup", speculation=settings, default=False)
             lookup.decisions = Decisions(lookup_tokens=1)
@@ -165,19 +182,23 @@ def contestants(contest: Contest, compiles: bool, ours: list[str]) -> dict[str, 
     assistants = {
         name: SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(**OURS[name]))
         for name in ours
+        if contest.rows == 1 or name in IN_BATCHES
     }
     for name, assistant in assistants.items():
         found[name] = partial(contest.run, assistant=assistant)
     return found
 
 
-def measured(contest: Contest, everyone: dict[str, Callable[[int], Result]], repetitions: int) -> str:
+def measured(contest: Contest, everyone: dict[str, Callable[[int], Result]], repetitions: int, end: float) -> str:
     lines = [
         "| | first text (s) | ms a token | x plain | x compiled | tokens a pass | texts equal to plain's | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     results: dict[str, Result] = {}
     for name, run in everyone.items():
+        if time.monotonic() > end:
+            lines.append(f"| {name} | | | | | | | left out: no time |")
+            continue
         try:
             results[name] = result = run(repetitions)
         except Exception as error:  # noqa: BLE001 - the others go on, and the report says what failed
@@ -189,7 +210,7 @@ def measured(contest: Contest, everyone: dict[str, Callable[[int], Result]], rep
             base = results.get(of)
             ratios.append(f"{median(base.seconds) / median(result.seconds):.2f}" if base else "")
         plain = results[PLAIN].texts
-        equal = sum(torch.equal(a, b) for a, b in zip(result.texts, plain, strict=False))
+        equal = sum(torch.equal(a, b) for a, b in zip(result.texts, plain, strict=False))  # in float32; else near-ties
         lines.append(
             f"| {name} | {result.first:.1f} | {own:.2f} | {' | '.join(ratios)} | {result.passes:.2f} | "
             f"{equal} of {min(len(plain), len(result.texts))} | {result.note} |"
@@ -211,15 +232,22 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2", "1.5b", "8b"])
     parser.add_argument("--rates", nargs="+", type=float, default=[0.8, 0.3], help="candidates that are right")
     parser.add_argument("--ours", nargs="*", choices=OURS, default=list(OURS))
-    parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1])
-    parser.add_argument("--new_tokens", type=int, default=128)
-    parser.add_argument("--repetitions", type=int, default=4)
-    parser.add_argument("--no_compile", action="store_true", help="leave transformers' compiled generation out")
-    options = parser.parse_args()
+    parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1, 4], help="all but the first at one rate")
+    parser.add_argument("--new_tokens", type=int, default=96)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=280.0, help="what would begin after these is left out")
+    parser.add_argument("--dry_run", action="store_true", help="all of it on a CPU, of a tiny shape")
+    parser.add_argument("--no_compile", action="store_true", help="leave out all that is compiled")
+    dry = DRY_RUN if "--dry_run" in sys.argv else []
+    options = parser.parse_args([*dry, *sys.argv[1:]])
+    end = time.monotonic() + options.seconds
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit(
             "There is no GPU here that torch sees, so there is nothing to report. --device cpu runs all of it anyway."
         )
+    if options.dry_run:  # what would be captured runs again as it is
+        graphs.can_capture = lambda _device: True
+        graphs.captured = lambda function, _restore, _pool: SimpleNamespace(replay=function)
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     print(f"# On a GPU\n\n{machine(options.device)}\n```console\n{' '.join(['python', *sys.argv])}\n```\n", flush=True)
     for shape in options.shapes:
@@ -227,11 +255,12 @@ def main() -> None:
         target = built(SHAPES[shape], options.device, dtype)
         for place, rate in enumerate(options.rates):
             found = set_agreement(target, rate)
-            for rows in options.batch_sizes:
+            for rows in options.batch_sizes[: 1 if place else None]:
                 contest = Contest(target, options.new_tokens, rows)
                 compiles = not options.no_compile and place == 0 and rows == 1
                 print(f"## {shape}, the draft right {found:.2f} of the time, batch of {rows}\n", flush=True)
-                print(measured(contest, contestants(contest, compiles, options.ours), options.repetitions), flush=True)
+                everyone = contestants(contest, compiles, not options.no_compile, options.ours)
+                print(measured(contest, everyone, options.repetitions, end), flush=True)
         del target, contest
         gc.collect()
         torch._dynamo.reset()

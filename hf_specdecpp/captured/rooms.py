@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from copy import copy
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ class RoomLayer(CacheLayerMixin):
     """Keys and values of one layer. It keeps every token, also where the layer has a window: the mask hides the rest.
 
     Args:
-        length: 0-d int64, tokens that the cache holds: one tensor for all of its layers.
-        rows: holds the rows `[n]` that the pass at hand writes, for all layers.
+        length: `[texts]` int64, tokens that the cache holds: one tensor for all of its layers.
+        rows: holds the rows `[texts, n]` that the pass at hand writes, for all layers.
         room (tokens): the most that the layer can hold.
     """
 
@@ -50,8 +51,8 @@ class RoomLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         (rows,) = self.rows
-        self.keys.index_copy_(2, rows, key_states)
-        self.values.index_copy_(2, rows, value_states)
+        for held, states in ((self.keys, key_states), (self.values, value_states)):
+            held.scatter_(2, _of_heads(rows, states), states)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - transformers' signature
@@ -59,35 +60,37 @@ class RoomLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Any:
         """0-d int64, on the device, as in transformers' static layers."""
-        return self.length
+        return self.length[0]
 
     def get_max_length(self) -> int:
         return self.room
 
 
 class RoomCache(Cache):
-    """A cache with room for a number of tokens, in which nothing depends on numbers of the host.
+    """A cache with room for a number of tokens of each text, in which nothing depends on numbers of the host.
 
     Example: 3 tokens are held, and a pass over 2 writes rows 3 and 4. `length.add_(2)` keeps both, `length.add_(1)` the
     first; the next pass writes over what was not kept. `length.sub_(1)` takes one back.
 
     Args:
         num_layers: of the model.
-        room (tokens): the most that it can hold, what is written and not kept included.
+        room (tokens): the most that it can hold of a text, what is written and not kept included.
         device: of the model.
-        positions: shape of a token's position, where prompts may be padded or have positions of their own.
+        positions: shape of a token's position in each text, `[..., texts, 1]`, where prompts may be padded or have
+            positions of their own; by default there is one text without either.
 
     Attributes:
-        length: int64 0-d, on the device: how many tokens are held.
-        prompt: what of the text's prompt is hidden, and where it stands, where `positions` are given.
+        length: int64 `[texts]`, on the device: how many tokens are held of each.
+        prompt: what of the prompts is hidden, and where they stand, where `positions` are given.
     """
 
     def __init__(self, num_layers: int, room: int, device: torch.device, positions: torch.Size | None = None) -> None:
+        texts = 1 if positions is None else positions[-2]
         with lasting():
-            self.length = torch.zeros((), dtype=torch.long, device=device)
+            self.length = torch.zeros(texts, dtype=torch.long, device=device)
             self.prompt: Prompt | None = None
             if positions is not None:
-                shown = torch.ones(room, dtype=torch.bool, device=device)
+                shown = torch.ones((texts, room), dtype=torch.bool, device=device)
                 self.prompt = Prompt(shown, torch.zeros(positions, dtype=torch.long, device=device))
         self._rows: list[Tensor] = []
         super().__init__(layers=[RoomLayer(self.length, self._rows, room) for _ in range(num_layers)])
@@ -95,7 +98,22 @@ class RoomCache(Cache):
 
     def begin_pass(self, num_tokens: int) -> None:
         """The next pass writes so many rows after the tokens that are held."""
-        self._rows[:] = [torch.arange(num_tokens, device=self.length.device) + self.length]
+        self._rows[:] = [torch.arange(num_tokens, device=self.length.device) + self.length[:, None]]
+
+    def part(self, first: int, count: int) -> RoomCache:
+        """The cache of `count` of the layers: what is held of them is held of all."""
+        part = copy(self)
+        part.layers = self.layers[first : first + count]
+        return part
+
+    def move(self, rows: Tensor) -> None:
+        """Of what the last pass has written after each text move these rows up to the text, `[texts, n]`, ascending."""
+        begin = self.length[:, None]
+        goal, source = torch.arange(rows.shape[1], device=rows.device) + begin, rows + begin
+        for layer in self._made():
+            for held in (layer.keys, layer.values):
+                moved = held.gather(2, _of_heads(source, held))
+                held.scatter_(2, _of_heads(goal, held), moved)
 
     @property
     def num_bytes(self) -> int:
@@ -119,7 +137,7 @@ class RoomCache(Cache):
         """Hold what a smaller cache holds."""
         self.length.copy_(smaller.length)
         if self.prompt is not None and smaller.prompt is not None:
-            self.prompt.shown[: smaller.room] = smaller.prompt.shown
+            self.prompt.shown[:, : smaller.room] = smaller.prompt.shown
             self.prompt.offset.copy_(smaller.prompt.offset)
         held: list[Any] = smaller.layers
         layers: list[Any] = self.layers
@@ -145,6 +163,13 @@ class RoomCache(Cache):
             ours.keys[:, :, first:num_tokens] = layer.keys
             ours.values[:, :, first:num_tokens] = layer.values
 
+    def held_of(self, text: int, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values `[heads, n, size]` of the first `num_tokens` tokens of a text, in each layer; hidden ones are
+        left out."""
+        shown = slice(None) if self.prompt is None else self.prompt.shown[text, :num_tokens]
+        return [(layer.keys[text, :, :num_tokens][:, shown], layer.values[text, :, :num_tokens][:, shown])
+                for layer in self._made()]  # fmt: skip
+
     def write(self, cache: DynamicCache, num_tokens: int) -> None:
         """Leave the first `num_tokens` tokens in a growing cache, with which transformers' own passes can go on."""
         theirs: list[Any] = cache.layers
@@ -158,8 +183,13 @@ class RoomCache(Cache):
             layer.values = ours.values[:, :, first:num_tokens].clone()
 
 
+def _of_heads(rows: Tensor, states: Tensor) -> Tensor:
+    """`[texts, n]` rows for all heads and numbers of keys or values `[texts, heads, ..., size]`."""
+    return rows[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+
+
 class Rooms:
-    """Caches for one text at a time, each of its room, kept from text to text: graphs read and write them."""
+    """Caches for one text or batch at a time, each of its room, kept from call to call: graphs read and write them."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.num_layers, self.device = num_layers, device

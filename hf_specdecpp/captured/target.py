@@ -41,7 +41,7 @@ class Slot:
 
 
 class CapturedTarget:
-    """The captured passes of one target, for one text at a time.
+    """The captured passes of one target, for one text at a time, or for the rows of one batch.
 
     A pass over n tokens has the next power of two of them as its width: the tokens, and after them dummies, which no
     token sees and which are forgotten. Its graph is made when that width is first met in a room.
@@ -82,11 +82,11 @@ class CapturedTarget:
         return self.text.cache.room, self._positions
 
     def begin(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
-        """Go on with a text of `num_tokens` in a growing cache.
+        """Go on with texts of `num_tokens` in a growing cache.
 
         Args:
-            shown: `[num_tokens]` bool, which of its rows the target sees; `None` for all.
-            position: `[..., 1]` of the next token.
+            shown: `[texts, num_tokens]` bool, which of its rows the target sees; `None` for all.
+            position: `[..., texts, 1]` of the next token of each.
         """
         self._positions = position.shape
         self.text = RoomText(partial(self.rooms.empty, positions=position.shape))
@@ -95,7 +95,7 @@ class CapturedTarget:
         self.text.held = num_tokens
         if room.prompt is not None:
             if shown is not None:
-                room.prompt.shown[:num_tokens] = shown
+                room.prompt.shown[:, :num_tokens] = shown.to(self.device)
             room.prompt.offset.copy_(position - num_tokens)
 
     def watch(self, reader: StateReader | None) -> None:
@@ -153,10 +153,11 @@ class CapturedTarget:
             return function()
 
     def forward(self, cache: RoomCache, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
-        """What is captured: the model's pass over `tokens` `[1, width]` after the text; its arguments as in `Slot`.
+        """What is captured: a pass of the model over `tokens` `[texts, width]` after the texts. Arguments as in `Slot`;
+        the ancestors are `[texts, width, width]` where texts have trees of their own.
 
         Returns:
-            Logits `[1, width, vocab]`, then the states that are watched.
+            Logits `[texts, width, vocab]`, then the states that are watched.
         """
         inputs = inputs_in_place(self.model, cache.room, ancestors, depths, depths, cache.length, cache.prompt)
         if self._longest < float("inf"):  # of dummies, which may stand behind the last position that there is
@@ -194,12 +195,7 @@ class CapturedTarget:
         key = "path", width, *self.place
 
         def move() -> None:
-            source = cache.length + rows
-            goal = cache.length + torch.arange(width, device=self.device)
-            layers: list[Any] = cache.layers
-            for layer in layers:
-                for held in (layer.keys, layer.values):
-                    held.index_copy_(2, goal, held.index_select(2, source))
+            cache.move(rows[None])
 
         if key not in self.graphs:  # a capture moves several times, so every row to where it is
             rows.copy_(torch.arange(width, device=self.device))

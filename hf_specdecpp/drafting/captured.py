@@ -33,23 +33,35 @@ _choosing = Lock()
 
 
 def read(drafter: DraftModel, cache: RoomCache, arguments: Arguments, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Read tokens `[1, n]`, with the states `[1, n, size]` before them for a draft that reads any. Those after number
-    `last`, which is `[1]`, are dummies that are not kept.
+    """Read tokens `[texts, n]`, with the states `[texts, n, size]` before them for a draft that reads any. Those after
+    number `last`, `[texts]`, are dummies that are not kept.
 
     Args:
         arguments: tokens, states and `last`.
 
     Returns:
-        Logits `[vocab_size]` and hidden state `[hidden_size]` after token number `last`.
+        Logits `[texts, vocab_size]` and hidden states `[texts, hidden_size]` after token number `last`.
     """
     tokens, states, last = arguments
+    hidden = at_last(read_chain(drafter, cache, tokens, states), last)
+    cache.length.add_(last + 1)
+    return drafter.logits(hidden, vocab_size), hidden
+
+
+def at_last(hidden: Tensor, last: Tensor) -> Tensor:
+    """`[texts, size]`, those of `hidden` `[texts, n, size]` at the places `last` `[texts]`."""
+    return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
+
+
+def read_chain(drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None) -> Tensor:
+    """Hidden states `[texts, n, hidden_size]` of a pass over tokens one after another, of which nothing is kept yet."""
     span = torch.arange(tokens.shape[1], device=tokens.device)
-    depths = span.minimum(last)  # dummies need no position that the tokens do not
-    inputs = inputs_in_place(drafter.model, cache.room, span <= span[:, None], depths, depths, cache.length)
-    hidden = hidden_states(drafter, cache, tokens, states, inputs).index_select(0, last)
-    cache.length.add_(last[0] + 1)
-    # Products of a vector are slower on a GPU than those of a matrix of one row.
-    return drafter.logits(hidden, vocab_size)[0], hidden[0]
+    seen = span <= span[:, None]
+    if cache.prompt is not None:  # padding sees itself, and nobody else sees it
+        own = cache.prompt.shown.gather(1, (cache.length[:, None] + span).clamp_max(cache.room - 1))
+        seen = seen & (own[:, None] | (span == span[:, None]))
+    inputs = inputs_in_place(drafter.model, cache.room, seen, span, span, cache.length, cache.prompt)
+    return hidden_states(drafter, cache, tokens, states, inputs)
 
 
 def read_level(drafter: DraftModel, cache: RoomCache, arguments: Arguments, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -67,7 +79,7 @@ def read_level(drafter: DraftModel, cache: RoomCache, arguments: Arguments, voca
     room = ancestors.shape[1]
     num_prefix = cache.length - counts[0]
     inputs = inputs_in_place(drafter.model, cache.room, ancestors, depths[:room], depths[room:], num_prefix)
-    hidden = hidden_states(drafter, cache, tokens, states, inputs)
+    hidden = hidden_states(drafter, cache, tokens, states, inputs)[0]
     cache.length.add_(counts[1])
     return drafter.logits(hidden, vocab_size), hidden
 
@@ -75,10 +87,12 @@ def read_level(drafter: DraftModel, cache: RoomCache, arguments: Arguments, voca
 def hidden_states(
     drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None, inputs: dict[str, Any]
 ) -> Tensor:
-    """`[n, hidden_size]` of a captured pass over `tokens` `[1, n]` with these masks and positions."""
+    """`[texts, n, hidden_size]` of a captured pass over `tokens` `[texts, n]` with these masks and positions."""
     cache.begin_pass(tokens.shape[1])
     inputs["attention_mask"] = for_groups(inputs["attention_mask"], drafter.model)
-    return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)[0]
+    if drafter.max_length < float("inf"):  # of dummies, which may stand behind the last position that there is
+        inputs["position_ids"] = inputs["position_ids"].clamp_max(int(drafter.max_length) - 1)
+    return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)
 
 
 @dataclass
@@ -138,21 +152,18 @@ class CapturedSteps:
         weakref.finalize(user, self._free.append, cache)
         return cache
 
-    def read(
-        self, cache: RoomCache, tokens: Tensor, states: Tensor | None, vocab_size: int, may_pad: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Logits `[vocab_size]` and hidden state `[hidden_size]` after `tokens` `[1, n]`.
+    def read(self, cache: RoomCache, tokens: Tensor, states: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """Logits `[1, vocab_size]` and hidden state `[1, hidden_size]` after `tokens` `[1, n]`.
 
         Args:
             cache: with room for them, and for `SEVERAL`.
             states: of the target, before each token, for a draft that reads them.
-            may_pad: whether the draft has positions for `SEVERAL` further tokens.
         """
         count = tokens.shape[1]
         is_own = states is None or states.shape[-1] == self.drafter.hidden_size
         width = 1 if count == 1 and is_own else SEVERAL
         last = self._last[count - 1 : count] if count <= SEVERAL else self._last.new_full((1,), count - 1)
-        if not cache.is_initialized or count > width or (width > count and not may_pad):
+        if not cache.is_initialized or count > width:
             return read(self.drafter, cache, [tokens, states, last], vocab_size)
         return self.call(read, width, cache, [tokens, states, last], vocab_size)
 
@@ -245,15 +256,10 @@ class CapturedSession(ModelReading):
         tokens, states = self._take(candidates)
         held = self.text.held
         cache = self.text.with_room(held + max(tokens.shape[1], SEVERAL))
-        may_pad = held + SEVERAL <= self.drafter.max_length
-        logits, hidden = self.steps.read(cache, tokens, states, self.vocab_size, may_pad)
+        logits, hidden = self.steps.read(cache, tokens, states, self.vocab_size)
         self.text.held += tokens.shape[1]
-        self._own_states = {0: hidden}
-        return logits, hidden
-
-    def take_all(self) -> tuple[Tensor, Tensor | None]:
-        """All tokens `[1, n]` that are still to be read, and the states that are read with them."""
-        return self._take([])
+        self._own_states = {0: hidden[0]}
+        return logits[0], hidden[0]
 
     def _expand(
         self, lineage: Lineage, tree: DraftTree, nodes: list[int], states: Tensor | None

@@ -8,11 +8,14 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from hf_specdecpp.captured import graphs
+from hf_specdecpp.captured.copies import for_capture, identity
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
@@ -189,6 +192,10 @@ class Draft:
         """Its side of one text; `vocab_size` is the width of the target's logits."""
         raise NotImplementedError
 
+    def round_steps(self, vocab_size: int) -> Any:  # noqa: ARG002
+        """All steps of captured rounds (`drafting.round_steps.RoundSteps`); `None` where they are not captured."""
+        return None
+
     def row_session(self, vocab_size: int) -> Reading:
         """Its side of one row of a batch."""
         return self.session(vocab_size)
@@ -230,6 +237,7 @@ class StateDraft(Draft):
 
     Attributes:
         lacks: what it cannot do beside drafting unattached (`Draft.cannot`).
+        captured: what captured rounds were made of, and the copy of this draft that drafts in them.
     """
 
     model: Any
@@ -238,6 +246,7 @@ class StateDraft(Draft):
 
     def __init__(self, model: Any, reader: Any, target: CausalLM) -> None:
         self.model, self.reader, self.beside = model, reader, Beside(target)
+        self.captured: tuple[list[Any], Any] | None = None
 
     @property
     def cannot(self) -> Mapping[str, str]:
@@ -254,6 +263,15 @@ class StateDraft(Draft):
     @property
     def reads(self) -> Any:
         return self.reader
+
+    def capture_steps(self, wanted: bool, fuse: bool) -> None:
+        now = [fuse, *identity(self.model)] if wanted and graphs.can_capture(self.device) else None
+        if now is None:
+            self.captured = None
+        elif self.captured is None or self.captured[0] != now:
+            own = copy(self)
+            own.model = for_capture(self.model, fuse=fuse)
+            self.captured = now, own
 
     @property
     def hidden_size(self) -> int:

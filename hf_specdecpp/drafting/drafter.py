@@ -9,6 +9,7 @@ from hf_specdecpp.captured import graphs
 from hf_specdecpp.drafting.captured import CapturedSession, CapturedSteps
 from hf_specdecpp.drafting.draft import NO_STATES, Draft, Reading
 from hf_specdecpp.drafting.draft_model import DraftModel
+from hf_specdecpp.drafting.round_steps import ModelSteps
 from hf_specdecpp.drafting.session import BatchSession, DraftSession, RowSession
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.models.target_states import StateReader
@@ -30,6 +31,9 @@ class Drafter(DraftModel, Draft):
         if self.is_captured:
             return CapturedSession(self, vocab_size, self.steps)
         return DraftSession(self, vocab_size)
+
+    def round_steps(self, vocab_size: int) -> ModelSteps | None:
+        return ModelSteps(self.steps, vocab_size) if self.is_captured else None
 
     def row_session(self, vocab_size: int) -> RowSession:
         return RowSession(self, vocab_size)

@@ -62,11 +62,12 @@ class DraftStep:
 
     Attributes:
         index: 0 for the first candidate of a round.
-        scores: `[vocab]` float32, the draft's logits after all processors: q is their softmax.
-        hidden: `[hidden_size]`, the draft's last hidden state (after the final norm) that `scores` were computed from.
+        scores: `[..., vocab]` float32, the draft's logits after all processors: q is their softmax.
+        hidden: `[..., hidden_size]`, the draft's last hidden state (after the final norm) that `scores` were computed
+            from.
         embed: maps a token id to its input embedding `[embedding_size]` in the draft.
         greedy: whether the target decodes greedily, so that the candidate is accepted if it is the target's choice.
-        token: 0-d int64, the candidate; unset until it is drawn.
+        token: `[...]` int64, the candidate; unset until it is drawn.
     """
 
     index: int
@@ -78,21 +79,21 @@ class DraftStep:
 
     @cached_property
     def q(self) -> Tensor:
-        """`[vocab]`, what the candidate is drawn from (in greedy decoding: the draft's confidence)."""
+        """`[..., vocab]`, what the candidate is drawn from (in greedy decoding: the draft's confidence)."""
         return self.scores.softmax(dim=-1)
 
     @property
     def q_of_token(self) -> Tensor:
-        return self.q.gather(0, self.token[None])[0]  # an index of a device would be read
+        return self.q.gather(-1, self.token[..., None])[..., 0]  # an index of a device would be read
 
     @property
     def entropy(self) -> Tensor:
         """Entropy of q in nats."""
-        return torch.special.entr(self.q).sum()
+        return torch.special.entr(self.q).sum(-1)
 
     @cached_property
     def scalars(self) -> Tensor:
-        """`[6]`, `scalar_features` of the candidate."""
+        """`[..., 6]`, `scalar_features` of the candidate."""
         return scalar_features(self.q, self.token, self.greedy)
 
 

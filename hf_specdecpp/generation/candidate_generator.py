@@ -92,7 +92,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         sample = randomness or (TorchRandomness() if setup.drafter.places else AsPlain())
         self.randomness = sample if generation_config.do_sample else None
         self.processing = Processing(logits_processor or [])
-        captures = setup.speculation.graphs == "auto" and target is not None and setup.rows == 1
+        captures = setup.speculation.graphs == "auto" and target is not None
         captures = captures and graphs.can_capture(input_device(target))
         processing = self.processing if target is None else self.processing.for_draft()
         greedy = self.randomness is None
@@ -104,6 +104,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if draws_trees:  # before products that round more coarsely than the check allows for
             check_tree(target, "target")
             setup.drafter.check_tree()
+        self.round_steps = setup.drafter.round_steps(self.vocab_size) if captures else None
         self._products: FasterProducts | None = None
         self.plan: Plan | None = plan_of(setup, target, generation_config, captures)
         self.rule: StoppingRule | None = None
@@ -255,12 +256,13 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Learn that `num_matches` candidates of the last chain were accepted."""
         self.saw(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
-    def read_prompt(self, input_ids: Tensor, states: Tensor | None) -> tuple[Any, Tensor, Tensor | None]:
-        """The session, all that it has to read of a text `[1, length]`, and the target's states there, at once."""
-        new_tokens, states = self._new(input_ids, states)
-        self.session.begin_round(new_tokens, 0, states)
-        tokens, states = self.session.take_all()  # type: ignore[attr-defined]  # of a captured draft
-        return self.session, tokens, states
+    def read_prompt(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """All tokens of a text `[1, length]` that captured rounds draft after, and the target's states before each."""
+        tokens, states = self._new(input_ids, states)
+        if states is None:
+            return tokens, None
+        known = min(states.shape[1], tokens.shape[1])  # fewer than the tokens where a cache is carried on
+        return tokens[:, -known:], states[:, -known:]
 
     def has_positions(self, input_ids: Tensor, count: int) -> bool:
         """Whether both models have positions for so many candidates after a text `[1, length]`."""
@@ -273,21 +275,19 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         owner = setup.drafter if self._target is None else self._target
         return setup.memory.recall(setup.decisions, owner, setup.estimator, self._generation_config).rates
 
-    def note_captured(self, candidates: list[int], estimates: list[float], accepted: int, steps: int) -> None:
-        """Learn what became of a round that is over: its candidates, what they were judged by, how many stand."""
-        self.stats.draft_passes += steps
-        # Their scores stayed on the device, where nobody needs them any more.
-        tree, path = DraftTree.chain(candidates, [torch.empty(0)] * len(candidates)), list(range(1, accepted + 1))
+    def note_captured(self, tree: DraftTree, path: list[int], estimates: list[float]) -> None:
+        """Learn what became of a round that is over, and of a chain what its candidates were judged by."""
+        self.stats.draft_passes += tree.passes
         self.stats.saw(tree, path)
         if isinstance(self.rule, Threshold):
             self.rule.estimates = estimates
             self.rule.saw(tree, path)
         elif estimates:  # which only `rule="throughput"` asks for beside it
-            self.learned_rates().observe(estimates, len(candidates), accepted)
+            self.learned_rates().observe(estimates, len(tree), len(path))
 
     def begin_again(self) -> None:
-        """The draft has read nothing yet."""
-        self.session, self._shown = self.setup.drafter.session(self.vocab_size), 0
+        """The draft has been shown nothing yet."""
+        self._shown = 0
 
     def finish(self) -> None:
         """Learn, at the end of a generation, what its rounds cost. Whatever goes wrong here, the text is complete."""

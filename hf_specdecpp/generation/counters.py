@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import or_
 from typing import Any
 
 from hf_specdecpp.trees.drawing import DrawnTree
@@ -104,7 +105,7 @@ class Counters:
     refusal: str | None = field(default=None, metadata={OF_TWO: first})
     uncaptured: str | None = field(default=None, metadata={OF_TWO: first})
     remedies: frozenset[str] = field(default=frozenset(), metadata={OF_TWO: lambda _, other: other})
-    decided: dict[str, str] = field(default_factory=dict, compare=False, metadata={OF_TWO: last})
+    decided: dict[str, str] = field(default_factory=dict, compare=False, metadata={OF_TWO: or_})
     has_products: bool = field(default=True, metadata={OF_TWO: max})
 
     def saw(self, tree: DraftTree, path: list[int]) -> None:

@@ -101,8 +101,8 @@ class AssistedDecoding:
 
     def round(self) -> None:
         """Draft, one target pass, verify, emit, keep (SpecDec++, section 3; DySpec, section 4, where trees branch)."""
-        if self.target.make_whole_round(self.active[0]):  # on a GPU that runs all of this as two launches
-            self.active = [text for text in self.active if not text.finished]
+        if self.target.make_whole_round(self.active):  # on a GPU that runs all of this as two launches
+            self._leave()
             return
         begin = time.perf_counter()
         trees = self.drafts.propose(self.active, self.target)  # a chain is a tree of one branch
@@ -124,15 +124,16 @@ class AssistedDecoding:
             self.drafts.saw(rounds)
         for each in rounds:
             each.text.hand_over(each.verdict.emitted[: each.emitted.kept])
-        stays = self.target.stays(self.active)
-        if not all(stays):
-            self._go_on_with([place for place, stay in enumerate(stays) if stay])
+        if not all(self.target.stays(self.active)):
+            self._leave()
 
-    def _go_on_with(self, places: list[int]) -> None:
-        """Let the texts that have ended leave, all but those at these places."""
-        self.drafts.select(places)
-        self.target.select(self.active, places)
-        self.active = [self.active[place] for place in places]
+    def _leave(self) -> None:
+        """Let the texts that have ended leave."""
+        places = [place for place, stays in enumerate(self.target.stays(self.active)) if stays]
+        if len(places) < len(self.active):
+            self.drafts.select(places)
+            self.target.select(self.active, places)
+            self.active = [self.active[place] for place in places]
 
     def _note_seconds(self, rounds: list[Round], draft: float, target: float, rest: float) -> None:
         """Count the seconds of a round, to equal shares. What verification waits for the device is the pass's."""

@@ -100,8 +100,7 @@ class Prefix(TargetText):
         self._device = input_device(target)  # once: finding it takes as long as a small product
         self.is_limited = self.static is not None or bool(self._changes)
         # Of a mask with four dimensions others might ask more than whether it is there.
-        usual = GenerationMixin.prepare_inputs_for_generation
-        self.makes_usual_inputs = type(target).prepare_inputs_for_generation is usual
+        self.makes_usual_inputs = has_usual_inputs(target)
         self._padding: int | None = None  # tokens of the text that take no position
 
     @property
@@ -251,6 +250,11 @@ class Prefix(TargetText):
         """Nothing is taken back any more, and the cache may be carried on by anyone."""
         if self.cache is not None:
             stop_recording(self.cache)
+
+
+def has_usual_inputs(target: CausalLM) -> bool:
+    """Whether transformers' own method prepares the inputs of its passes."""
+    return type(target).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
 
 
 def try_pass(

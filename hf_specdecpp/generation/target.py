@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_specdecpp.generation.captured.text import Captured
+from hf_specdecpp.captured.target import CapturedTarget
+from hf_specdecpp.generation.captured.text import Captured, CapturedText, differs
 from hf_specdecpp.generation.prefix import Prefix, TargetText, try_pass
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
@@ -34,6 +35,7 @@ class TargetSide(ABC):
     Attributes:
         states: of its passes, which drafts read.
         passes: what they take, and which products they run on.
+        captured: what of the call is captured.
     """
 
     def __init__(self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig) -> None:
@@ -41,6 +43,7 @@ class TargetSide(ABC):
         self.generator, setup = texts[0].generator, texts[0].generator.setup
         self.states = TargetStates(model, None if self.generator.rests else setup.drafter.reads)
         self.passes, self.has_choice = passes_of(model, setup.other_product(model)), False
+        self.captured = Captured(self, texts)
 
     @property
     def products(self) -> FasterProducts:
@@ -51,17 +54,40 @@ class TargetSide(ABC):
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         """Read the prompts as plain `generate()` does: the `outputs` of the rounds."""
 
-    def begin(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
+    def begin(self, texts: Sequence[Text]) -> None:
         """Told once, before the first round."""
         self.has_choice = self.products.has_choice
+        if texts:
+            self.captured.begin(texts)
 
     @abstractmethod
     def prepare(self, texts: Sequence[Text]) -> None:
         """What a round needs and is not counted among its seconds."""
 
-    def make_whole_round(self, text: Text) -> bool:  # noqa: ARG002
+    @property
+    @abstractmethod
+    def growing(self) -> Any:
+        """The target's own cache, with the arguments of its forward."""
+
+    @property
+    @abstractmethod
+    def forward_arguments(self) -> dict[str, Any]:
+        """These arguments, before anything is captured."""
+
+    @abstractmethod
+    def enter(self, passes: CapturedTarget) -> str | None:
+        """Go on with captured passes; or not, for a reason."""
+
+    @abstractmethod
+    def leave_rooms(self) -> Any:
+        """Go on uncaptured."""
+
+    def make_whole_round(self, texts: Sequence[Text]) -> bool:
         """Make a round that is captured from its first step to its last, where that can be done."""
-        return False
+        return self.captured.rounds is not None and self.captured.make_round(texts)
+
+    def forget(self, count: int) -> None:  # noqa: B027 - of rows, what is read after their end is not looked at
+        """At the end of a text: its last `count` tokens, which captured rounds have read, are not part of it."""
 
     def room(self, text: Text) -> int | None:  # noqa: ARG002
         """How many candidates the next pass has room for; `None`: any number."""
@@ -124,7 +150,6 @@ class OneTarget(TargetSide):
         self.text, self.stats = text, text.stats
         self.prefix: TargetText = Prefix(model, self.states.asked_for(model_kwargs))
         self.generator.session.share(self.prefix)
-        self.captured = Captured(self)
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         prefix: Any = self.prefix  # of the target's own passes
@@ -138,22 +163,52 @@ class OneTarget(TargetSide):
         cache.activate_past_recording()
         rounds[0].outputs = outputs
 
-    def begin(self, texts: Sequence[Text]) -> None:
-        super().begin(texts)
-        if texts:
-            self.captured.begin(self.text.ids)
-
     def prepare(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
         if self.captured.rounds is None:
             self.stats.rounds_at_change += self.prefix.is_at_change(self.text.ids)
             self.compare_passes()
 
-    def make_whole_round(self, text: Text) -> bool:
-        return self.captured.rounds is not None and self.captured.make_round(text)
+    @property
+    def growing(self) -> Any:
+        return self.prefix.cache
+
+    @property
+    def forward_arguments(self) -> dict[str, Any]:
+        prefix: Any = self.prefix  # of the target's own passes
+        return dict(prefix.model_kwargs)
+
+    def enter(self, passes: CapturedTarget) -> str | None:
+        prefix: Any = self.prefix
+        text = CapturedText(prefix, passes, self.generator.setup.drafter.reads)
+        if not passes.checked:
+
+            def own(inputs: dict[str, Any], _count: int) -> Any:
+                return self.model(**inputs, return_dict=True)
+
+            expected = try_pass(prefix, own, self.text.ids, False, 0)[-1]
+            found = passes.read(**text.chain_inputs(self.text.ids, [])).logits[0, -1]
+            if (reason := differs(found, expected, self.model.dtype)) is not None:
+                return reason
+            passes.checked = True
+        self.compare_passes()  # with the target's usual ones, which the verdict compares with
+        self.prefix = text
+        return None
+
+    def forget(self, count: int) -> None:
+        text: Any = self.prefix
+        text.forget(count)
+
+    def leave_rooms(self) -> Prefix:
+        """The text in the cache that `generate()` returns."""
+        text: Any = self.prefix
+        if text.is_captured:
+            self.prefix = text = text.give_back()
+        self.captured.end()
+        return text
 
     def room(self, text: Text) -> int | None:
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
-        if self.prefix.text.pending >= MOST_PENDING or not self.captured.drafts:
+        if self.prefix.text.pending >= MOST_PENDING:
             return 0
         return self.prefix.most_candidates(text.ids) if self.prefix.is_limited else None
 
@@ -210,10 +265,10 @@ class OneTarget(TargetSide):
             self.prefix.read_pending(self.text.ids)
 
     def roll_back(self) -> None:
-        self.captured.end().roll_back()
+        self.leave_rooms().roll_back()
 
     def end(self) -> None:
-        self.captured.end().end()
+        self.leave_rooms().end()
 
     def output(self, texts: Sequence[Text]) -> Tensor | GenerateDecoderOnlyOutput:  # noqa: ARG002
         if not self.config.return_dict_in_generate:

@@ -14,6 +14,7 @@ from transformers.generation.logits_process import (
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
@@ -41,10 +42,12 @@ PREFIX_FREE = frozenset(
         TypicalLogitsWarper,
     }
 )
+# Ask which tokens there were, and not how often or in which order: further ones of the text may follow it.
+ASKS_WHICH = frozenset({RepetitionPenaltyLogitsProcessor})
 # Count their calls or keep a cache of their own: a call for a position that is then rejected would derail them.
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 # Leave at least one token that was allowed before, and of `PREFIX_FREE` only this one does not.
-KEEPS_SOME = PREFIX_FREE - {SuppressTokensLogitsProcessor}
+KEEPS_SOME = (PREFIX_FREE | ASKS_WHICH) - {SuppressTokensLogitsProcessor}
 
 
 def reads_prefix_only(processor: object) -> bool:
@@ -86,6 +89,7 @@ class Processing:
     Attributes:
         does_nothing: whether scores stay as they are.
         prefix_free: whether none looks at the tokens.
+        asks_which: whether none asks more of them than which there were.
         may_forbid_all: whether one may forbid every token that a draft with a vocabulary of its own can propose.
         in_order: those that must be called once for each emitted token, in the order of the text, and never otherwise.
 
@@ -105,6 +109,7 @@ class Processing:
         self.does_nothing = not self.processors
         self.in_order = [processor for processor in self.processors if not reads_prefix_only(processor)]
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
+        self.asks_which = all(type(processor) in PREFIX_FREE | ASKS_WHICH for processor in self.processors)
         self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)
 
     def for_draft(self) -> Processing:
@@ -122,10 +127,18 @@ class Processing:
         prefix = input_ids if self.prefix_free or not len(candidates) else extend(input_ids, candidates)
         return self._apply(prefix, scores[None])[0]
 
-    def alone(self, scores: Tensor) -> Tensor:
-        """Process `scores` (`[vocab]` or `[n, vocab]`) where no processor looks at the tokens (`prefix_free`)."""
-        rows = scores if scores.dim() > 1 else scores[None]
-        return self._apply(rows.new_zeros((len(rows), 1), dtype=torch.long), rows).view_as(scores)
+    def of_nodes(self, scores: Tensor, texts: Tensor | None) -> Tensor:
+        """Process `scores` `[texts, n, vocab]`, without a number of the host.
+
+        Args:
+            texts: `[texts, n, length]`, the tokens before each; `None` where no processor looks at them.
+        """
+        rows = scores.flatten(0, 1)
+        if texts is None:
+            return self._apply(rows.new_zeros((len(rows), 1), dtype=torch.long), rows).view_as(scores)
+        before = texts.flatten(0, 1)
+        processed = [self._apply(before[row : row + 1], rows[row : row + 1]) for row in range(len(rows))]
+        return torch.cat(processed).view_as(scores)
 
     def forbids_all(self, scores: Tensor) -> bool:
         """Whether processed `scores` (`[vocab]`) leave no token. Waits for the device only where that may happen."""

@@ -87,9 +87,9 @@ def verify_block(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, rando
 
 
 def chain_ratios(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """p(y_i) / q(y_i) of each candidate, `[k]` in the widest dtype. `p` may have rows after them."""
-    columns = torch.as_tensor(candidates, dtype=torch.int64, device=p.device)[:, None]
-    p_of, q_of = (probs[: len(candidates)].gather(-1, columns)[:, 0] for probs in (p, q))
+    """p(y_i) / q(y_i) of each candidate, `[..., k]` in the widest dtype. `p` may have rows after them."""
+    columns = torch.as_tensor(candidates, dtype=torch.int64, device=p.device)[..., None]
+    p_of, q_of = (probs[..., : columns.shape[-2], :].gather(-1, columns)[..., 0] for probs in (p, q))
     return p_of / q_of.to(widest(q.device))
 
 
@@ -193,14 +193,15 @@ def verify_at_once(
 
 
 def leftovers(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """(c_i p - q)+, `[n, vocab]`, by c_i `[n]` and p `[n, vocab]`; c_i p in rows for which q `[k, vocab]` has none."""
-    left = p * carries[:, None].to(p.dtype)
-    left[: len(q)].sub_(q)
+    """(c_i p - q)+, `[..., n, vocab]`, by c_i `[..., n]` and p `[..., n, vocab]`; c_i p in rows for which q
+    `[..., k, vocab]` has none."""
+    left = p * carries[..., None].to(p.dtype)
+    left[..., : q.shape[-2], :].sub_(q)
     return left.clamp_min_(0.0)
 
 
 def block_tests(carries: Tensor, left: Tensor) -> Tensor:
-    """h_i = s_i / (s_i + 1 - c_i), `[n]`, by c_i `[n]` and the `leftovers` `[n, vocab]`, whose sums are s_i.
+    """h_i = s_i / (s_i + 1 - c_i), `[..., n]`, by c_i `[..., n]` and the `leftovers`, whose sums are s_i.
 
     After the last candidate s_i is c_i, and so is h_i. Where c_i is 1 and nothing is left, the candidate after it is
     always accepted, and h_i, which is 0 here, does not matter.
@@ -210,12 +211,12 @@ def block_tests(carries: Tensor, left: Tensor) -> Tensor:
 
 
 def token_weights(ratios: Tensor) -> Tensor:
-    """The chance that `verify_chain` accepts i candidates, `[k + 1]`, by their p / q `[k]`.
+    """The chance that `verify_chain` accepts i candidates, `[..., k + 1]`, by their p / q `[..., k]`.
 
     For [0.5, 2]: [0.5, 0, 0.5].
     """
-    accepts, one = ratios.clamp_max(1.0), ratios.new_ones(1)
-    return torch.cat((one, accepts.cumprod(0))) * torch.cat((1.0 - accepts, one))
+    accepts, one = ratios.clamp_max(1.0), ratios.new_ones((*ratios.shape[:-1], 1))
+    return torch.cat((one, accepts.cumprod(-1)), dim=-1) * torch.cat((1.0 - accepts, one), dim=-1)
 
 
 def weights_of(tests: Tensor) -> Tensor:
@@ -229,14 +230,14 @@ def weights_of(tests: Tensor) -> Tensor:
 
 def as_tests(weights: Tensor) -> Tensor:
     """The inverse of `weights_of`; 0 where neither the test nor any that comes later can be the first."""
-    return (weights / weights.cumsum(0)).nan_to_num_(0.0)
+    return (weights / weights.cumsum(-1)).nan_to_num_(0.0)
 
 
 def carried(ratios: Tensor) -> Tensor:
-    """c_0 = 1, c_i = min(1, c_{i-1} r_i), `[k + 1]`, of the ratios r_i `[k]`.
+    """c_0 = 1, c_i = min(1, c_{i-1} r_i), `[..., k + 1]`, of the ratios r_i `[..., k]`.
 
     For [2, 0.5, 0.5, 4, 1]: [1, 1, 0.5, 0.25, 1, 1]. S_i being the product of the first i ratios, c_i is S_i divided by
     the largest S_j with j <= i, which needs no loop.
     """
-    sums = torch.cat((ratios.new_zeros(1), ratios.log().cumsum(0)))
-    return (sums - sums.cummax(0).values).exp()
+    sums = torch.nn.functional.pad(ratios.log().cumsum(-1), (1, 0))
+    return (sums - sums.cummax(-1).values).exp()

@@ -24,8 +24,8 @@ class Prompt(NamedTuple):
     Example: `[pad, pad, 5, 6]` in a room of 8 is shown as 0011 1111, its offset is -2: 6 is in row 3, at position 1.
     """
 
-    shown: Tensor  # `[room]` bool, false where a row is hidden from all queries
-    offset: Tensor  # `[1, 1]`, or `[d, 1, 1]` where a model has positions in d dimensions: of a token less its row
+    shown: Tensor  # `[texts, room]` bool, false where a row is hidden from all queries
+    offset: Tensor  # `[texts, 1]`, or `[d, texts, 1]` where a model has d positions: of a token less its row
 
 
 def tree_inputs(
@@ -109,11 +109,13 @@ def _seen(ancestors: Tensor, num_prefix: int, num_rows: int, prefix_mask: Tensor
 
 
 def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor | int = 0) -> Tensor:
-    """Bool `[n_query, kv]`: which keys lie within the window of each query, or its chunk, which counts no padding."""
+    """Bool `[..., n_query, kv]`: which keys lie within the window of each query, or its chunk, which counts no
+    padding; by their places `[..., n_query]` and `[..., kv]`."""
+    keys, queries = keys[..., None, :], queries[..., None]
     if kind == "sliding_attention":
-        return keys > queries[:, None] - config.sliding_window
+        return keys > queries - config.sliding_window
     size = config.attention_chunk_size
-    return (keys - padding) // size == (queries[:, None] - padding) // size
+    return (keys - padding) // size == (queries - padding) // size
 
 
 def inputs_in_place(
@@ -125,7 +127,7 @@ def inputs_in_place(
     num_prefix: Tensor,
     prompt: Prompt | None = None,
 ) -> dict[str, Any]:
-    """The same for a cache of fixed size, where nothing depends on numbers of the host: for captured passes.
+    """The same for texts in caches of fixed size, where nothing depends on numbers of the host: for captured passes.
 
     Example: a cache with room for 8 tokens holds 3 tokens of text and a root, below which two children are read. With
     room for 4 nodes, `ancestors` are 1100 and 1010, `depths` 0, 1, 1, 0 and `places` 1, 1. The positions are 4, 4; the
@@ -133,25 +135,28 @@ def inputs_in_place(
 
     Args:
         room: tokens of the cache.
-        ancestors: bool `[n_query, n]`: which of up to n nodes a query sees. They lie after the text, in this order.
+        ancestors: bool `[n_query, n]`, or `[texts, n_query, n]` where texts have other trees: which of up to n nodes a
+            query sees. They lie after the text, in this order.
         depths: `[n]`, of all nodes.
         places: `[n_query]`, depths of the queries.
-        num_prefix: 0-d, tokens of text in the cache.
+        num_prefix: `[texts]`, tokens of each text in the cache.
         prompt: what of it is hidden, and where its tokens stand; by default nothing is, and rows are positions.
     """
     config = model.config.get_text_config(decoder=True)
-    nodes = torch.arange(room, device=ancestors.device) - num_prefix  # negative: text
-    known = nodes.clamp(0, ancestors.shape[1] - 1)
+    begin, (count, most) = num_prefix[:, None], ancestors.shape[-2:]
+    nodes = torch.arange(room, device=ancestors.device) - begin  # negative: text
+    known = nodes.clamp(0, most - 1)
     text = nodes < 0 if prompt is None else (nodes < 0) & prompt.shown
-    seen = (ancestors.index_select(1, known) & (nodes >= 0) & (nodes < ancestors.shape[1])) | text
-    keys = num_prefix + torch.where(nodes < 0, nodes, depths.index_select(0, known))
-    queries = num_prefix + places
-    padding = 0 if prompt is None else (prompt.shown.cumsum(0) == 0).sum()
+    of_rows = ancestors.expand(len(begin), -1, -1).gather(2, known[:, None].expand(-1, count, -1))
+    seen = (of_rows & ((nodes >= 0) & (nodes < most))[:, None]) | text[:, None]
+    keys = begin + torch.where(nodes < 0, nodes, depths[known])
+    queries = begin + places
+    padding = 0 if prompt is None else (prompt.shown.cumsum(-1) == 0).sum(-1)[:, None, None]
     masks = {
         kind: as_mask(seen & _near(config, kind, queries, keys, padding) if kind in WINDOWED else seen, model)
         for kind in dict.fromkeys(layer_types(config, config.num_hidden_layers))
     }
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-        "position_ids": queries[None] if prompt is None else queries + prompt.offset,
+        "position_ids": queries if prompt is None else queries + prompt.offset,
     }

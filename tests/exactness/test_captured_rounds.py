@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.sampling import on_device
-from hf_specdecpp.sampling.on_device import accept_greedily, count_until, first_passing, outcomes
+from hf_specdecpp.sampling.on_device import count_until, first_passing, last_on_path, outcomes, stands_greedily
 from hf_specdecpp.sampling.verification import Verification, verify_block, verify_chain, weights_of
 
 VOCAB, K = 3, 3
@@ -161,6 +161,20 @@ def test_the_readable_versions_agree(verification: Verification, readable: Calla
     assert float((found - counts).abs().max()) < 0.032
 
 
+@pytest.mark.parametrize("verification", ["block", "token"])
+def test_several_texts_at_once(verification: Verification) -> None:
+    """Each text as by itself, with as many candidates as it has."""
+    torch.manual_seed(0)
+    p, q = torch.rand(4, K + 1, VOCAB).softmax(-1), torch.rand(4, K, VOCAB).softmax(-1)
+    candidates, count = torch.randint(VOCAB, (4, K)), torch.tensor([0, 1, 2, 3])
+    tests, weights = outcomes(candidates, count, p, q, verification)
+    chances = torch.rand(4, K + 1)
+    for text in range(4):
+        alone = outcomes(candidates[text], count[text], p[text], q[text], verification)
+        torch.testing.assert_close((tests[text], weights[text]), alone)
+        assert int(first_passing(tests, chances)[text]) == int(first_passing(tests[text], chances[text]))
+
+
 @pytest.mark.parametrize(
     ("fires", "count"), [([0, 0, 0], 3), ([1, 0, 0], 1), ([0, 1, 0], 2), ([0, 1, 1], 2), ([0, 0, 1], 3)]
 )
@@ -177,8 +191,12 @@ def test_greedy_acceptance() -> None:
         ([9, 5, 6], 3, (0, 4)),
         ([4, 5, 6], 0, (0, 4)),
     ):
-        accepted, token = accept_greedily(torch.tensor(candidates), torch.tensor(count), choices)
-        assert (int(accepted), int(token)) == expected
+        # A chain is a tree of one branch, of which the first nodes are submitted.
+        drawn, seen = torch.arange(3) < count, torch.ones(1, 4, 4, dtype=torch.bool).tril()
+        stands = stands_greedily(torch.tensor([candidates]), torch.arange(3)[None], drawn[None], choices[None])
+        last, on_path = last_on_path(stands, seen)
+        assert (int(last), int(choices[last])) == expected
+        assert int(on_path.sum()) == expected[0] + 1
 
 
 def test_the_longest_test_that_passes_counts() -> None:

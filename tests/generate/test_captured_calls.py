@@ -421,12 +421,12 @@ def test_a_captured_pass_is_compared_first(monkeypatch: pytest.MonkeyPatch) -> N
     assert not passes_of(target).busy
 
 
-def test_batches_say_so() -> None:
-    target, assistant = made()
+def test_batches_that_are_not_captured_say_so() -> None:
+    target, assistant = made(**CHAIN, lookup=True)
     ids = torch.cat((prompt(), prompt(seed=1)))
     how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
     assert torch.equal(target.generate(ids, assistant_model=assistant, **how), target.generate(ids, **how))
-    assert assistant.stats.uncaptured == "passes over several sequences are not captured"
+    assert assistant.stats.uncaptured == "lookups are made on the host"
 
 
 def test_without_cuda_nothing_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

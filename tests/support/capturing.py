@@ -38,7 +38,7 @@ def pretended() -> Iterator[Counter[str]]:
 
 def generate(target: CausalLM, assistant: Any, length: int = 12, padding: int = 0, **options: Any) -> Any:
     """A text to a prompt of so many tokens, before them padding, under one seed."""
-    ids = prompt(length).to(target.device)
+    ids = prompt(length).to(target.device) % target.config.get_text_config().vocab_size
     if padding:
         ids = torch.cat((ids.new_zeros((1, padding)), ids), dim=1)
         options = {"attention_mask": (ids != 0).long(), **options}
@@ -66,9 +66,9 @@ class Drawn(Rounds):
         self.trees: list[Any] = []
         saw, told = SpecDecPPCandidateGenerator.saw, SpecDecPPCandidateGenerator.note_captured
 
-        def note_whole(generator: Any, candidates: list[int], estimates: Any, accepted: int, *rest: Any) -> None:
-            self.outcomes.append((len(candidates), accepted))
-            told(generator, candidates, estimates, accepted, *rest)
+        def note_whole(generator: Any, tree: DraftTree, path: list[int], estimates: Any) -> None:
+            self.outcomes.append((len(tree), len(path)))
+            told(generator, tree, path, estimates)
 
         monkeypatch.setattr(SpecDecPPCandidateGenerator, "note_captured", note_whole)
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from hf_specdecpp.captured import graphs
+from support import pretend_devices
 
 WAITS = {
     "item", "_local_scalar_dense", "nonzero", "masked_select", "unique2", "_unique2", "repeat_interleave.Tensor",
@@ -61,12 +63,18 @@ class PretendGraph(TorchDispatchMode):
 
     @torch.inference_mode()  # what was captured in it can be written to in no other way
     def replay(self) -> None:
+        """One launch, on pretended devices too."""
         self.counts["replayed"] += 1
+        before = pretend_devices.counts.copy()
         for func, args, kwargs, out in self.launches:
             again = func(*args, **kwargs)
             for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # else it was written there
+                if (
+                    isinstance(old, Tensor) and _host(old).data_ptr() != _host(new).data_ptr()
+                ):  # else it was written there
                     old.copy_(new.view_as(old))  # `squeeze_` may have changed the shape of the first since
+        pretend_devices.counts.clear()
+        pretend_devices.counts.update(before + Counter(launch=1))
 
 
 def _is_view(out: Any, arguments: Any) -> bool:
@@ -76,7 +84,12 @@ def _is_view(out: Any, arguments: Any) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return _host(tensor).untyped_storage().data_ptr()
+
+
+def _host(tensor: Tensor) -> Tensor:
+    host: Tensor = getattr(tensor, "host", tensor)
+    return host
 
 
 @contextmanager
@@ -98,3 +111,22 @@ def pretend_graphs() -> Iterator[Counter[str]]:
         patch.setattr(graphs, "captured", captured)
         patch.setattr(graphs, "can_capture", lambda _device: True)
         yield counts
+
+
+@contextmanager
+def pretend_graphs_on_devices() -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """The same within `pretend_devices`, which also counts; what else CUDA is asked for is left out."""
+    replaced: dict[str, Any] = {
+        "torch.cuda.graph_pool_handle": lambda: None,
+        "torch.cuda.device": lambda _device: nullcontext(),
+        "torch.cuda.current_stream": lambda *_: SimpleNamespace(synchronize=lambda: None),
+        "torch.Tensor.pin_memory": lambda tensor: tensor,
+    }
+    with (
+        pretend_devices.pretend_devices() as devices,
+        pytest.MonkeyPatch.context() as patch,
+        pretend_graphs() as counts,
+    ):
+        for name, value in replaced.items():
+            patch.setattr(name, value)
+        yield counts, devices

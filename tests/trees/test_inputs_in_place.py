@@ -44,10 +44,10 @@ def passes(
     room.read(cache, total)
     position = positions[..., -1] + 1
     growing = tree_inputs(model, cache, ancestors, depths, total, mask[0].bool(), position)
-    shown = torch.ones(ROOM, dtype=torch.bool)
-    shown[:total] = mask[0].bool()
+    shown = torch.ones((1, ROOM), dtype=torch.bool)
+    shown[0, :total] = mask[0].bool()
     known: dict[str, Any] = {"ancestors": F.pad(ancestors, (0, 3)), "depths": F.pad(depths, (0, 3)), "places": depths}
-    known |= {"num_prefix": torch.tensor(total), "prompt": Prompt(shown, position[:, None] - total)}
+    known |= {"num_prefix": torch.tensor([total]), "prompt": Prompt(shown, position[:, None] - total)}
     fixed = inputs_in_place(model, ROOM, **change(known))
     assert fixed["position_ids"].shape == growing["position_ids"].shape
     expected = model(tokens, past_key_values=cache, **growing).logits
@@ -71,7 +71,7 @@ def test_additive_masks() -> None:
 
 
 def shows_padding(given: dict[str, Any]) -> dict[str, Any]:
-    return given | {"prompt": Prompt(torch.ones(ROOM, dtype=torch.bool), given["prompt"].offset)}
+    return given | {"prompt": Prompt(torch.ones((1, ROOM), dtype=torch.bool), given["prompt"].offset)}
 
 
 def rows_as_positions(given: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from hf_specdecpp.drafting.draft import Reading, StateDraft
 from hf_specdecpp.drafts.dflash.config import DFlashSettings
+from hf_specdecpp.drafts.dflash.steps import BlockSteps
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import StateReader
@@ -217,6 +218,9 @@ class DFlashDraft(StateDraft):
     @property
     def parts(self) -> list[nn.Module]:
         return [self.model, self.head]
+
+    def round_steps(self, vocab_size: int) -> BlockSteps | None:
+        return None if self.captured is None else BlockSteps(self.captured[1], vocab_size)
 
     def session(self, vocab_size: int) -> BlockReading:
         return BlockReading(self, vocab_size)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
+from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.draft import Reading, SharedText, StateDraft
+from hf_specdecpp.drafts.gemma4.steps import SharedSteps, masks_in
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import StateReader
@@ -30,6 +32,10 @@ class SharedRows:
     rows: dict[str, tuple[Tensor, Tensor]]
     masks: dict[str, Tensor | None]
     position: Tensor
+
+    def of_queries(self, count: int) -> dict[str, Tensor | None]:
+        """The masks for so many queries."""
+        return {kind: None if each is None else each.expand(-1, -1, count, -1) for kind, each in self.masks.items()}
 
 
 def sources(config: Any) -> dict[str, int]:
@@ -100,6 +106,19 @@ class Gemma4Draft(StateDraft):
     def hidden_size(self) -> int:
         return int(self.own.hidden_size)
 
+    def round_steps(self, vocab_size: int) -> SharedSteps | None:
+        return None if self.captured is None else SharedSteps(self.captured[1], vocab_size)
+
+    def rows_in(self, cache: RoomCache) -> SharedRows:
+        """What it sees of a text in a target's room."""
+        layers: list[Any] = cache.layers
+        rows = {kind: (layers[place].keys, layers[place].values) for kind, place in self.sources.items()}
+        position = cache.length[:, None]
+        if cache.prompt is not None:
+            position = position + cache.prompt.offset
+        masks: dict[str, Tensor | None] = {**masks_in(cache, list(rows), self.own.sliding_window)}
+        return SharedRows(rows, masks, position)
+
     def session(self, vocab_size: int) -> SharedReading:
         return SharedReading(self, vocab_size)
 
@@ -133,8 +152,8 @@ class Gemma4Draft(StateDraft):
         """
         inputs = self.model.pre_projection(torch.cat((self.embed(tokens), states), dim=-1))
         hidden = self.model.model(
-            inputs_embeds=inputs, attention_mask=seen.masks, position_ids=seen.position, shared_kv_states=seen.rows,
-            use_cache=False,
+            inputs_embeds=inputs, attention_mask=seen.of_queries(inputs.shape[1]), position_ids=seen.position,
+            shared_kv_states=seen.rows, use_cache=False,
         ).last_hidden_state[0]  # fmt: skip
         return self._logits(hidden).float(), hidden, self.model.post_projection(hidden)
 

@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from hf_specdecpp.drafting.draft import Reading, StateDraft
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafts.mtp.steps import LayerSteps
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
 from hf_specdecpp.models.early_exit import layer_stack, why_no_early_exit, with_layers
 from hf_specdecpp.models.target_states import StateReader
@@ -191,6 +192,15 @@ class MtpDraft(StateDraft):
 
     def session(self, vocab_size: int) -> Reading:
         return LayersReading(self.layers, vocab_size)
+
+    def capture_steps(self, wanted: bool, fuse: bool) -> None:
+        for layer in self.layers:
+            layer.capture_steps(wanted, fuse)
+
+    def round_steps(self, vocab_size: int) -> LayerSteps | None:
+        if not all(layer.is_captured for layer in self.layers):
+            return None
+        return LayerSteps([layer.steps for layer in self.layers], vocab_size)
 
     def describe(self) -> dict[str, Any]:
         return {**self.first.describe(), "multi_token_layers": len(self.layers)}

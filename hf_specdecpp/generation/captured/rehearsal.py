@@ -16,9 +16,10 @@ from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.captured.rooms import LEAST_ROOM, room_for
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.captured import LEAST_NODES, LEAST_WIDTH, SEVERAL, CapturedSession
+from hf_specdecpp.drafting.captured_draft import RoundShape
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.captured.rounds import RoundsOfText, rounds_of
 from hf_specdecpp.generation.captured.text import CapturedText
+from hf_specdecpp.generation.captured.whole import WholeRounds
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.doors.calls import Call, decoding_of
 from hf_specdecpp.generation.refusals import check_mode
@@ -65,29 +66,25 @@ class RehearsedDecoding(AssistedDecoding):
                 f"Nothing can be captured here, so there is nothing to warm up. Of {type(target.model).__name__}: "
                 f"{self.text.stats.uncaptured or 'SpeculationConfig.graphs is off'}; nor can the draft's steps."
             )
-        whole = rounds_of(target)
-        if isinstance(whole, RoundsOfText):
-            whole.begin(self.text.ids)
+        whole = target.captured.rounds
+        if whole is not None:
+            whole.begin(self.texts)
         self.generator.times = None  # these rounds are unlike others
         further = 2 * width_of(self.most + 1) + SEVERAL
         room = LEAST_ROOM
         while room <= room_for(target.config.max_length + further):
-            if isinstance(whole, RoundsOfText):
+            if whole is not None:
                 self._make_whole_rounds(whole, room)
             else:
                 self._make_passes(room)
             room *= 2
 
-    def _make_whole_rounds(self, whole: RoundsOfText, room: int) -> None:
-        """Rounds of each number of candidates that are captured whole, and what the draft reads after one of none."""
-        rounds, states, ids = whole.rounds, self.target.states.found, self.text.ids
-        rounds.passes.text.with_room(room)
-        rounds.chain.text.with_room(room)
-        for count in (1, 4):
-            own = None if states is None else states[:, -1:].expand(-1, count, -1)
-            rounds.chain.append(ids[:, -1:].expand(-1, count), own)
-        for k in {0, rounds.chain.most, *(whole.tiers.tiers if whole.tiers is not None else [])}:
-            rounds.time(k, whole.rules)
+    def _make_whole_rounds(self, whole: WholeRounds, room: int) -> None:
+        """Rounds of each shape."""
+        whole.rounds.passes.text.with_room(room)
+        whole.rounds.draft.text.with_room(room)
+        for shape in {RoundShape(0), *whole.tiers.shapes}:
+            whole.rounds.time(shape, whole.rules)
 
     def _make_passes(self, room: int) -> None:
         """Passes of the target and of the draft, and some rounds."""

@@ -1,5 +1,5 @@
 """Rounds that a GPU runs as two launches and one read (`CapturedRounds`): the draft's steps, and the target's pass with
-acceptance, the next token and all that the next round reads.
+acceptance, the next token and all that the next round reads; for chains and trees, one text or the rows of a batch.
 
 The functions are those that every round consists of, on tensors alone; what decides a round on the host elsewhere, such
 as where the stopping rule ends the draft, is computed on the device (`sampling.on_device`).
@@ -8,27 +8,66 @@ as where the stopping rule ends the draft, is computed on the device (`sampling.
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from hf_specdecpp.captured.graphs import Graphs, lasting
+from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting
 from hf_specdecpp.captured.target import CapturedTarget
-from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.captured import CapturedSession
-from hf_specdecpp.drafting.captured_chain import CapturedChain, RoundRules
-from hf_specdecpp.estimation.estimators import lag_of
-from hf_specdecpp.generation.text import Text, Verdict
-from hf_specdecpp.sampling.on_device import accept_greedily, accept_sampled
-from hf_specdecpp.throughput.tiers import TIERS, Followed, MostTokens, RoundSeconds
+from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape, with_paths
+from hf_specdecpp.sampling.on_device import (
+    exponential,
+    first_passing,
+    last_on_path,
+    outcomes,
+    race,
+    stands_greedily,
+    stands_sampled,
+    tree_tests,
+)
+from hf_specdecpp.throughput.tiers import MostTokens, RoundSeconds
+from hf_specdecpp.trees.tree import DraftTree
 
-MOST_KEPT = 4  # of a target: drafts and ways of drawing
-TIMED_ROUNDS = 3  # of a tier, of which the fastest counts
+TIMED_ROUNDS = 3  # of a shape, of which the fastest counts
+TOLD = 4  # numbers of a report before the candidates
+
+
+class Accepted(NamedTuple):
+    """What stands of the candidates, by text.
+
+    Attributes:
+        accepted, token: `[texts]`, how many stand and what follows them.
+        last: `[texts]`, the last that stands; the root is number 0.
+        path: `[texts, levels]`, the candidates that stand, and any others behind them; the first is number 0.
+    """
+
+    accepted: Tensor
+    token: Tensor
+    last: Tensor
+    path: Tensor
+
+
+class Report(NamedTuple):
+    """What the host reads of a round of one text.
+
+    Attributes:
+        tree: what was submitted.
+        path: the nodes that stand.
+        token: what follows them.
+        estimates: of the candidates of a chain.
+    """
+
+    tree: DraftTree
+    path: list[int]
+    token: int
+    estimates: list[float]
 
 
 class CapturedRounds:
-    """The rounds of one target and one draft, for one text at a time.
+    """The rounds of one target and one draft, for one text at a time or for the rows of one batch.
 
     Example: the text ends with 6. The first graph drafts 7 8 9 and says that all three are submitted; the second reads
     6 7 8 9, finds that 7 and 8 stand and that 4 follows, and leaves both models where 4 is the text's last token. The
@@ -36,240 +75,217 @@ class CapturedRounds:
 
     Args:
         passes: the target's.
-        chain: the draft's side.
+        draft: the draft's side.
+
+    Attributes:
+        seconds: that rounds take.
+        tiers: what `rule="throughput"` knows of them.
+        why_not: why a round was not captured, once that was seen.
     """
 
-    def __init__(self, passes: CapturedTarget, chain: CapturedChain) -> None:
-        self.passes, self.chain = passes, chain
+    def __init__(self, passes: CapturedTarget, draft: CapturedDraft) -> None:
+        self.passes, self.draft = passes, draft
         self.graphs, self.seconds = Graphs(passes.device), RoundSeconds()
-        most = chain.most
+        self.tiers: MostTokens | None = None
+        self.why_not: str | None = None
+        texts, levels = draft.estimates.shape
         with lasting():
-            self.token = torch.zeros((1, 1), dtype=torch.long, device=passes.device)
-            # What the host reads: accepted, submitted, the next token, candidates, estimates.
-            self.report = torch.zeros(3 + 2 * most, dtype=torch.float64, device=passes.device)
-            self.state: Tensor | None = None  # that the target had at the last token of a round without candidates
-            self.read = torch.zeros_like(self.report, device="cpu", pin_memory=passes.device.type == "cuda")
+            self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
+            # Accepted, submitted, the next token, the last candidate; candidates, their parents, estimates.
+            width = TOLD + 2 * draft.nodes + levels
+            self.report = torch.zeros((texts, width), dtype=torch.float64, device=passes.device)
+            self.read = torch.zeros_like(self.report, device="cpu")
+            if passes.device.type == "cuda":
+                self.read = self.read.pin_memory()
+        self._texts: dict[int, Tensor] = {}  # by room: all tokens, for processors that ask which there were
+        self._text: Tensor | None = None  # the one of these at hand
+        self._sizes: list[int] = []  # tokens that the target has read of each text
+        self._active: list[int] = []
+        self._has_begun = False
 
     @property
     def changes(self) -> list[Tensor]:
-        return [self.token, self.passes.text.cache.length, *self.chain.changes]
+        own = [self.token, self.passes.text.cache.length, *self.draft.changes]
+        return own if self._text is None else [*own, self._text]
 
-    def begin(self, session: CapturedSession, input_ids: Tensor) -> None:
-        """The rounds that follow are of another text, whose last token the target has not read."""
-        self.token.copy_(input_ids[:, -1:])
-        self.chain.begin(session)
+    def begin(self, texts: Sequence[Tensor], tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
+        """The rounds that follow are of other texts `[1, length]`, whose last tokens the target has not read.
 
-    def run(self, k: int, rules: RoundRules) -> list[float]:
-        """One round of k candidates: the report."""
-        self._make_room(k)
-        self._launch(k, rules)
+        Args:
+            tokens, states, padding: what the draft reads of them, as `CapturedDraft.begin`.
+        """
+        self.token.copy_(torch.cat([text[:, -1:] for text in texts]))
+        self._sizes, self._active = [self.passes.text.held] * len(texts), list(range(len(texts)))
+        self._first, self._text, self._has_begun = texts[0], None, False
+        self.draft.source = self.passes.text  # of the draft's own, once it begins, unless it has none
+        self.draft.begin(tokens, states, padding)
+
+    def keep(self, active: Sequence[int]) -> None:
+        """Only these texts go on: of the others nothing changes any more."""
+        if list(active) != self._active:
+            self._active = list(active)
+            self.draft.keep(self._active)
+
+    def run(self, shape: RoundShape, rules: RoundRules) -> dict[int, Report]:
+        """One round: the report of each text that goes on."""
+        self._make_room(shape, rules)
+        if not shape.levels and self.draft.is_full:
+            self._catch_up()
+            self.draft.note({}, drafted=True)
+        self._launch(shape, rules)
+        self._has_begun = True
         self.read.copy_(self.report, non_blocking=True)
         self._wait()
-        found: list[float] = self.read.tolist()
-        if k:
-            self.chain.note(int(found[0]))
-        self.passes.text.held += int(found[0]) + 1
-        return found
+        rows = self.read.tolist()
+        reports = {text: self._told(rows[text], shape, rules) for text in self._active}
+        accepted = {text: len(report.path) for text, report in reports.items()}
+        self.draft.note(accepted, drafted=shape.levels > 0)
+        for text, count in accepted.items():
+            self._sizes[text] += count + 1
+        self.passes.text.held = max(self._sizes)
+        return reports
 
-    def time(self, k: int, rules: RoundRules) -> float:
-        """Seconds of a round of k candidates, which is forgotten."""
-        self._make_room(k)
+    def _catch_up(self) -> None:
+        """Let the draft read what was emitted without it."""
+        self._run(("catch up", *self.passes.place), self.draft.catch_up)
+
+    def time(self, shape: RoundShape, rules: RoundRules) -> float:
+        """Seconds of a round, which is forgotten."""
+        self._make_room(shape, rules)
         before, taken = [each.clone() for each in self.changes], []
-        for _ in range(TIMED_ROUNDS):
-            begin = time.perf_counter()
-            self._launch(k, rules)
-            self._wait()
-            taken.append(time.perf_counter() - begin)
+
+        def forget() -> None:
             for each, old in zip(self.changes, before, strict=True):
                 each.copy_(old)
             self._wait()
+
+        if not shape.levels:  # which the draft has to catch up with
+            self._catch_up()
+            forget()
+        for _ in range(TIMED_ROUNDS):
+            begin = time.perf_counter()
+            self._launch(shape, rules)
+            self._wait()
+            taken.append(time.perf_counter() - begin)
+            forget()
         return min(taken)
 
-    def _make_room(self, k: int) -> None:
-        self.passes.text.with_room(self.passes.text.held + k + 1)
-        self.chain.make_room()
+    def _make_room(self, shape: RoundShape, rules: RoundRules) -> None:
+        # One room for both models: otherwise there would be graphs for each pair of rooms.
+        most = max(self.passes.text.held + shape.nodes + 1, self.draft.needed)
+        room = self.passes.text.with_room(most).room
+        self.draft.text.with_room(most)
+        if rules.asks_for_text and (self._text is None or self._text is not self._texts.get(room)):
+            known = self._first if self._text is None else self._text
+            if room not in self._texts:
+                with lasting():
+                    self._texts[room] = known.new_zeros((1, room + self.draft.nodes + 2))
+            self._text = self._texts[room]
+            self._text[:, : known.shape[1]] = known
+            self._text[:, known.shape[1] :] = known[:, -1:]  # which is in the text anyway
 
-    def _launch(self, k: int, rules: RoundRules) -> None:
-        place = *self.passes.place, self.chain.text.cache.room, k, rules.key
+    def _launch(self, shape: RoundShape, rules: RoundRules) -> None:
+        place = *self.passes.place, shape, rules.key
+        text = self._text if rules.asks_for_text else None
+        if shape.levels:
+            self._run(("draft", *place), lambda: self.draft.propose(shape, rules, text))
+        self._run(("verify", *place), lambda: self._verify(shape, rules, text))
 
-        def draft() -> None:
-            self.chain.propose(k, rules)
-
-        def verify() -> None:
-            self._verify(k, rules)
-
-        if k:
-            self.graphs.run(("draft", *place), draft, self.changes)
-        self.graphs.run(("verify", *place), verify, self.changes)
+    def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
+        """Run a function by its graph; in the middle of a text one that cannot be captured runs as it is."""
+        if self.why_not is not None and key not in self.graphs:
+            return function()
+        try:
+            return self.graphs.run(key, function, self.changes)
+        except CannotCaptureError as error:
+            if not self._has_begun:
+                raise
+            self.why_not = f"a round cannot be captured ({error})"
+            return function()
 
     def _wait(self) -> None:
         if self.passes.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def _verify(self, k: int, rules: RoundRules) -> None:
+    # What is captured ------------------------------------------------------------------------------------------------
+
+    def _verify(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
         """What is captured second."""
-        chain, passes = self.chain, self.passes
-        candidates = chain.candidates[:k]
-        span = torch.arange(k + 1, device=passes.device)
-        tokens = torch.cat((self.token, candidates[None]), dim=1)
-        logits, *states = passes.forward(passes.text.cache, tokens, span <= span[:, None], span)
-        scores = rules.processing.alone(logits[0].float())
-        count = chain.count.clamp_max(k)
-        if chain.q is None:
-            accepted, token = accept_greedily(candidates, count, scores.argmax(-1))
-        else:
-            accepted, token = accept_sampled(candidates, count, scores.softmax(-1), chain.q[:k], rules.verification)
+        draft, passes, nodes = self.draft, self.passes, shape.nodes
+        candidates, seen = draft.candidates[:, :nodes], draft.ancestors[:, : nodes + 1, : nodes + 1]
+        depths = functional.pad(torch.arange(nodes, device=passes.device) // shape.width + 1, (1, 0))
+        tokens = torch.cat((self.token, candidates), dim=1)
+        logits, *states = passes.forward(passes.text.cache, tokens, seen, depths)
+        known = None if text is None else with_paths(text, candidates, seen[:, :, 1:])
+        stands = self._accept(rules.processing.of_nodes(logits.float(), known), shape, rules)
+        rows = functional.pad(stands.path + 1, (1, 0))
+        if shape.width > 1:
+            passes.text.cache.move(rows)
         together = torch.cat(states, dim=-1) if states else None
-        if k:
-            chain.take(k, accepted, token, together)
-        elif together is not None:
-            self._keep_state(together)
-        self.token.copy_(token)
-        passes.text.cache.length.add_(accepted + 1)
-        parts = [torch.stack((accepted, count, token)), chain.candidates, chain.estimates]
-        self.report.copy_(torch.cat([part.to(self.report) for part in parts]))
+        if together is not None:
+            together = together.gather(1, rows[..., None].expand(-1, -1, together.shape[2]))
+        chosen = candidates.gather(1, stands.path)
+        draft.take(stands.accepted, stands.token, chosen, together, drafted=nodes > 0)
+        if text is not None:
+            self._write(text, chosen, stands)
+        self.token.copy_(stands.token[:, None])
+        passes.text.cache.length.add_((stands.accepted + 1) * draft.alive)
+        told = torch.stack((stands.accepted, draft.count, stands.token, stands.last), dim=1)
+        parts = [told, draft.candidates, draft.parents, draft.estimates]
+        self.report.copy_(torch.cat([part.to(self.report) for part in parts], dim=1))
 
-    def _keep_state(self, state: Tensor) -> None:
-        """The state `[1, 1, width]` at a token that was emitted without the draft."""
-        if self.state is None:
-            with lasting():
-                self.state = torch.empty_like(state)
-        self.state.copy_(state)
+    def _write(self, text: Tensor, candidates: Tensor, stands: Accepted) -> None:
+        """Add what is emitted to a text; behind it stands its last token once more."""
+        count, places = stands.accepted[:, None], torch.arange(candidates.shape[1] + 1, device=text.device)
+        new = torch.where(places < count, functional.pad(candidates, (0, 1)), stands.token[:, None])
+        text.scatter_(1, self.passes.text.cache.length[:, None] + 1 + places, new)
 
+    def _accept(self, scores: Tensor, shape: RoundShape, rules: RoundRules) -> Accepted:
+        """What stands, by the target's processed scores `[texts, nodes + 1, vocab]`."""
+        draft, (levels, width), nodes = self.draft, shape, shape.nodes
+        candidates, parents = draft.candidates[:, :nodes], draft.parents[:, :nodes]
+        count, steps = draft.count.clamp_max(nodes), torch.arange(levels, device=scores.device)
+        if draft.q is None:
+            choices = scores.argmax(-1)
+            drawn = torch.arange(nodes, device=scores.device) < count[:, None]
+            stands = stands_greedily(candidates, parents, drawn, choices)
+        else:
+            p, q = scores.softmax(-1), draft.q[:, :nodes]
+            if width == 1:
+                tests, weights = outcomes(candidates, count, p, q, rules.verification)
+                last = first_passing(tests, torch.rand_like(tests))
+                return Accepted(last, _follows(weights, last), last, steps.expand(len(last), -1))
+            drawn = q.gather(-1, candidates[..., None])[..., 0] > 0.0
+            chances, weights = tree_tests(candidates, parents, drawn, p, q, width)
+            stands = stands_sampled(parents, chances, torch.rand_like(chances))
+        last, on_path = last_on_path(stands, draft.ancestors[:, : nodes + 1, : nodes + 1])
+        path = on_path[:, 1:].unflatten(1, (levels, width)).long().argmax(-1) + steps * width
+        token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else _follows(weights, last)
+        return Accepted(on_path.sum(-1) - 1, token, last, path)
 
-class RoundsOfText:
-    """The rounds of one text.
+    # What the host makes of it ---------------------------------------------------------------------------------------
 
-    Args:
-        side: the target's side of a text that is captured, an `OneTarget`.
-        rounds: that no other text is using.
-        rules: how candidates are drawn, judged and verified.
-        tiers: chooses how many candidates a round has; `None`: always the most.
-    """
-
-    def __init__(
-        self, side: Any, rounds: CapturedRounds, rules: RoundRules, tiers: Followed | MostTokens | None
-    ) -> None:
-        self.side, self.rounds, self.rules = side, rounds, rules
-        self.rule, self.made = side.generator.rule, 0
-        self.tiers = tiers
-        self._unread: list[tuple[Tensor, Tensor | None]] = []  # tokens and states of rounds without candidates
-
-    def round(self, text: Text) -> None:
-        """A round after a text, which gets what is emitted."""
-        stats, rounds = self.side.stats, self.rounds
-        begin = time.perf_counter()
-        if not self.made:
-            self.begin(text.ids)
-        k = self._candidates(text.ids)
-        if k:
-            self._catch_up()
-        made, middle = len(rounds.graphs), time.perf_counter()
-        found = rounds.run(k, self.rules)
-        end = time.perf_counter()
-        stats.draft_seconds += middle - begin
-        stats.target_seconds += end - middle
-        if len(rounds.graphs) == made:
-            rounds.seconds.note(k, end - middle)
-        accepted, count, token = (int(each) for each in found[:3])
-        candidates, judged = [int(each) for each in found[3 : 3 + count]], self._num_judged(count)
-        estimates = found[3 + rounds.chain.most :][:judged]
-        self.side.generator.note_captured(candidates, estimates, accepted, k)
-        if self.tiers is not None:
-            self.tiers.note(k, count)
-        self._emit(text, [*candidates[:accepted], token])
-        if not k and not text.finished:
-            self._unread.append((text.ids[:, -1:], None if rounds.state is None else rounds.state.clone()))
-        self.made += 1
-        stats.overhead_seconds += time.perf_counter() - end
-
-    def _emit(self, text: Text, emitted: list[int]) -> None:
-        """Emit what stands of a round of which both models have read everything."""
-        nothing = torch.empty(0, 0)  # nobody asks for scores, or rounds would not be captured whole
-        kept = text.emit(Verdict([], emitted, nothing, nothing)).kept
-        self.side.prefix.forget(len(emitted) - kept)
-        text.hand_over(emitted[:kept])
-
-    @property
-    def graphs(self) -> Graphs:
-        return self.rounds.graphs
-
-    def begin(self, input_ids: Tensor) -> None:
-        """The draft reads the prompt; what rounds take is measured where it is not known."""
-        generator, rounds = self.side.generator, self.rounds
-        session, tokens, states = generator.read_prompt(input_ids, self.side.states.found)
-        rounds.begin(session, input_ids)
-        rounds.chain.append(tokens, states)
-        if isinstance(self.tiers, MostTokens):
-            device = rounds.passes.device
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a seed is for the text alone
-                rounds.seconds.time(self.tiers.tiers, lambda k: rounds.time(k, self.rules))
-
-    def _candidates(self, input_ids: Tensor) -> int:
-        """How many the round has. What does not fit under the longest text is cut off when it is emitted."""
-        most = self.rounds.chain.most
-        k = most if self.tiers is None else self.tiers.next()
-        if k and (rates := getattr(self.rule, "rates", None)) is not None:
-            self.rounds.chain.calibrate(rates)
-        return k if self.side.generator.has_positions(input_ids, most) else 0
-
-    def _catch_up(self) -> None:
-        """Let the draft read what was emitted in rounds without candidates."""
-        if self._unread:
-            tokens, states = zip(*self._unread, strict=True)
-            known = [each for each in states if each is not None]
-            self.rounds.chain.append(torch.cat(tokens, dim=1), torch.cat(known, dim=1) if known else None)
-            self._unread.clear()
-
-    def _num_judged(self, count: int) -> int:
-        """Estimates of so many candidates: a head that judges late has none of the last."""
-        estimator = self.rules.estimator
-        return 0 if estimator is None else max(count - lag_of(estimator), 0)
+    def _told(self, row: list[float], shape: RoundShape, rules: RoundRules) -> Report:
+        nodes = self.draft.nodes
+        accepted, count, token, last = (int(each) for each in row[:TOLD])
+        candidates = [int(each) for each in row[TOLD : TOLD + min(count, shape.nodes)]]
+        if shape.width == 1:  # their scores stay on the device, where nobody needs them any more
+            tree = DraftTree.chain(candidates, [NO_SCORES] * len(candidates))
+            path = list(range(1, accepted + 1))
+        else:
+            tree = DraftTree()
+            for token_, parent in zip(candidates, row[TOLD + nodes :], strict=False):
+                tree.add(int(parent), token_)
+            path = tree.nodes_to(last)
+        tree.passes = shape.levels
+        judged = rules.num_judged(len(candidates)) if shape.width == 1 else 0
+        return Report(tree, path, token, row[TOLD + 2 * nodes :][:judged])
 
 
-def rounds_of(side: Any) -> RoundsOfText | None:
-    """The rounds of a text whose passes are captured; `None` where they have to be made step by step."""
-    generator, text = side.generator, side.prefix
-    session, speculation, decisions = generator.session, generator.setup.speculation, generator.setup.decisions
-    if not text.is_captured or not isinstance(session, CapturedSession) or not _can_be_whole(side):
-        return None
-    greedy, most = generator.randomness is None, most_candidates(speculation)
-    rules = RoundRules(
-        greedy, generator.draft_processing, generator.processing,
-        None if speculation.rule == "fixed" else generator.setup.estimator,
-        speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
-        decisions.verification,
-    )  # fmt: skip
-    known = text.passes.rounds
-    key = id(session.steps), most, greedy, session.vocab_size
-    if key not in known:
-        if len(known) >= MOST_KEPT:
-            del known[next(iter(known))]
-        known[key] = CapturedRounds(text.passes, CapturedChain(session, most, greedy))
-    rounds = known[key]
-    tiers: Followed | MostTokens | None = None
-    if speculation.rule == "threshold":
-        tiers = Followed(most)
-    elif speculation.rule == "throughput":
-        tiers = MostTokens(most, generator.learned_rates(), rounds.seconds)
-    return RoundsOfText(side, rounds, rules, tiers)
+NO_SCORES = torch.empty(0)
 
 
-def most_candidates(speculation: SpeculationConfig) -> int:
-    """The most that a captured round has."""
-    if speculation.rule == "fixed":
-        return speculation.num_tokens
-    return min(speculation.max_tokens, TIERS[-1])
-
-
-def _can_be_whole(side: Any) -> bool:
-    """Whether nothing in a round has to be decided on the host: only chains of a draft model, with processors that do
-    not look at the tokens."""
-    generator, records = side.generator, side.text.records
-    speculation = generator.setup.speculation
-    own = generator.draws_trees or speculation.lookup or generator.successors is not None
-    # Costs that are given or assumed are reckoned with on the host.
-    own = own or speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible)
-    kept = records.logits is not None or records.scores is not None
-    processing = generator.processing.prefix_free and generator.draft_processing.prefix_free
-    return not own and not kept and processing and not generator.processing.may_forbid_all
+def _follows(weights: Tensor, last: Tensor) -> Tensor:
+    """A token `[texts]` after the nodes `last`, drawn by `weights` `[texts, nodes + 1, vocab]`."""
+    of_last = weights.gather(1, last[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
+    return race(of_last, exponential(*of_last.shape, device=weights.device))

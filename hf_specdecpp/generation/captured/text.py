@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_specdecpp.caches.text import PathRows, num_in_place, width_of
@@ -13,10 +15,10 @@ from hf_specdecpp.captured import graphs
 from hf_specdecpp.captured.graphs import CannotCaptureError
 from hf_specdecpp.captured.rooms import why_not_in_place, why_not_rooms
 from hf_specdecpp.captured.target import CapturedTarget, captured_target
-from hf_specdecpp.generation.captured.rounds import RoundsOfText, rounds_of
-from hf_specdecpp.generation.prefix import Prefix, TargetText, try_pass
+from hf_specdecpp.generation.captured.whole import WholeRounds, whole_rounds, why_not_whole
+from hf_specdecpp.generation.prefix import Prefix, TargetText, has_usual_inputs
 from hf_specdecpp.generation.text import Text
-from hf_specdecpp.models.causal_lm import CausalLM, num_processes
+from hf_specdecpp.models.causal_lm import num_processes
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.checks import HALF_TREE_TOLERANCE, TREE_TOLERANCE
@@ -24,6 +26,8 @@ from hf_specdecpp.trees.tree import TreePass
 
 # Arguments of a forward that a captured pass knows.
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
+# Prepare their inputs by themselves to change rotary frequencies, which `why_not_in_place` asks about.
+SWITCHES_ROPE = {"phi3", "phimoe"}
 _choosing = Lock()
 IMAGES = "mm_encoder_outputs"  # what images and sounds were encoded to, an empty dict where there are none
 
@@ -46,7 +50,8 @@ class CapturedText(TargetText):
     def __init__(self, prefix: Prefix, passes: CapturedTarget, reader: StateReader | None) -> None:
         self.passes, self._prefix = passes, prefix
         passes.watch(reader)
-        passes.begin(prefix.cache, prefix.rows, prefix.shown, prefix.position)
+        shown = None if prefix.shown is None else prefix.shown[None]
+        passes.begin(prefix.cache, prefix.rows, shown, prefix.position)
         self.text = passes.text
 
     @property
@@ -82,51 +87,57 @@ class CapturedText(TargetText):
     def roll_back(self) -> None:
         """Nothing of a pass is held."""
 
-    @property
-    def spent(self) -> tuple[int, float, int]:
-        """Graphs of this target so far, seconds that making them took, and bytes of its rooms."""
-        graphs = self.passes.graphs
-        return len(graphs), graphs.seconds, self.passes.rooms.num_bytes
-
     def give_back(self) -> Prefix:
-        """Leave the text in its growing cache, and the passes to other texts."""
+        """Leave the text in its growing cache."""
         self.passes.write(self.cache)
-        self.passes.busy = False
         self._prefix.text.held = self.text.held
         return self._prefix
 
 
 class Captured:
-    """The captured part of one text.
+    """What of a call is captured.
 
     Args:
-        side: the target's side of it, an `OneTarget`.
+        side: the target's side of it (`generation.target.TargetSide`).
+        texts: of the call.
 
     Attributes:
+        texts: that have not ended with the prompt, as they lie in the rooms.
+        passes: that are busy with them.
         rounds: where a round is two launches.
-        drafts: whether anything can still be drafted.
     """
 
-    def __init__(self, side: Any) -> None:
+    def __init__(self, side: Any, texts: Sequence[Text]) -> None:
         # Which owns this: in a circle caches would be free for the next text only when garbage is collected.
         self.side: Any = weakref.proxy(side)
-        self.drafts = True
-        self.rounds: RoundsOfText | None = None
+        self.texts, self.generator = list(texts), texts[0].generator
+        # Of several texts passes are captured in whole rounds alone, and where a draft reads the cache.
+        self._rounds_alone = len(texts) > 1 or self.generator.setup.drafter.shares_cache
+        self.passes: CapturedTarget | None = None
+        self.rounds: WholeRounds | None = None
 
-    def begin(self, input_ids: Tensor) -> None:
+    def begin(self, texts: Sequence[Text]) -> None:
         """After the prompt: go on with captured passes, where they can be had."""
-        if self.side.generator.setup.speculation.graphs == "off" or self.side.prefix.is_captured:
+        self.texts = list(texts)
+        if self.generator.setup.speculation.graphs == "off" or self.passes is not None:
             return
-        self.side.stats.uncaptured = self._enter(input_ids)
-        self.rounds = rounds_of(self.side)
+        not_whole = why_not_whole(self.texts)
+        reason = not_whole if self._rounds_alone and not_whole else self._enter()
+        for text in self.texts:
+            text.stats.uncaptured = reason
+            text.stats.decided["rounds"] = "step by step" if reason else f"step by step: {not_whole}"
+            if reason is None and not_whole is None:
+                text.stats.decided["rounds"] = "captured"
+        if self.passes is not None and not_whole is None:
+            self.rounds = whole_rounds(self.texts, self.passes)
 
-    def _enter(self, input_ids: Tensor) -> str | None:
-        """Let the text go on in rooms, or say why it cannot.
+    def _enter(self) -> str | None:
+        """Let the texts go on in rooms, or say why they cannot.
 
         A target's first pass is compared with one of its own: what its forward does beside attention, positions and
         masks is not known.
         """
-        side, setup = self.side, self.side.generator.setup
+        side, setup = self.side, self.generator.setup
         if (reason := _why_not(side)) is not None:
             return reason
         passes = captured_target(side.model, setup.speculation.compile)
@@ -137,10 +148,7 @@ class Captured:
                 return "another text is using the captured passes of this target"
             passes.busy = True
         try:
-            text = CapturedText(side.prefix, passes, setup.drafter.reads)
-            if not passes.checked:
-                passes.why_not = _difference(side.model, side.prefix, text, input_ids)
-                passes.checked = passes.why_not is None
+            passes.why_not = side.enter(passes)
         except CannotCaptureError as error:
             passes.why_not = f"its pass cannot be captured ({error})"
         except BaseException:
@@ -149,50 +157,48 @@ class Captured:
         if passes.why_not is not None:
             passes.busy = False
             return passes.why_not
-        side.compare_passes()  # with the target's usual ones, which the verdict compares with
-        side.prefix = text
+        self.passes = passes
         return None
 
-    def make_round(self, text: Text) -> bool:
+    def make_round(self, texts: Sequence[Text]) -> bool:
         """Make a round that is captured whole; `False` where rounds are made step by step."""
         if self.rounds is None:
             return False
         try:
-            self.rounds.round(text)
-        except CannotCaptureError as error:
-            made, self.rounds = self.rounds.made, None
-            self.side.stats.uncaptured = f"a round cannot be captured ({error})"
-            # What a draft would have to read of the target is gone after a round.
-            self.drafts = not made
-            if self.drafts:
-                self.side.generator.begin_again()
+            self.rounds.round(texts, self.side)
+        except CannotCaptureError as error:  # of the first
+            self.rounds = None
+            for text in self.texts:
+                text.stats.uncaptured = f"a round cannot be captured ({error})"
+                text.generator.begin_again()
+            if self._rounds_alone:
+                self.side.leave_rooms()
             return False
         return True
 
-    def end(self) -> Prefix:
-        """The text in the cache that `generate()` returns."""
-        side, text, stats = self.side, self.side.prefix, self.side.stats
-        if text.is_captured:
-            stats.graphs, stats.graph_seconds, stats.graph_bytes = text.spent
-            stats.uncaptured = stats.uncaptured or text.passes.why_not
-            if self.rounds is not None:
-                stats.graphs += len(self.rounds.graphs)
-                stats.graph_seconds += self.rounds.graphs.seconds
-                self.rounds = None  # which refers to this text
-            side.prefix = text = text.give_back()
-        return text
+    def leave(self) -> None:
+        """Leave the passes to other texts."""
+        if self.passes is not None:
+            self.passes.busy, self.passes = False, None
+
+    def end(self) -> None:
+        """Count what was captured. The texts in the rooms go on elsewhere."""
+        passes, rounds, stats = self.passes, self.rounds, self.texts[0].stats
+        if passes is None:
+            return
+        made = [passes.graphs, *([] if rounds is None else [rounds.rounds.graphs])]
+        stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
+        stats.graph_bytes = passes.rooms.num_bytes
+        stats.uncaptured = stats.uncaptured or passes.why_not or (rounds.rounds.why_not if rounds is not None else None)
+        self.rounds = None  # which refers to the texts
+        self.leave()
 
 
-def _difference(target: CausalLM, prefix: Prefix, text: CapturedText, input_ids: Tensor) -> str | None:
-    """What is wrong with a captured pass, beside one of the target's own over the same token."""
-
-    def own(inputs: dict[str, Any], _count: int) -> Any:
-        return target(**inputs, return_dict=True)
-
-    expected = try_pass(prefix, own, input_ids, False, 0)[-1].double()
-    found = text.passes.read(**text.chain_inputs(input_ids, [])).logits[0, -1].double()
-    error = float((found - expected).norm() / (expected - expected.mean()).norm())
-    tolerance = TREE_TOLERANCE.get(target.dtype, HALF_TREE_TOLERANCE)
+def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
+    """What is wrong with the logits of a captured pass, beside those of the target's own over the same token."""
+    expected = expected.double()
+    error = float((found.double() - expected).norm() / (expected - expected.mean()).norm())
+    tolerance = TREE_TOLERANCE.get(dtype, HALF_TREE_TOLERANCE)
     if error <= tolerance:
         return None
     return f"a captured pass is off by {error:.2g} of the spread of its logits (rounding explains {tolerance:g})"
@@ -200,9 +206,7 @@ def _difference(target: CausalLM, prefix: Prefix, text: CapturedText, input_ids:
 
 def _why_not(side: Any) -> str | None:
     """What is known of a target or a call, before anything is tried, that rules out captured passes."""
-    target, prefix, config = side.model, side.prefix, side.config
-    if side.generator.setup.drafter.shares_cache:
-        return "the draft reads the target's own cache"
+    target, config = side.model, side.config
     if not graphs.can_capture(side.device):
         return f"there are no CUDA graphs on {side.device.type}"
     devices = {each.device for each in target.parameters()}
@@ -210,15 +214,16 @@ def _why_not(side: Any) -> str | None:
         return "the target is spread over several devices or offloaded"
     if getattr(target, "is_quantized", False):
         return "the target is quantised"
-    if (reason := why_not_in_place(target) or why_not_rooms(prefix.cache)) is not None:
+    if (reason := why_not_in_place(target) or why_not_rooms(side.growing)) is not None:
         return reason
     if config.output_hidden_states or config.output_attentions:
         return "the states or attentions of all layers are asked for"
-    given = {name for name, value in prefix.model_kwargs.items() if value is not None and value is not prefix.cache}
-    if prefix.model_kwargs.get(IMAGES) == {}:
+    model_kwargs = side.forward_arguments
+    given = {name for name, value in model_kwargs.items() if value is not None and value is not side.growing}
+    if model_kwargs.get(IMAGES) == {}:
         given.remove(IMAGES)
     if others := given - KNOWN:
         return f"its forward is given {', '.join(sorted(others))}"
-    if not prefix.makes_usual_inputs:
+    if not has_usual_inputs(target) and target.config.model_type not in SWITCHES_ROPE:
         return "it prepares its inputs in a way of its own"
     return None

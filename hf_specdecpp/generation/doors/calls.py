@@ -144,7 +144,5 @@ def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[T
             return decoding.run(input_ids)
         finally:
             assistant.stats = SpeculationStats.of_batch([each.stats for each in generators])
-            if assistant.speculation.graphs == "auto":
-                assistant.stats.uncaptured = "passes over several sequences are not captured"
 
     return run

@@ -19,6 +19,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.caches.batches import BatchCache
+from hf_specdecpp.captured.target import CapturedTarget
+from hf_specdecpp.generation.captured.text import differs
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.generation.refusals import (
@@ -46,7 +48,7 @@ class OutputsOfRow:
 
 
 class TargetOfRows(TargetSide):
-    """The target's side of several texts, of which nothing is captured.
+    """The target's side of several texts.
 
     Args:
         model_kwargs: the forward's other arguments for all rows.
@@ -77,8 +79,38 @@ class TargetOfRows(TargetSide):
         self.positions = self.model_kwargs["position_ids"][:, -1].cpu() + 1
         self._hand_out(rounds, outputs)
 
+    @property
+    def growing(self) -> Any:
+        return self.cache.cache
+
+    @property
+    def forward_arguments(self) -> dict[str, Any]:
+        return self.model_kwargs
+
+    def enter(self, passes: CapturedTarget) -> str | None:
+        texts = self.captured.texts
+        passes.watch(self.generator.setup.drafter.reads)
+        passes.begin(self.growing, self.cache.valid.shape[1], self.cache.valid, self.positions[:, None])
+        if not passes.checked:
+            rounds = [Round(text, DraftTree.chain()) for text in texts]
+            expected = self.model(**self._inputs(rounds, _is_token(rounds)), return_dict=True).logits[:, -1]
+            self.growing.crop(-1)
+            tokens = torch.cat([text.ids[:, -1:] for text in texts])
+            alone = torch.zeros_like(tokens[0])
+            found = passes.forward(passes.text.cache, tokens, alone[None] == 0, alone)[0][:, -1]
+            if (reason := differs(found, expected, self.model.dtype)) is not None:
+                return reason
+            passes.checked = True
+        return None
+
+    def leave_rooms(self) -> None:
+        """Where nothing was emitted since the prompt."""
+        self.captured.end()
+
     def prepare(self, texts: Sequence[Text]) -> None:
         """Close gaps in the cache, and time a pass over one token of each row where the rounds do not tell it."""
+        if self.captured.rounds is not None:
+            return
         self.cache.close_up()
         if len(texts) == self.count:
             rounds = [Round(text, DraftTree.chain()) for text in texts]
@@ -186,9 +218,18 @@ class TargetOfRows(TargetSide):
     def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:
         if self.carries_cache:
             left = set(range(len(texts))) - set(places)
-            self.held |= {self.places[id(texts[place])]: self.cache.held(place) for place in left}
+            self.held |= {self.places[id(texts[place])]: self._held(texts[place], place) for place in left}
+        if self.captured.rounds is not None:
+            return
         self.positions = self.positions[list(places)]
         self.cache.select(places)
+
+    def _held(self, text: Text, place: int) -> Any:
+        """The keys and values of a row that leaves."""
+        passes = self.captured.passes
+        if passes is None:
+            return self.cache.held(place)
+        return passes.text.cache.held_of(self.captured.texts.index(text), text.length - 1)
 
     def complete(self, texts: Sequence[Text]) -> None:
         """Leave the cache as plain generation leaves it: all but the last column, padding after a text included.
@@ -211,6 +252,7 @@ class TargetOfRows(TargetSide):
         self.is_restored = True
 
     def end(self) -> None:
+        self.captured.end()
         if not self.is_restored:
             self.cache.cache.layers = [_UsedUp()]
 

@@ -57,10 +57,9 @@ def test_a_target_that_is_captured(settings: str, pretended: Counter[str]) -> No
         assert pretended["captured"] == 0
         assistant.speculation.graphs = graphs
         assert torch.equal(target.generate(TEXT, assistant_model=assistant, **how), expected)
-        found.append((assistant.stats.accepted, assistant.stats.drafted))
+        found.append(assistant.stats.accepted)
     assert pretended["captured"] > 0
-    assert found[0] == found[1]
-    assert found[0][0] > 0
+    assert found[0] == found[1] > 0
 
 
 HYBRID: dict[str, Any] = {

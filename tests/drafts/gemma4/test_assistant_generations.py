@@ -29,15 +29,19 @@ def assisted(target: CausalLM, name: str = "plain", **settings: Any) -> SpecDecP
     return SpecDecPPAssistant.from_draft(VARIANTS[name].theirs(), target=target, speculation=speculation)
 
 
-def test_a_text_whose_cache_the_draft_reads_is_not_captured() -> None:
+def test_a_text_whose_cache_the_draft_reads_is_captured_in_whole_rounds_alone() -> None:
     target = target_for()
-    assistant = assisted(target)
+    assistant = assisted(target, rule="fixed", num_tokens=5, lookup=True)
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
     plain = target.generate(TEXT, **options)
     with pretend_graphs() as counts:
         assert torch.equal(target.generate(TEXT, assistant_model=assistant, **options), plain)
-    assert assistant.stats.uncaptured == "the draft reads the target's own cache"
-    assert not counts
+        assert assistant.stats.uncaptured == "lookups are made on the host"
+        assert not counts
+        assistant.speculation.lookup = False
+        assert torch.equal(target.generate(TEXT, assistant_model=assistant, **options), plain)
+        assert assistant.stats.uncaptured is None
+        assert counts["replayed"] == 2 * assistant.stats.rounds + 1  # a pass that is compared with the target's own
 
 
 @pytest.mark.every(3)

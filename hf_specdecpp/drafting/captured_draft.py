@@ -1,0 +1,338 @@
+"""A draft's side of captured rounds (`CapturedDraft`): candidates of all levels, drawn as one function of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_specdecpp.captured.graphs import lasting
+from hf_specdecpp.captured.rooms import Rooms, RoomText
+from hf_specdecpp.drafting.round_steps import Level, RoundSteps, Window
+from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
+from hf_specdecpp.estimation.estimators import DraftStep, Estimator, lag_of
+from hf_specdecpp.sampling.on_device import best_slots, count_until, exponential, race, remaining
+from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.sampling.verification import Verification
+
+READ_AT_ONCE = 2048  # tokens of a prompt, whose mask is a matrix
+
+
+class RoundShape(NamedTuple):
+    """Of the candidates of a round: levels of so many nodes each. A chain has one node at each level."""
+
+    levels: int
+    width: int = 1
+
+    @property
+    def nodes(self) -> int:
+        return self.levels * self.width
+
+
+@dataclass(frozen=True)
+class RoundRules:
+    """How candidates are drawn, judged and verified in the rounds of a text.
+
+    Attributes:
+        greedy: whether likeliest tokens are taken.
+        draft_processing, processing: what makes q and p of logits.
+        estimator: judges the candidates of chains, if anything looks at that.
+        threshold, min_tokens: of SpecDec++'s rule; `None` where all candidates are submitted.
+        verification: of sampled chains.
+    """
+
+    greedy: bool
+    draft_processing: Processing
+    processing: Processing
+    estimator: Estimator | None
+    threshold: float | None
+    min_tokens: int
+    verification: Verification
+
+    @property
+    def asks_for_text(self) -> bool:
+        """Whether a processor asks which tokens there were."""
+        return not (self.draft_processing.prefix_free and self.processing.prefix_free)
+
+    def num_judged(self, count: int) -> int:
+        """Estimates of a chain of so many candidates: a head that judges late has none of the last."""
+        return 0 if self.estimator is None else max(count - lag_of(self.estimator), 0)
+
+    @cached_property  # asked for in every round, and numbers that lie on the device are read for it
+    def key(self) -> Hashable:
+        """All of this that a graph has in it."""
+        processors = [*self.draft_processing.processors, None, *self.processing.processors]
+        described = tuple(
+            (type(each).__name__, repr(sorted(vars(each).items())) if each else "") for each in processors
+        )
+        judge = id(self.estimator) if isinstance(self.estimator, nn.Module) else type(self.estimator)
+        return self.greedy, described, judge, self.threshold, self.min_tokens, self.verification
+
+
+class Drawn(NamedTuple):
+    """A level of candidates.
+
+    Attributes:
+        tokens, parents: `[texts, width]`, the latter as places in the level above.
+        values: `[texts, width]`, chances that they stand, as far as is known; of trees alone.
+        q: `[texts, width, vocab]`, that they were drawn from, where they were drawn.
+        judged: `[texts]`, what an estimator says of a chain.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    values: Tensor
+    q: Tensor | None
+    judged: Tensor | None
+
+
+class CapturedDraft:
+    """A draft's side of the rounds of one text, or of the rows of a batch, where all steps are taken at once.
+
+    At the beginning of a round the draft reads a window: `last + 1` of the `tokens`, with what it is told of the
+    target's states there; the others are dummies. These are all tokens that the last round emitted, and `steps.again`
+    before them: what the draft has read of candidates is forgotten.
+
+    Example: the text ends with 6, and a round of three candidates 7 8 9 emits 7 8 4. The next window is 7 8 4 and a
+    dummy, for a draft that reads states with the target's at 6, 7, 8 and 9.
+
+    Args:
+        steps: that have read nothing of the text yet.
+        shapes: that rounds may have.
+        texts: rows of the batch.
+        greedy: whether no q is needed.
+        spare: tokens of rounds without candidates that the window has room for.
+
+    Attributes:
+        candidates, parents: `[texts, nodes]`, of the latest round, the root being number 0.
+        ancestors: `[texts, nodes + 1, nodes + 1]` bool, of the root and of these.
+        q: `[texts, nodes, vocab]`, that they were drawn from, where they were drawn.
+        count: `[texts]`, how many of them are submitted.
+        estimates: `[texts, levels]`, of the candidates of chains.
+        shift: `[bins]`, what calibration adds to the log-odds of estimates.
+        alive: `[texts]` int64, 0 for those that have ended.
+        pending: `last + 1` of each text, on the host.
+        source: the text that the steps read after: this draft's, or the target's for a draft that shares its cache.
+    """
+
+    def __init__(self, steps: RoundSteps, shapes: Sequence[RoundShape], texts: int, greedy: bool, spare: int) -> None:
+        self.steps, self.device = steps, steps.device
+        self.nodes, levels = max(each.nodes for each in shapes), max(each.levels for each in shapes)
+        self.width = levels + 1 + steps.again + spare
+        zeros, size = partial(torch.zeros, dtype=torch.long, device=self.device), self.nodes + 1
+        with lasting():
+            self.tokens, self.last, self.count = zeros((texts, self.width)), zeros(texts), zeros(texts)
+            self.candidates, self.parents = zeros((texts, self.nodes)), zeros((texts, self.nodes))
+            self.ancestors = torch.ones((texts, size, size), dtype=torch.bool, device=self.device)
+            self.alive = torch.ones_like(self.last)
+            self.estimates = torch.zeros((texts, levels), device=self.device)
+            self.states: Tensor | None = None
+            if steps.size is not None:
+                self.states = torch.zeros((texts, self.width, steps.size), dtype=steps.dtype, device=self.device)
+            self.q = None if greedy else torch.zeros((texts, self.nodes, steps.vocab_size), device=self.device)
+            self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
+            self.edges = torch.tensor(EDGES, device=self.device)
+        # Graphs read and write its caches, so they are kept from text to text.
+        self._rooms = Rooms(steps.num_layers, self.device)
+        self._empty = partial(self._rooms.empty, positions=torch.Size((texts, 1)) if texts > 1 else None)
+        self.text, self.pending, self._sizes = RoomText(self._empty), [0] * texts, [0] * texts
+        self.source = self.text
+
+    @property
+    def changes(self) -> list[Tensor]:
+        """Tensors that a round reads and then changes."""
+        found = [self.tokens, self.last, self.text.cache.length]
+        return found if self.states is None else [*found, self.states]
+
+    @property
+    def needed(self) -> int:
+        """Tokens that there must be room for in a round."""
+        return max(self._sizes) + self.width + self.nodes
+
+    def begin(self, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
+        """Read new texts but for what the first round reads.
+
+        Args:
+            tokens: `[texts, n]`.
+            states: `[texts, n, size]`, before each token.
+            padding: `[texts]`, tokens before each text.
+        """
+        count, again = tokens.shape[1], self.steps.again
+        self.text, self._sizes = RoomText(self._empty), [count] * len(tokens)
+        if not self.steps.shares_cache:
+            self.source = self.text
+        self.alive.fill_(1)
+        cache, end = self.text.with_room(self.needed), max(count - 1 - again, 0)
+        if cache.prompt is not None:
+            cache.prompt.shown.copy_(torch.arange(cache.room, device=self.device) >= padding[:, None])
+            cache.prompt.offset.copy_(-padding[:, None])
+        first = 0
+        while first < end:
+            piece = slice(first, min(first + READ_AT_ONCE, end + again))
+            read = piece.stop - first
+            known = None if states is None else states[:, piece].to(self.steps.dtype)
+            self.steps.read(cache, Window(tokens[:, piece], known, self.last.new_full((len(tokens),), read - 1)))
+            first += read - again
+        self.tokens[:, : count - end] = tokens[:, end:]
+        if self.states is not None and states is not None:
+            self.states[:, : count - end] = states[:, end:]
+        self.last.fill_(count - end - 1)
+        self.pending = [count - end] * len(tokens)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the window has no room for a token of a round without candidates."""
+        return max(self.pending) == self.width
+
+    def note(self, accepted: Mapping[int, int], drafted: bool) -> None:
+        """On the host, what `take` and `catch_up` did, by text.
+
+        Args:
+            drafted: whether the window was read.
+        """
+        if drafted:
+            self.pending = [min(pending, self.steps.again) for pending in self.pending]
+        for text, count in accepted.items():
+            self.pending[text] += count + 1
+            self._sizes[text] += count + 1
+
+    def keep(self, active: Sequence[int]) -> None:
+        """Only these texts go on."""
+        self.alive.copy_(torch.tensor([int(text in active) for text in range(len(self.pending))]))
+        self.pending = [pending * (text in active) for text, pending in enumerate(self.pending)]
+
+    def calibrate(self, rates: AcceptanceRates) -> None:
+        """Judge by what rounds have said of estimates."""
+        self.shift.copy_(torch.tensor(rates.shift))
+
+    # What is captured ------------------------------------------------------------------------------------------------
+
+    def catch_up(self) -> None:
+        """Read the window of texts that have gone on without candidates."""
+        cache = self.text.cache
+        before = cache.length.clone()
+        self.steps.read(cache, Window(self.tokens, self.states, self.last))
+        self._forget((cache.length - before), self.tokens, self.states)
+        cache.length.copy_(before + (cache.length - before) * self.alive)
+
+    def propose(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
+        """Draw all levels of candidates, and find the place at which the rule stops.
+
+        Args:
+            text: `[texts, n]`, all tokens, where a processor looks at them.
+        """
+        cache, nodes, width = self.text.cache, shape.nodes, shape.width
+        before, span = cache.length.clone(), torch.arange(nodes, device=self.device)
+        steps = self.steps.unroll(self.source.cache, Window(self.tokens, self.states, self.last), span // width)
+        logits, hidden = next(steps)
+        numbers, values = torch.zeros_like(self.last)[:, None], torch.ones_like(self.estimates[:, :1])
+        seen, levels = self.ancestors.new_zeros((len(self.last), 1, nodes)), []
+        for place in range(taken := max(shape.levels, self.steps.least)):
+            known = None if text is None else with_paths(text, self.candidates[:, :nodes], seen)
+            scores = rules.draft_processing.of_nodes(logits, known)
+            drawn = self._draw(DraftStep(place, scores, hidden, self.steps.embed, rules.greedy), values, rules, width)
+            own = slice(place * width, (place + 1) * width)
+            if place < shape.levels:
+                levels.append(drawn)
+                self.candidates[:, own], self.parents[:, own] = drawn.tokens, numbers.gather(1, drawn.parents)
+                if self.q is not None and drawn.q is not None:
+                    self.q[:, own] = drawn.q
+                seen = seen.gather(1, drawn.parents[..., None].expand(-1, -1, nodes)) | (span == span[own, None])
+                self.ancestors[:, own.start + 1 : own.stop + 1, 1 : nodes + 1] = seen
+            numbers, values = (1 + span[own]).expand(len(self.last), -1), drawn.values
+            if place + 1 < taken:
+                logits, hidden = steps.send(Level(drawn.tokens, drawn.parents, seen))
+        self.ancestors[:, 0, 1:] = False
+        cache.length.copy_(before)
+        self.count.copy_(self._count(shape, [each.judged for each in levels], rules))
+
+    def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
+        """Draw a level below the nodes of another.
+
+        Args:
+            step: scores `[texts, m, vocab]` and so on, after the nodes.
+            values: `[texts, m]` of them.
+        """
+        scores, q = step.scores, step.scores if rules.greedy else step.q
+        times = None if rules.greedy else exponential(*q.shape, device=self.device)
+        if width == 1:
+            step.token = q.argmax(-1) if times is None else race(q, times)
+            judged = None if rules.estimator is None else rules.estimator.estimate(step)
+            judged = None if judged is None else judged[:, 0]
+            return Drawn(step.token, torch.zeros_like(step.token), values, None if times is None else q, judged)
+        tokens = (q if times is None else q / times).topk(width).indices  # [texts, m, width], in order
+        probs = step.q.gather(-1, tokens)
+        chosen = best_slots(values, probs, width)
+        parents = chosen // width
+        values = values.gather(1, parents) * probs.flatten(1).gather(1, chosen)
+        rows = None
+        if times is not None:
+            rows = remaining(q, tokens).flatten(1, 2).gather(1, chosen[..., None].expand(-1, -1, scores.shape[-1]))
+        return Drawn(tokens.flatten(1).gather(1, chosen), parents, values, rows, None)
+
+    def _count(self, shape: RoundShape, judged: list[Tensor | None], rules: RoundRules) -> Tensor:
+        """How many candidates are submitted: the one at which the rule stops is."""
+        known = [each for each in judged if each is not None]
+        if known:
+            self.estimates[:, : len(known)] = torch.stack(known, dim=1).to(self.estimates)
+        if rules.threshold is None or shape.width > 1:
+            return torch.full_like(self.count, shape.nodes)
+        survival = self._calibrated(self.estimates[:, : len(known)]).cumprod(-1)
+        if len(known) < shape.levels:  # verdicts come one candidate late, so there is none on the first
+            survival = functional.pad(survival, (1, 0), value=1.0)
+        places = torch.arange(1, shape.levels + 1, device=self.device)
+        return count_until((1.0 - survival > rules.threshold) & (places >= rules.min_tokens))
+
+    def _calibrated(self, estimates: Tensor) -> Tensor:
+        """As `AcceptanceRates.calibrated`."""
+        shift = self.shift[torch.bucketize(estimates.contiguous(), self.edges, right=True)]
+        return (estimates.clamp(1e-4, 1.0 - 1e-4).logit() + shift).sigmoid()
+
+    def take(self, accepted: Tensor, token: Tensor, candidates: Tensor, states: Tensor | None, drafted: bool) -> None:
+        """Leave the window where the next round begins, once the target has read candidates.
+
+        Args:
+            accepted, token: `[texts]`, how many stand and what follows them.
+            candidates: `[texts, k]`, those that stand first.
+            states: `[texts, k + 1, size]` of the target, for a draft that reads them: at the text's last token and at
+                the candidates.
+            drafted: whether the window was read.
+        """
+        new = functional.pad(candidates, (0, 1)).scatter(1, accepted[:, None], token[:, None])
+        places = self.last[:, None] + 1 + torch.arange(new.shape[1], device=self.device)
+        tokens, known = functional.pad(self.tokens, (0, new.shape[1])).scatter(1, places, new), self.states
+        if known is not None and states is not None:
+            index = places[..., None].expand(-1, -1, known.shape[2])
+            known = functional.pad(known, (0, 0, 0, new.shape[1])).scatter(1, index, states.to(known))
+        read = (self.last + 1 - self.steps.again).clamp_min(0) if drafted else torch.zeros_like(self.last)
+        self._forget(read, tokens, known)
+        self.text.cache.length.add_(read * self.alive)
+        self.last.add_((accepted + 1) * self.alive)
+
+    def _forget(self, read: Tensor, tokens: Tensor, states: Tensor | None) -> None:
+        """Let the window begin after the first `read` `[texts]` of these tokens; for texts that go on."""
+        read = read * self.alive
+        places = torch.arange(self.width, device=self.device) + read[:, None]
+        places = places.clamp_max(tokens.shape[1] - 1)  # what lies further back are dummies
+        self.tokens.copy_(tokens.gather(1, places))
+        if self.states is not None and states is not None:
+            self.states.copy_(states.gather(1, places[..., None].expand(-1, -1, states.shape[2])))
+        self.last.sub_(read)
+
+
+def with_paths(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
+    """What m nodes follow, `[texts, m, length + n]`, for processors that ask which tokens there were.
+
+    Args:
+        text: `[texts, length]`.
+        candidates: `[texts, n]`.
+        seen: `[texts, m, n]` bool, which of them each node sees. For the others stands a token of the text.
+    """
+    count = seen.shape[1]
+    path = torch.where(seen, candidates[:, None], text[:, :1, None])
+    return torch.cat((text[:, None].expand(-1, count, -1), path), dim=2)

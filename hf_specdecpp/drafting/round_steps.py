@@ -1,0 +1,125 @@
+"""A round's steps as functions of tensors (`RoundSteps`), as captured rounds take them: a model's are `ModelSteps`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.captured.rooms import RoomCache
+from hf_specdecpp.drafting.captured import CapturedSteps, hidden_states, read
+from hf_specdecpp.trees.attention import inputs_in_place
+
+
+class Window(NamedTuple):
+    """What a draft reads at the beginning of a round.
+
+    Attributes:
+        tokens: `[texts, n]`, the last ones of each text, then dummies.
+        states: `[texts, n, size]` of the target before each of them, for a draft that reads any.
+        last: `[texts]`, place of each text's last token.
+    """
+
+    tokens: Tensor
+    states: Tensor | None
+    last: Tensor
+
+
+class Level(NamedTuple):
+    """Nodes that were drawn after a step, and are read in the next.
+
+    Attributes:
+        tokens: `[texts, width]`.
+        parents: `[texts, width]`, places of their parents in the level above.
+        seen: `[texts, width, n]` bool: which of the n nodes of a round each of them sees.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    seen: Tensor
+
+
+# After the window and after each level: logits `[texts, m, vocab]` and hidden states `[texts, m, size]` of its m nodes.
+Unrolled = Generator[tuple[Tensor, Tensor], Level, None]
+
+
+class RoundSteps(ABC):
+    """What drafts in captured rounds. It keeps nothing of a text: its caches are given to it.
+
+    Attributes:
+        again: tokens of the text that are read a second time in the next round.
+        least: steps that each round has to take, so that all caches hold the window.
+        most: levels of the deepest round.
+        size: of the target's states, for a draft that reads any.
+        embed: as in `Reading`.
+        key: what is captured, for those who keep graphs.
+        draws_trees: whether levels may have several nodes.
+        shares_cache: whether it reads its target's cache in the place of one of its own.
+    """
+
+    again, least, most = 0, 1, float("inf")
+    size: int | None = None
+    draws_trees, shares_cache = True, False
+    num_layers: int
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    embed: Callable[[Tensor], Tensor]
+    key: Hashable
+
+    @abstractmethod
+    def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:
+        """Read the window, then each level that is sent.
+
+        Args:
+            cache: holds the text before the window. What its length is afterwards does not matter.
+            depths: `[n]`, levels of the nodes that the round may have, from 0 on.
+        """
+
+    def read(self, cache: RoomCache, window: Window) -> None:
+        """Read a window alone, after which the cache holds all of it but the last `again` tokens."""
+        before = cache.length.clone()
+        steps = self.unroll(cache, window, window.last.new_zeros(1))
+        logits, _ = next(steps)
+        nothing = torch.zeros((len(logits), 1), dtype=torch.long, device=logits.device)
+        for _ in range(self.least - 1):
+            steps.send(Level(nothing, nothing, nothing[..., None] > 0))
+        cache.length.copy_(before + (window.last + 1 - self.again).clamp_min(0))
+
+
+class ModelSteps(RoundSteps):
+    """Of a draft model, or an early exit of the target, whose states it may read.
+
+    Args:
+        captured: its steps.
+        vocab_size: width of the target's logits.
+    """
+
+    def __init__(self, captured: CapturedSteps, vocab_size: int) -> None:
+        self.drafter: Any = captured.drafter
+        self.vocab_size, self.key, self.num_layers = vocab_size, id(captured), captured.num_layers or 0
+        self.dtype, self.device, self.embed = self.drafter.dtype, self.drafter.device, self.drafter.embed
+        if self.drafter.fusion is not None:
+            self.size = self.drafter.fusion.width
+
+    def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:
+        drafter, begin = self.drafter, 0
+        tokens = drafter.known(window.tokens)
+        logits, hidden = (each[:, None] for each in read(drafter, cache, [tokens, *window[1:]], self.vocab_size))
+        num_prefix = cache.length.clone()
+        while True:
+            level = yield logits, hidden
+            end = begin + level.tokens.shape[1]
+            own = None
+            if self.size is not None:
+                own = hidden.gather(1, level.parents[..., None].expand(-1, -1, hidden.shape[-1]))
+            inputs = inputs_in_place(
+                drafter.model, cache.room, level.seen, depths, depths[begin:end], num_prefix, cache.prompt
+            )
+            hidden = hidden_states(drafter, cache, drafter.known(level.tokens), own, inputs)
+            logits = drafter.logits(hidden, self.vocab_size)
+            cache.length.add_(end - begin)
+            begin = end

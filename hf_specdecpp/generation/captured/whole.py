@@ -1,0 +1,179 @@
+"""The rounds of a call that are captured whole (`WholeRounds`), and why those of others are not (`why_not_whole`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_specdecpp.captured.target import CapturedTarget
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape
+from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.generation.captured.rounds import CapturedRounds, Report
+from hf_specdecpp.generation.text import Text, Verdict
+from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, Tiers, chains_up_to
+
+MOST_KEPT = 4  # of a target: drafts and ways of drawing
+MOST_TEXTS = 8  # rows of a batch
+
+
+class WholeRounds:
+    """The rounds of one text, or of the rows of a batch.
+
+    Args:
+        texts: of the call.
+        rounds: that no other call is using.
+        rules: how candidates are drawn, judged and verified.
+        tiers: chooses the shape of the next round.
+    """
+
+    def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
+        self.places = {id(text): place for place, text in enumerate(texts)}
+        self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
+        self.made = 0
+
+    def begin(self, texts: Sequence[Text]) -> None:
+        """The draft reads the prompts; what rounds take is measured where it is not known."""
+        read = [text.generator.read_prompt(text.ids, text.states) for text in texts]
+        lengths = [tokens.shape[1] for tokens, _ in read]
+        further = [max(lengths) - length for length in lengths]
+        tokens = [functional.pad(tokens, (count, 0)) for (tokens, _), count in zip(read, further, strict=True)]
+        states = [functional.pad(each, (0, 0, count, 0)) for (_, each), count in zip(read, further, strict=True)
+                  if each is not None]  # fmt: skip
+        self.rounds.begin(
+            [text.ids for text in texts], torch.cat(tokens), torch.cat(states) if states else None,
+            torch.tensor(further, device=tokens[0].device),
+        )  # fmt: skip
+        if isinstance(self.tiers, MostTokens):
+            device = self.rounds.passes.device
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a seed is for the text alone
+                self.rounds.seconds.time(self.tiers.shapes, lambda shape: self.rounds.time(shape, self.rules))
+
+    def round(self, texts: Sequence[Text], side: Any) -> None:
+        """A round after texts, which get what is emitted."""
+        begin, rounds, count = time.perf_counter(), self.rounds, len(texts)
+        if not self.made:
+            self.begin(texts)
+        rounds.keep([self.places[id(text)] for text in texts])
+        shape = self._shape(max(texts, key=lambda text: text.length).ids)
+        graphs, middle = len(rounds.graphs), time.perf_counter()
+        found = rounds.run(shape, self.rules)
+        end = time.perf_counter()
+        if len(rounds.graphs) == graphs:
+            rounds.seconds.note(shape, end - middle)
+        reports = [found[self.places[id(text)]] for text in texts]
+        self.tiers.note(shape, max(len(each.tree) for each in reports), self._tokens(reports))
+        for text, report in zip(texts, reports, strict=True):
+            text.generator.note_captured(report.tree, report.path, report.estimates)
+            text.stats.draft_seconds += (middle - begin) / count
+            text.stats.target_seconds += (end - middle) / count
+            self._emit(text, side, [*(report.tree.tokens[node] for node in report.path), report.token])
+            text.stats.overhead_seconds += (time.perf_counter() - end) / count
+        self.made += 1
+
+    def _tokens(self, reports: Sequence[Report]) -> float:
+        """That a text got of the round, on average."""
+        return sum(len(each.path) + 1 for each in reports) / len(reports)
+
+    def _emit(self, text: Text, side: Any, emitted: list[int]) -> None:
+        """Emit what stands of a round of which both models have read everything."""
+        nothing = torch.empty(0, 0)  # nobody asks for scores, or rounds would not be captured whole
+        kept = text.emit(Verdict([], emitted, nothing, nothing)).kept
+        side.forget(len(emitted) - kept)
+        text.hand_over(emitted[:kept])
+
+    def _shape(self, input_ids: Tensor) -> RoundShape:
+        """Of the next round. What does not fit under the longest text is cut off when it is emitted."""
+        shape = self.tiers.next()
+        if shape.levels and (rates := getattr(self.generator.rule, "rates", None)) is not None:
+            self.rounds.draft.calibrate(rates)
+        most = max(each.levels for each in self.tiers.shapes)
+        return shape if self.generator.has_positions(input_ids, most) else RoundShape(0)
+
+
+def whole_rounds(texts: Sequence[Text], passes: CapturedTarget) -> WholeRounds:
+    """The rounds of a call whose passes are captured, and of which nothing speaks against whole rounds."""
+    generator = texts[0].generator
+    speculation, decisions = generator.setup.speculation, generator.setup.decisions
+    steps: Any = generator.round_steps  # or there would be no whole rounds
+    greedy = generator.randomness is None
+    rules = RoundRules(
+        greedy, generator.draft_processing, generator.processing,
+        None if speculation.rule == "fixed" or speculation.tree is not None else generator.setup.estimator,
+        speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
+        decisions.verification,
+    )  # fmt: skip
+    shapes = shapes_of(speculation, steps, len(texts))
+    key = steps.key, tuple(shapes), greedy, steps.vocab_size, len(texts)
+    known = passes.rounds
+    if key not in known:
+        if len(known) >= MOST_KEPT:
+            del known[next(iter(known))]
+        spare = SPARE if speculation.rule == "throughput" else 0
+        known[key] = CapturedRounds(passes, CapturedDraft(steps, shapes, len(texts), greedy, spare))
+    rounds = known[key]
+    tiers: Tiers = Always(shapes[-1])
+    if speculation.rule == "threshold" and speculation.tree is None:
+        tiers = Followed(shapes)
+    elif speculation.rule == "throughput":
+        tiers = most = rounds.tiers = rounds.tiers or MostTokens(shapes, rounds.seconds)
+        most.rates = generator.learned_rates()
+    return WholeRounds(texts, rounds, rules, tiers)
+
+
+def shapes_of(speculation: SpeculationConfig, steps: Any, texts: int) -> list[RoundShape]:
+    """The shapes that rounds may have, the largest last."""
+    trees = [shape for shape in TREES if shape.levels <= steps.most]
+    if speculation.tree is not None:
+        trees = [shape for shape in trees if shape.nodes <= speculation.tree_budget]
+        return trees[-1:] if speculation.rule != "throughput" else [RoundShape(0), *trees]
+    if speculation.rule == "fixed":
+        return [RoundShape(int(min(speculation.num_tokens, steps.most)))]
+    chains = chains_up_to(int(min(speculation.max_tokens, steps.most)))
+    if speculation.rule == "threshold":
+        return [shape for shape in chains if shape.levels]
+    deepest = chains[-1].levels
+    # Rows of a batch fill the passes already.
+    return chains + [shape for shape in trees if shape.levels <= deepest and steps.draws_trees and texts == 1]
+
+
+def why_not_whole(texts: Sequence[Text]) -> str | None:
+    """Why something in the rounds of a call has to be decided on the host."""
+    generator = texts[0].generator
+    speculation = generator.setup.speculation
+    if len(texts) > MOST_TEXTS:
+        return f"more than {MOST_TEXTS} sequences"
+    if generator.round_steps is None:
+        return "the steps of this draft are not captured"
+    if speculation.lookup:
+        return "lookups are made on the host"
+    if generator.successors is not None:
+        return "what the target said lately is looked up on the host"
+    if speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible):
+        return "costs that are given or assumed are reckoned with on the host"
+    if any(text.records.logits is not None or text.records.scores is not None for text in texts):
+        return "scores or logits are asked for"
+    for processing in (generator.processing, generator.draft_processing):
+        if not (processing.prefix_free or (processing.asks_which and len(texts) == 1)) or processing.may_forbid_all:
+            return "a logits processor runs on the host"
+    return None if speculation.tree is None else _why_no_tree(generator)
+
+
+def _why_no_tree(generator: Any) -> str | None:
+    """Why trees of these settings are not grown on the device."""
+    speculation, decisions = generator.setup.speculation, generator.setup.decisions
+    if speculation.tree != "dyspec":
+        return "only trees of Algorithm 2 (tree='dyspec') are grown on the device"
+    if not isinstance(generator.setup.estimator, DraftProbability):
+        return "a head values the slots of trees on the host"
+    fitting = [shape for shape in TREES if shape.levels <= min(decisions.tree_depth, generator.round_steps.most)]
+    budgets = [shape.nodes for shape in fitting]
+    if decisions.tree_threshold or speculation.tree_budget not in budgets:
+        listed = " or ".join(map(str, budgets)) or "none of this depth"
+        return f"trees that are grown on the device have {listed} candidates, and no threshold"
+    return None

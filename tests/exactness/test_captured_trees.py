@@ -1,0 +1,231 @@
+"""Trees that are grown and verified as functions of tensors emit exactly what plain sampling emits.
+
+Every outcome is enumerated: the order in which the siblings below each node are drawn, which slots are among the best,
+which nodes stand, what follows; then plain sampling goes on. The distribution of texts must be the target's to
+rounding. Wrong versions of the functions must not pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_specdecpp.sampling import on_device
+from hf_specdecpp.sampling.on_device import best_slots, last_on_path, remaining, stands_greedily, stands_sampled
+
+VOCAB, LEVELS, WIDTH = 3, 2, 2
+NODES = LEVELS * WIDTH
+Path = tuple[int, ...]
+Tests = Callable[..., tuple[Tensor, Tensor]]
+Slots = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def distributions(seed: int) -> Callable[[Path], Tensor]:
+    """A distribution over the next token after each path: sharp, flat, and with impossible tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    known: dict[Path, Tensor] = {}
+    for length in range(LEVELS + 1):
+        for path in itertools.product(range(VOCAB), repeat=length):
+            logits = 1.5 * torch.randn(VOCAB, generator=generator, dtype=torch.float64)
+            if len(known) % 4 == 3:
+                logits[int(torch.randint(VOCAB, (), generator=generator))] = float("-inf")
+            known[path] = logits.softmax(-1)
+    return known.__getitem__
+
+
+def orders(q: Tensor) -> Iterator[tuple[float, Path]]:
+    """The orders in which two tokens are drawn from q without replacement, with their chances; where one token alone is
+    possible, any other comes second."""
+    for order in itertools.permutations(range(VOCAB), WIDTH):
+        rest = 1.0 - float(q[order[0]])
+        second = float(q[order[1]]) / rest if rest > 1e-12 else 1.0 / (VOCAB - 1)
+        if (chance := float(q[order[0]]) * second) > 0.0:
+            yield chance, order
+
+
+class Grown:
+    """A tree as `CapturedDraft.propose` grows it, but that the orders of siblings are given.
+
+    Attributes:
+        chance: of all that was drawn.
+        tokens, parents: `[nodes]`.
+        paths: of tokens, of the root and of each node.
+        q: `[nodes, vocab]`.
+    """
+
+    def __init__(self, q: Callable[[Path], Tensor], drawn: dict[Path, tuple[float, Path]], slots: Slots) -> None:
+        self.chance, self.tokens, self.parents, self.paths = 1.0, [], [], [()]
+        rows: list[Tensor] = []
+        above, values = [0], torch.ones(1, 1, dtype=torch.float64)
+        for _ in range(LEVELS):
+            here = torch.stack([q(self.paths[node]) for node in above])[None]
+            order = [drawn[self.paths[node]] for node in above]
+            for chance, _ in order:
+                self.chance *= chance
+            tokens = torch.tensor([[each for _, each in order]])
+            probs = here.gather(-1, tokens)
+            chosen = slots(values, probs, WIDTH)
+            values = values.gather(1, chosen // WIDTH) * probs.flatten(1).gather(1, chosen)
+            rows.append(remaining(here, tokens).flatten(1, 2)[0, chosen[0]])
+            level = []
+            for slot in chosen[0].tolist():
+                parent = above[slot // WIDTH]
+                self.tokens.append(int(tokens.flatten()[slot]))
+                self.parents.append(parent)
+                self.paths.append((*self.paths[parent], self.tokens[-1]))
+                level.append(len(self.tokens))
+            above = level
+        self.q = torch.cat(rows)
+
+    @property
+    def ancestors(self) -> Tensor:
+        seen = torch.eye(NODES + 1, dtype=torch.bool)
+        for node, parent in enumerate(self.parents, 1):
+            seen[node] |= seen[parent]
+        return seen[None]
+
+
+def trees(q: Callable[[Path], Tensor], slots: Slots = best_slots) -> Iterator[Grown]:
+    """All trees, each with its chance. What is drawn below a node of which nobody asks is left open."""
+    for first in orders(q(())):
+        firsts = [(token,) for token in first[1]]
+        for below in itertools.product(*(orders(q(path)) for path in firsts)):
+            yield Grown(q, {(): first, **dict(zip(firsts, below, strict=True))}, slots)
+
+
+def texts_of_plain(p: Callable[[Path], Tensor], begun: Path = (), chance: float = 1.0) -> dict[Path, float]:
+    if len(begun) == LEVELS + 1:
+        return {begun: chance}
+    found: dict[Path, float] = {}
+    for token in range(VOCAB):
+        if (share := float(p(begun)[token])) > 0.0:
+            found |= texts_of_plain(p, (*begun, token), chance * share)
+    return found
+
+
+def texts_of_rounds(p: Callable[[Path], Tensor], grown: Iterator[Grown], tests: Tests) -> dict[Path, float]:
+    """Chances of texts of which a round came first."""
+    found: dict[Path, float] = {}
+    for tree in grown:
+        tokens, parents = torch.tensor([tree.tokens]), torch.tensor([tree.parents])
+        drawn = tree.q.gather(1, tokens[0, :, None])[None, :, 0] > 0.0
+        rows = torch.stack([p(path) for path in tree.paths])[None]
+        chances, left = tests(tokens, parents, drawn, rows, tree.q[None], WIDTH)
+        for passed in itertools.product((0.0, 1.0), repeat=NODES):
+            own = torch.where(torch.tensor(passed) > 0, chances[0], 1.0 - chances[0]).prod()
+            if (chance := tree.chance * float(own)) == 0.0:
+                continue
+            uniform = torch.where(torch.tensor([passed]) > 0, -1.0, 2.0)  # below any chance, and above
+            last, _ = last_on_path(stands_sampled(parents, chances, uniform), tree.ancestors)
+            following = left[0, int(last)] / left[0, int(last)].sum()
+            for token in range(VOCAB):
+                if (share := chance * float(following[token])) > 0.0:
+                    begun = (*tree.paths[int(last)], token)
+                    for text, each in texts_of_plain(p, begun, share).items():
+                        found[text] = found.get(text, 0.0) + each
+    return found
+
+
+def error(tests: Tests = on_device.tree_tests, slots: Slots = best_slots, seeds: int = 4) -> float:
+    """The largest difference of a text's chance."""
+    largest = 0.0
+    for seed in range(seeds):
+        p, q = distributions(seed), distributions(100 + seed)
+        plain, ours = texts_of_plain(p), texts_of_rounds(p, trees(q, slots), tests)
+        largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
+    return largest
+
+
+@pytest.mark.takes(4)
+def test_the_distribution_is_the_targets() -> None:
+    assert error() < 1e-12
+
+
+def with_q_of_the_first(
+    tokens: Tensor, parents: Tensor, drawn: Tensor, p: Tensor, q: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """A mutant: what was drawn without replacement counts as drawn with it."""
+    q = q.clone()
+    for node in range(1, NODES):
+        for other in range(node):
+            if parents[0, node] == parents[0, other]:
+                q[0, node] = q[0, other]
+    return on_device.tree_tests(tokens, parents, drawn, p, q, width)
+
+
+def without_residuals(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """A mutant: what follows comes from p."""
+    chances, left = on_device.tree_tests(*arguments)
+    return chances, arguments[3].expand_as(left)
+
+
+def uncapped(*arguments: Any) -> tuple[Tensor, Tensor]:
+    chances, left = on_device.tree_tests(*arguments)
+    return (1.1 * chances).clamp_max(1.0), left
+
+
+@pytest.mark.takes(4)
+@pytest.mark.parametrize("mutant", [with_q_of_the_first, without_residuals, uncapped], ids=lambda each: each.__name__)
+def test_mutants_of_verification_are_noticed(mutant: Tests) -> None:
+    assert error(mutant) > 1e-3
+
+
+def by_its_own_token(values: Tensor, probs: Tensor, width: int) -> Tensor:
+    """A mutant: slots are chosen by what was drawn there."""
+    return (values[..., None] * probs).flatten(1).sort(descending=True, stable=True).indices[:, :width]
+
+
+@pytest.mark.takes(4)
+def test_a_mutant_of_growth_is_noticed() -> None:
+    """A drawn token would be dropped because of what it is."""
+    assert error(slots=by_its_own_token) > 1e-3
+
+
+def test_slots_before_their_siblings() -> None:
+    """A slot is chosen with all before it below the same node, also where a sibling leaves nothing to draw."""
+    torch.manual_seed(0)
+    for _ in range(200):
+        values, probs = torch.rand(2, 3), torch.rand(2, 3, 4)
+        probs = probs / probs.sum(-1, keepdim=True)
+        probs[:, 0] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+        for row in best_slots(values, probs, 5).tolist():
+            assert all(slot % 4 == 0 or slot - 1 in row[:place] for place, slot in enumerate(row))
+
+
+def test_greedy_trees() -> None:
+    """The path of the target's choices, as far as it is in the tree."""
+    parents = torch.tensor([[0, 0, 1, 1]])
+    ancestors = torch.tensor(
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 0, 1]], dtype=torch.bool
+    )[None]
+    tokens, drawn = torch.tensor([[7, 8, 5, 6]]), torch.ones(1, 4, dtype=torch.bool)
+    for choices, last, path in (
+        ([7, 6, 0, 0, 3], 4, [1, 4]),
+        ([7, 5, 0, 3, 0], 3, [1, 3]),
+        ([7, 9, 0, 0, 0], 1, [1]),
+        ([8, 5, 4, 0, 0], 2, [2]),
+        ([9, 5, 6, 0, 0], 0, []),
+    ):
+        found, on_path = last_on_path(stands_greedily(tokens, parents, drawn, torch.tensor([choices])), ancestors)
+        assert int(found) == last
+        assert [node for node in range(1, 5) if on_path[0, node]] == path
+
+
+def test_several_texts_at_once() -> None:
+    """Each text as by itself."""
+    torch.manual_seed(1)
+    texts, nodes, vocab = 3, 6, 5
+    p, q = torch.rand(texts, nodes + 1, vocab).softmax(-1), torch.rand(texts, nodes, vocab).softmax(-1)
+    parents = torch.tensor([[0, 0, 1, 1, 3, 4], [0, 0, 1, 2, 3, 3], [0, 0, 2, 2, 4, 3]])
+    tokens, drawn = torch.randint(vocab, (texts, nodes)), torch.rand(texts, nodes) < 0.9
+    together = on_device.tree_tests(tokens, parents, drawn, p, q, 2)
+    for text in range(texts):
+        one = slice(text, text + 1)
+        alone = on_device.tree_tests(tokens[one], parents[one], drawn[one], p[one], q[one], 2)
+        for ours, theirs in zip(together, alone, strict=True):
+            torch.testing.assert_close(ours[one], theirs)

@@ -1,0 +1,437 @@
+"""Rounds that are captured whole, of every kind of draft, in chains, trees and batches; on pretended graphs.
+
+A graph is replayed with the contents of later rounds, so one that is wrong for other contents changes texts or what is
+drafted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.capturing import Drawn, generate
+from support.dflash_files import VARIANTS, Checkpoint, target_for
+from support.gemma4_files import VARIANTS as GEMMA4
+from support.gemma4_files import target_for as gemma4_target
+from support.models import assistant_of, prompt, quiet_later_layers, tiny, told
+from support.mtp_files import DEPTH, Files
+from torch import Tensor
+
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.captured import target as captured_target
+from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
+from hf_specdecpp.captured.rooms import RoomCache
+from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundShape
+from hf_specdecpp.drafts.dflash.kind import read_model
+from hf_specdecpp.drafts.kind import Parts
+from hf_specdecpp.drafts.known import DFLASH, read_config
+from hf_specdecpp.files import Repository
+from hf_specdecpp.generation.captured import rounds as captured_rounds
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.target_states import RETURNS_CHOSEN
+from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.throughput import tiers
+
+pytestmark = [pytest.mark.usefixtures("pretended"), pytest.mark.takes(6)]
+
+Made = tuple[CausalLM, SpecDecPPAssistant]
+FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
+TREE: dict[str, Any] = {"rule": "fixed", "tree": "dyspec", "tree_budget": 15}
+SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 9, "min_p": 0.01}
+
+
+def dflash(checkpoint: Checkpoint, **settings: Any) -> Made:
+    target, config = target_for(), read_config(checkpoint.config(), DFLASH, Repository("org/draft"), None)
+    module = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
+    assistant = told(SpecDecPPAssistant(config, None, None, Parts(module=module)), **settings)
+    assistant.attach(target)
+    return target, assistant
+
+
+def mtp(folder: Path, num_layers: int, **settings: Any) -> Made:
+    target = Files("glm4_moe", num_layers, 7, overrides={"first_k_dense_replace": DEPTH}).load(folder)
+    return target, assist(target, "mtp", speculation=SpeculationConfig(**settings), default=False)
+
+
+def made(kind: str, folder: Path, **settings: Any) -> Made:
+    if kind.startswith("dflash"):
+        return dflash(replace(VARIANTS[kind.removeprefix("dflash ")], block_size=7), **settings)
+    if kind == "gemma 4":
+        target = gemma4_target()
+        speculation = SpeculationConfig(**settings)
+        return target, SpecDecPPAssistant.from_draft(GEMMA4["plain"].theirs(), target=target, speculation=speculation)
+    if kind.startswith("mtp"):
+        return mtp(folder, int(kind[-1]), **settings)
+    target = quiet_later_layers(tiny("llama"))
+    return target, assistant_of(kind, target, **settings)
+
+
+KINDS = ["independent", "early_exit", "conditioned", "eagle3", "mtp 1", "mtp 3", "gemma 4"] + [
+    "dflash windows", "dflash windows alone"
+] * RETURNS_CHOSEN  # fmt: skip
+
+
+def outcomes(target: CausalLM, assistant: SpecDecPPAssistant, **how: Any) -> tuple[Tensor, list[Any]]:
+    """A text, and how many candidates each of its rounds had and accepted."""
+    with pytest.MonkeyPatch.context() as patch:
+        noted = Drawn(patch)
+        return generate(target, assistant, **how), noted.outcomes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
+    """And each round is two replays, after the first text without a capture."""
+    target, assistant = made(kind, tmp_path, **FIXED)
+    assistant.decisions = type(assistant.decisions)(draft_successors=False)
+    for length in (4, 236):  # the second outgrows its room
+        text, rounds = outcomes(target, assistant, length=length)
+        assert assistant.stats.decided["rounds"] == "captured"
+        assert torch.equal(text, generate(target, None, length))
+        before = pretended.copy()
+        generate(target, assistant, length)
+        assert pretended["captured"] == before["captured"]
+        assert pretended["replayed"] - before["replayed"] == 2 * assistant.stats.rounds
+        assistant.speculation.graphs = "off"
+        _, expected = outcomes(target, assistant, length=length)
+        assistant.speculation.graphs = "auto"
+        full = [each for each in expected if each[0] == FIXED["num_tokens"]]
+        assert rounds[: len(full) - 1] == full[:-1]
+        assert len(full) > 2
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", ["threshold", "throughput", "tree"])
+def test_other_rules(rule: str, kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
+    if rule == "tree" and kind == "mtp 3":
+        return  # which drafts no trees
+    settings = TREE if rule == "tree" else {"rule": rule, "max_tokens": 5}
+    target, assistant = made(kind, tmp_path, **settings)
+    for how in ({}, SAMPLED):
+        for turn in range(2):
+            before = pretended["captured"]
+            text = generate(target, assistant, 9, **how)
+            stats = assistant.stats
+            assert stats.decided["rounds"] == "captured"
+            assert stats.generated == 24
+            assert how or torch.equal(text, generate(target, None, 9))
+            if rule != "throughput":  # which may choose another shape
+                assert (pretended["captured"] > before) == (turn == 0)
+                assert stats.accepted > 0 or "dflash" in kind  # whose weights are random
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_replays_with_other_contents(kind: str, sampled: bool, tmp_path: Path) -> None:
+    """What is captured, replayed twice with other contents, is the function run anew."""
+    settings = TREE if kind in ("conditioned", "dflash windows") else FIXED
+    target, assistant = made(kind, tmp_path, **settings)
+    generate(target, assistant, **(SAMPLED if sampled else {}))
+    (rounds,) = captured_target._known[target][1].rounds.values()
+    draft = rounds.draft
+    lengths = [rounds.passes.text.cache.length, draft.text.cache.length]
+    results = [rounds.report, rounds.token, draft.tokens, draft.last, draft.candidates, draft.parents, draft.ancestors]
+    results += [draft.count, draft.estimates, *lengths, *(each for each in (draft.states, draft.q) if each is not None)]
+    made_of = list(rounds.graphs._graphs.values())
+    assert len(made_of) == 2
+    for seed in range(2):
+        for graph, function in made_of:
+            torch.manual_seed(seed)
+            for ids in (rounds.token, draft.tokens, draft.candidates):
+                ids.random_(target.config.vocab_size)
+            for length in lengths:
+                length.fill_(11 + 3 * seed)
+            draft.last.fill_(draft.steps.again + seed)
+            if draft.states is not None:
+                draft.states.normal_()
+            before, found = [each.clone() for each in results], []
+            for run in (graph.replay, function):
+                for each, old in zip(results, before, strict=True):
+                    each.copy_(old)
+                torch.manual_seed(7)
+                run()
+                found.append([each.clone() for each in results])
+            for replayed, anew in zip(*found, strict=True):
+                torch.testing.assert_close(replayed, anew)
+            assert any(not torch.equal(each, old) for each, old in zip(found[0], before, strict=True))
+
+
+def test_a_tree_brings_more_than_a_chain(tmp_path: Path) -> None:
+    accepted = {}
+    for name, settings in {"chain": {"rule": "fixed", "num_tokens": 5}, "tree": TREE}.items():
+        target, assistant = made("independent", tmp_path, **settings)
+        generate(target, assistant, max_new_tokens=96)
+        accepted[name] = assistant.stats.tokens_per_pass
+    assert accepted["tree"] > accepted["chain"]
+
+
+REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "lookups": ({**FIXED, "lookup": True}, {}, "lookups are made on the host"),
+    "another budget": ({**TREE, "tree_budget": 12}, {}, "trees that are grown on the device have 15 or 30 candidates"),
+    "a static tree": ({"tree": [3, 2, 1]}, {}, "only trees of Algorithm 2"),
+    "scores": (FIXED, {"return_dict_in_generate": True, "output_scores": True}, "scores or logits are asked for"),
+    "a processor": (FIXED, {"no_repeat_ngram_size": 3}, "a logits processor runs on the host"),
+    "costs": ({"rule": "throughput", "costs": {"draft": 0.1, "verify": [1.0]}}, {}, "costs that are given or assumed"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_why_rounds_are_made_step_by_step(name: str, tmp_path: Path) -> None:
+    settings, how, reason = REASONS[name]
+    target, assistant = made("early_exit", tmp_path, **settings)
+    generate(target, assistant, **how)
+    assert reason in assistant.stats.decided["rounds"]
+    assert assistant.stats.uncaptured is None
+
+
+# Processors that ask which tokens there were -------------------------------------------------------------------------
+
+PENALTY = {"repetition_penalty": 1.4}
+
+
+@pytest.mark.parametrize("settings", [FIXED, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(("length", "padding"), [(5, 0), (5, 4), (236, 0)])
+def test_a_repetition_penalty(length: int, padding: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    target, assistant = made("independent", tmp_path, **settings)
+    for further in (24, 40):
+        how: dict[str, Any] = {"padding": padding, "max_new_tokens": further, **PENALTY}
+        assert torch.equal(generate(target, assistant, length, **how), generate(target, None, length, **how))
+        assert assistant.stats.decided["rounds"] == "captured"
+        assert assistant.stats.accepted > 0
+
+
+def knows_the_prompt_alone(rounds: Any, *_: Any) -> None:
+    """A mutant: what was emitted is not noted."""
+
+
+def knows_no_path(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
+    """A mutant: candidates see the text, and not one another."""
+    return text[:, None].expand(-1, seen.shape[1], -1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    [
+        (captured_rounds.CapturedRounds, "_write", knows_the_prompt_alone),
+        (captured_rounds, "with_paths", knows_no_path),
+    ],
+    ids=["emitted", "path"],
+)
+def test_a_penalty_that_misses_tokens_is_noticed(
+    owner: Any, name: str, mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, mutant)
+    target, assistant = made("independent", tmp_path, **FIXED)
+    how: dict[str, Any] = {"max_new_tokens": 60, "repetition_penalty": 2.0}
+    assert not torch.equal(generate(target, assistant, **how), generate(target, None, **how))
+
+
+# Batches -------------------------------------------------------------------------------------------------------------
+
+
+def batch(rows: int, shortest: int = 4, vocab: int = 48) -> tuple[Tensor, Tensor]:
+    """Prompts of other lengths, padded on the left, and their mask."""
+    texts = [1 + prompt(shortest + 3 * (row % 3), seed=row)[0] % (vocab - 1) for row in range(rows)]
+    longest = max(map(len, texts))
+    ids = torch.stack([torch.nn.functional.pad(each, (longest - len(each), 0)) for each in texts])
+    mask = torch.stack([torch.arange(longest) >= longest - len(each) for each in texts]).long()
+    return ids, mask
+
+
+def together(target: CausalLM, assistant: Any, ids: Tensor, mask: Tensor, **how: Any) -> Any:
+    torch.manual_seed(0)
+    defaults = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    return target.generate(ids, attention_mask=mask, assistant_model=assistant, **{**defaults, **how})
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
+    """Rows of other lengths, each drafted for as by itself."""
+    if kind == "gemma 4":
+        return  # which drafts for no batches
+    target, assistant = made(kind, tmp_path, **FIXED)
+    ids, mask = batch(3, vocab=target.config.vocab_size)
+    expected = together(target, None, ids, mask)
+    for turn in range(2):
+        before = pretended.copy()
+        assert torch.equal(together(target, assistant, ids, mask), expected)
+        assert assistant.stats.uncaptured is None
+        assert assistant.stats.decided["rounds"] == "captured"
+        assert (pretended["captured"] > before["captured"]) == (turn == 0)
+    rounds = max(row.rounds for row in assistant.stats.rows)
+    assert pretended["replayed"] - before["replayed"] == 2 * rounds
+    together_accepted = [row.accepted for row in assistant.stats.rows]
+    assert sum(together_accepted) > 0
+    for row, own in enumerate(mask):
+        generated = target.generate(
+            ids[row : row + 1, own > 0], assistant_model=assistant, do_sample=False, max_new_tokens=20, pad_token_id=0
+        )
+        assert generated.shape[1] == int(own.sum()) + 20
+        assert assistant.stats.accepted == together_accepted[row]
+
+
+@pytest.mark.parametrize("settings", [FIXED, {"rule": "threshold", "threshold": 0.9}, {"rule": "throughput"}],
+                         ids=lambda each: each["rule"])  # fmt: skip
+def test_rows_that_end_leave(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of eight rows some end early; the others go on in the same graphs, into a larger room; the cache is as ever."""
+    target, assistant = made("independent", tmp_path, **settings)
+    ids, mask = batch(8, shortest=230)
+    ends = together(target, None, ids, mask)[[0, 3, 5], ids.shape[1] + torch.tensor([2, 9, 15])].tolist()
+    how: dict[str, Any] = {"eos_token_id": ends, "max_new_tokens": 40, "return_dict_in_generate": True}
+    plain, ours = (together(target, each, ids, mask, **how) for each in (None, assistant))
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert assistant.stats.decided["rounds"] == "captured"
+    assert len({row.generated for row in assistant.stats.rows}) > 2
+    for one, other in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        columns = one.keys.shape[2]
+        shown = torch.nn.functional.pad(mask, (0, columns - mask.shape[1]), value=1).bool()  # nobody sees the others
+        for name in ("keys", "values"):
+            found, expected = (getattr(each, name).transpose(1, 2)[shown] for each in (one, other))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sampled_batch(tmp_path: Path) -> None:
+    target, assistant = made("conditioned", tmp_path, **FIXED)
+    ids, mask = batch(4)
+    text = together(target, assistant, ids, mask, **SAMPLED)
+    assert assistant.stats.decided["rounds"] == "captured"
+    assert text.shape == (4, ids.shape[1] + 20)
+    assert len({tuple(row) for row in text[:, ids.shape[1] :].tolist()}) == 4
+    assert assistant.stats.accepted > 0
+
+
+def test_more_rows_than_graphs_are_made_for(tmp_path: Path) -> None:
+    target, assistant = made("independent", tmp_path, **FIXED)
+    ids, mask = batch(9)
+    assert torch.equal(together(target, assistant, ids, mask), together(target, None, ids, mask))
+    assert assistant.stats.uncaptured == "more than 8 sequences"
+
+
+# Wrong versions are noticed ------------------------------------------------------------------------------------------
+
+
+def moves_nothing(cache: RoomCache, rows: Tensor) -> None:
+    """A mutant: the rows of a path stay where the pass wrote them."""
+
+
+def keeps_states_of_candidates(take: Callable[..., None]) -> Callable[..., None]:
+    def wrong(
+        draft: CapturedDraft, accepted: Tensor, token: Tensor, candidates: Tensor, states: Any, **how: Any
+    ) -> None:
+        take(draft, accepted, token, candidates, None if states is None else states.flip(1), **how)
+
+    return wrong
+
+
+def test_rows_that_are_not_moved_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the cache that is returned, and in what its wrong rows lead to."""
+    target, assistant = made("independent", tmp_path, **TREE)
+    how: dict[str, Any] = {"return_dict_in_generate": True}
+    plain = generate(target, None, **how)
+    for mutant in (None, moves_nothing):
+        with monkeypatch.context() as patch:
+            if mutant is not None:
+                patch.setattr(RoomCache, "move", mutant)
+            target, assistant = made("independent", tmp_path, **TREE)
+            ours = generate(target, assistant, **how)
+        pairs = zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True)
+        same = [
+            one.keys.shape == other.keys.shape and torch.allclose(one.keys, other.keys, atol=1e-9)
+            for one, other in pairs
+        ]
+        assert all(same) == (mutant is None)
+
+
+def test_other_states_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, assistant = made("conditioned", tmp_path, **FIXED)
+    _, expected = outcomes(target, assistant)
+    monkeypatch.setattr(CapturedDraft, "take", keeps_states_of_candidates(CapturedDraft.take))
+    target, assistant = made("conditioned", tmp_path, **FIXED)
+    text, rounds = outcomes(target, assistant)
+    assert rounds != expected
+    assert torch.equal(text, generate(target, None))
+
+
+def test_rows_that_go_on_after_their_end_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their lengths grow, until they write past their room."""
+    monkeypatch.setattr(CapturedDraft, "keep", lambda *_: None)
+    target, assistant = made("independent", tmp_path, **FIXED)
+    ids, mask = batch(2)
+    end = int(together(target, None, ids, mask)[0, ids.shape[1] + 3])
+    kept: list[Tensor] = []
+    told_ = captured_rounds.CapturedRounds.run
+
+    def run(rounds: Any, *arguments: Any) -> Any:
+        found = told_(rounds, *arguments)
+        kept.append(rounds.passes.text.cache.length.clone())
+        return found
+
+    monkeypatch.setattr(captured_rounds.CapturedRounds, "run", run)
+    together(target, assistant, ids, mask, eos_token_id=end, max_new_tokens=30)
+    assert int(kept[-1][0]) > ids.shape[1] + 4
+
+
+def test_a_round_that_cannot_be_captured_in_the_middle_of_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory ends: it runs as it is."""
+    target, assistant = made("conditioned", tmp_path, **FIXED)
+    plain, capture = generate(target, None, 240), Graphs._capture
+
+    def fails(graphs: Any, function: Any, changes: Any) -> Any:
+        if len(graphs) == 2:
+            raise CannotCaptureError("OutOfMemoryError: no memory")
+        return capture(graphs, function, changes)
+
+    monkeypatch.setattr(Graphs, "_capture", fails)
+    assert torch.equal(generate(target, assistant, 240), plain)
+    assert assistant.stats.uncaptured == "a round cannot be captured (OutOfMemoryError: no memory)"
+    assert assistant.stats.accepted > 0
+
+
+def test_a_first_round_that_cannot_be_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are made step by step then."""
+    for rows in (1, 2):
+        target, assistant = made("conditioned", tmp_path, **FIXED)
+        ids, mask = batch(rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(Processing, "of_nodes", lambda _, scores, _texts: scores * float(scores.sum() < 1e9))
+            text = together(target, assistant, ids, mask)
+        assert torch.equal(text, together(target, None, ids, mask))
+        assert "a round cannot be captured (RuntimeError" in str(assistant.stats.uncaptured)
+        assert assistant.stats.accepted > 0
+
+
+# Which shape ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cheap", [RoundShape(0), RoundShape(3), RoundShape(5, 3)], ids=str)
+def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a tree, once one was tried."""
+
+    def seconds(_: Any, shapes: list[RoundShape]) -> Any:
+        return torch.tensor([1.0 if shape == cheap else 50.0 for shape in shapes]).numpy()
+
+    monkeypatch.setattr(tiers.RoundSeconds, "of", seconds)
+    monkeypatch.setattr(tiers, "PROBES", (3, 12))
+    target, assistant = made("independent", tmp_path, rule="throughput")
+    shapes: list[RoundShape] = []
+    run = captured_rounds.CapturedRounds.run
+
+    def noted(rounds: Any, shape: RoundShape, *rest: Any) -> Any:
+        shapes.append(shape)
+        return run(rounds, shape, *rest)
+
+    monkeypatch.setattr(captured_rounds.CapturedRounds, "run", noted)
+    text = generate(target, assistant, max_new_tokens=120)
+    assert torch.equal(text, generate(target, None, max_new_tokens=120))
+    assert shapes[-12:].count(cheap) > 6
+    assert len(set(shapes)) > 1, "others are tried now and then"
