@@ -78,16 +78,17 @@ $(SPACE)/.installed: $(VENV)/.installed
 # There are only sources. What reads models and the CPU's code are compiled, in two minutes of a core: without
 # what only llama.cpp's own programs need, without tuning to this machine, and optimised little.
 $(SERVING)/.installed: $(VENV)/.installed
-	@echo "Building llama.cpp into $(SERVING): takes about three minutes"
 	@mkdir -p $(SERVING)/sources
-	@$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -c constraints.txt \
-		--dest $(SERVING) llama-cpp-python
-	@tar --extract --directory $(SERVING)/sources --strip-components=1 --file $(SERVING)/llama_cpp_python-*.tar.gz
-	@sed -i 's/set(LLAMA_BUILD_COMMON ON/set(LLAMA_BUILD_COMMON OFF/' $(SERVING)/sources/CMakeLists.txt
-	@CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF $(foreach language,C CXX,-DCMAKE_$(language)_FLAGS_RELEASE='-O1 -DNDEBUG')" \
+	@if ! command -v c++ > /dev/null; then echo "There is no C++ compiler, so the tests with llama.cpp are skipped"; exit; fi; \
+		echo "Building llama.cpp into $(SERVING): takes about three minutes"; \
+		$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -c constraints.txt \
+			--dest $(SERVING) llama-cpp-python; \
+		tar --extract --directory $(SERVING)/sources --strip-components=1 --file $(SERVING)/llama_cpp_python-*.tar.gz; \
+		sed -i 's/set(LLAMA_BUILD_COMMON ON/set(LLAMA_BUILD_COMMON OFF/' $(SERVING)/sources/CMakeLists.txt; \
+		export CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF $(foreach language,C CXX,-DCMAKE_$(language)_FLAGS_RELEASE='-O1 -DNDEBUG')"; \
 		SKBUILD_BUILD_TARGETS=llama CMAKE_BUILD_PARALLEL_LEVEL=1 \
-		$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(SERVING) \
-		$(SERVING)/sources diskcache sentencepiece
+			$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(SERVING) \
+			$(SERVING)/sources diskcache sentencepiece
 	@touch $@
 
 demo: install  ## Speculate with SmolLM2-135M on this machine, with or without the Hugging Face Hub
@@ -122,8 +123,9 @@ test-space: $(SPACE)/.installed  ## Run the tests of the Space and of pictures, 
 	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/terminal/test_space.py tests/terminal/test_picture.py $(ARGS)
 
 test-serving: $(SERVING)/.installed  ## Run the tests in which llama.cpp serves SmolLM2 with its early exit as the draft
-	@export SMOLLM2="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
-	$(PYTEST) PYTHONPATH=$(CURDIR)/$(SERVING) $(BIN)/pytest tests/test_llama_cpp.py $(ARGS)
+	@! test -d $(SERVING)/llama_cpp || { \
+		export SMOLLM2="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
+		$(PYTEST) PYTHONPATH=$(CURDIR)/$(SERVING) $(BIN)/pytest tests/test_llama_cpp.py $(ARGS); }
 
 test-gpu: install  ## On a machine with a GPU: run the tests that need one
 	@$(PYTEST) $(BIN)/pytest tests/generate/test_cuda.py -m "slow or not slow" $(ARGS)
