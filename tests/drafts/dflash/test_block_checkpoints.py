@@ -137,6 +137,7 @@ def test_what_it_is_not_for(tmp_path: Path) -> None:
     named.validate()
 
 
+@pytest.mark.usefixtures("hub")  # it answers at once
 def test_ordinary_drafts_are_still_ordinary(tmp_path: Path) -> None:
     target = target_for()
     folder = save_model(target_for(seed=1), tmp_path / "draft")
