@@ -83,6 +83,7 @@ def outcomes(target: CausalLM, assistant: SpecDecPPAssistant, **how: Any) -> tup
         return generate(target, assistant, **how), noted.outcomes
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     """And each round is two replays, after the first text without a capture."""
@@ -104,7 +105,7 @@ def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: 
         assert len(full) > 2
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["threshold", "throughput", "tree"])
 def test_other_rules(rule: str, kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
@@ -196,6 +197,7 @@ def test_why_rounds_are_made_step_by_step(name: str, tmp_path: Path) -> None:
 PENALTY = {"repetition_penalty": 1.4}
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("settings", [FIXED, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(("length", "padding"), [(5, 0), (5, 4), (236, 0)])
 def test_a_repetition_penalty(length: int, padding: int, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -251,7 +253,7 @@ def together(target: CausalLM, assistant: Any, ids: Tensor, mask: Tensor, **how:
     return target.generate(ids, attention_mask=mask, assistant_model=assistant, **{**defaults, **how})
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     """Rows of other lengths, each drafted for as by itself."""
