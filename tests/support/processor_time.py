@@ -29,9 +29,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     if is_fast and seconds > limit and seconds > (now := SPREAD * limit * _slowness()):
         pytest.fail(
             f"This fast test took {seconds:.1f} s of processor time, where {now:.1f} s are allowed ({limit:.1f} s on "
-            f"the machine that limits are written for, {SPREAD:.0f} times that since times vary), so that `make test` stays under six minutes. Make its case "
-            "smaller, share what it makes with other tests in a fixture, mark it slow, or, if the fast run must have "
-            f"it, mark it `@pytest.mark.takes({seconds + 1:.0f})`.",
+            f"the machine that limits are written for, {SPREAD:.0f} times that since times vary), so that `make test` "
+            "stays under six minutes. Make its case smaller, share what it makes with other tests in a fixture, mark "
+            f"it slow, or, if the fast run must have it, mark it `@pytest.mark.takes({seconds + 1:.0f})`.",
             pytrace=False,
         )
     return result
