@@ -12,40 +12,16 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from support.next_tokens import VOCAB, Path, distributions, texts_of_plain
 from torch import Tensor
 
 from hf_specdecpp.sampling import on_device
 from hf_specdecpp.sampling.on_device import count_until, first_passing, last_on_path, outcomes, stands_greedily
 from hf_specdecpp.sampling.verification import Verification, verify_block, verify_chain, weights_of
 
-VOCAB, K = 3, 3
-Path = tuple[int, ...]
+K = 3
 Stop = Callable[[Path], int]
 Outcomes = Callable[[Tensor, Tensor, Tensor, Tensor, Verification], tuple[Tensor, Tensor]]
-
-
-def distributions(seed: int) -> Callable[[Path], Tensor]:
-    """A distribution over the next token after each path: sharp, flat, and with impossible tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    known: dict[Path, Tensor] = {}
-    for length in range(K + 2):
-        for path in itertools.product(range(VOCAB), repeat=length):
-            logits = 2.0 * torch.randn(VOCAB, generator=generator, dtype=torch.float64)
-            if len(known) % 5 == 4:
-                logits[int(torch.randint(VOCAB, (), generator=generator))] = float("-inf")
-            known[path] = logits.softmax(-1)
-    return known.__getitem__
-
-
-def texts_of_plain(p: Callable[[Path], Tensor], begun: Path = (), chance: float = 1.0) -> dict[Path, float]:
-    """Chances of all texts of K + 1 tokens that begin in one way."""
-    if len(begun) == K + 1:
-        return {begun: chance}
-    found: dict[Path, float] = {}
-    for token in range(VOCAB):
-        if (share := float(p(begun)[token])) > 0.0:
-            found |= texts_of_plain(p, (*begun, token), chance * share)
-    return found
 
 
 def texts_of_rounds(
@@ -68,7 +44,7 @@ def texts_of_rounds(
             following = weights[accepted] / weights[accepted].sum()
             for token in range(VOCAB):
                 if (own := chance * share * float(following[token])) > 0.0:
-                    for text, each in texts_of_plain(p, (*drawn[:accepted], token)[: K + 1], own).items():
+                    for text, each in texts_of_plain(p, K + 1, (*drawn[:accepted], token)[: K + 1], own).items():
                         found[text] = found.get(text, 0.0) + each
     return found
 
@@ -77,8 +53,8 @@ def error(stop: Stop, verification: Verification, rule: Outcomes = outcomes, see
     """The largest difference of a text's chance, relative to nothing: chances are at most one."""
     largest = 0.0
     for seed in seeds:
-        p, q = distributions(seed), distributions(100 + seed)
-        plain, ours = texts_of_plain(p), texts_of_rounds(p, q, stop, verification, rule)
+        p, q = (distributions(each, K + 1, spread=2.0, every=5) for each in (seed, 100 + seed))
+        plain, ours = texts_of_plain(p, K + 1), texts_of_rounds(p, q, stop, verification, rule)
         largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
     return largest
 
@@ -135,7 +111,7 @@ def test_mutants_are_noticed(mutant: Outcomes, verification: Verification) -> No
 @pytest.mark.parametrize(("verification", "readable"), [("block", verify_block), ("token", verify_chain)])
 def test_the_readable_versions_agree(verification: Verification, readable: Callable[..., tuple[int, int]]) -> None:
     """How often each number of candidates is accepted: over the uniform numbers that the readable version draws."""
-    p, q = distributions(3), distributions(7)
+    p, q = (distributions(each, K + 1, spread=2.0, every=5) for each in (3, 7))
     drawn = (0, 2, 1)
     p_rows = torch.stack([p(drawn[:place]) for place in range(K + 1)])
     q_rows = torch.stack([q(drawn[:place]) for place in range(K)])

@@ -13,29 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.next_tokens import VOCAB, Path, distributions, texts_of_plain
 from torch import Tensor
 
 from hf_specdecpp.sampling import on_device
 from hf_specdecpp.sampling.on_device import best_slots, last_on_path, remaining, stands_greedily, stands_sampled
 
-VOCAB, LEVELS, WIDTH = 3, 2, 2
+LEVELS, WIDTH = 2, 2
 NODES = LEVELS * WIDTH
-Path = tuple[int, ...]
 Tests = Callable[..., tuple[Tensor, Tensor]]
 Slots = Callable[[Tensor, Tensor, int], Tensor]
-
-
-def distributions(seed: int) -> Callable[[Path], Tensor]:
-    """A distribution over the next token after each path: sharp, flat, and with impossible tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    known: dict[Path, Tensor] = {}
-    for length in range(LEVELS + 1):
-        for path in itertools.product(range(VOCAB), repeat=length):
-            logits = 1.5 * torch.randn(VOCAB, generator=generator, dtype=torch.float64)
-            if len(known) % 4 == 3:
-                logits[int(torch.randint(VOCAB, (), generator=generator))] = float("-inf")
-            known[path] = logits.softmax(-1)
-    return known.__getitem__
 
 
 def orders(q: Tensor) -> Iterator[tuple[float, Path]]:
@@ -98,16 +85,6 @@ def trees(q: Callable[[Path], Tensor], slots: Slots = best_slots) -> Iterator[Gr
             yield Grown(q, {(): first, **dict(zip(firsts, below, strict=True))}, slots)
 
 
-def texts_of_plain(p: Callable[[Path], Tensor], begun: Path = (), chance: float = 1.0) -> dict[Path, float]:
-    if len(begun) == LEVELS + 1:
-        return {begun: chance}
-    found: dict[Path, float] = {}
-    for token in range(VOCAB):
-        if (share := float(p(begun)[token])) > 0.0:
-            found |= texts_of_plain(p, (*begun, token), chance * share)
-    return found
-
-
 def texts_of_rounds(p: Callable[[Path], Tensor], grown: Iterator[Grown], tests: Tests) -> dict[Path, float]:
     """Chances of texts of which a round came first."""
     found: dict[Path, float] = {}
@@ -126,7 +103,7 @@ def texts_of_rounds(p: Callable[[Path], Tensor], grown: Iterator[Grown], tests: 
             for token in range(VOCAB):
                 if (share := chance * float(following[token])) > 0.0:
                     begun = (*tree.paths[int(last)], token)
-                    for text, each in texts_of_plain(p, begun, share).items():
+                    for text, each in texts_of_plain(p, LEVELS + 1, begun, share).items():
                         found[text] = found.get(text, 0.0) + each
     return found
 
@@ -135,8 +112,8 @@ def error(tests: Tests = on_device.tree_tests, slots: Slots = best_slots, seeds:
     """The largest difference of a text's chance."""
     largest = 0.0
     for seed in range(seeds):
-        p, q = distributions(seed), distributions(100 + seed)
-        plain, ours = texts_of_plain(p), texts_of_rounds(p, trees(q, slots), tests)
+        p, q = (distributions(each, LEVELS, spread=1.5, every=4) for each in (seed, 100 + seed))
+        plain, ours = texts_of_plain(p, LEVELS + 1), texts_of_rounds(p, trees(q, slots), tests)
         largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
     return largest
 
