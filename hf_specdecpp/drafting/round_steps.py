@@ -49,26 +49,31 @@ Unrolled = Generator[tuple[Tensor, Tensor], Level, None]
 class RoundSteps(ABC):
     """What drafts in captured rounds. It keeps nothing of a text: its caches are given to it.
 
+    Args:
+        drafter: whose model is captured.
+        vocab_size: width of the target's logits.
+        key: what is captured, for those who keep graphs.
+        size: of the target's states, for a draft that reads any.
+
     Attributes:
         again: tokens of the text that are read a second time in the next round.
         least: steps that each round has to take, so that all caches hold the window.
         most: levels of the deepest round.
-        size: of the target's states, for a draft that reads any.
         embed: as in `Reading`.
-        key: what is captured, for those who keep graphs.
         draws_trees: whether levels may have several nodes.
         shares_cache: whether it reads its target's cache in the place of one of its own.
     """
 
     again, least, most = 0, 1, float("inf")
-    size: int | None = None
     draws_trees, shares_cache = True, False
     num_layers: int
     dtype: torch.dtype
     device: torch.device
-    vocab_size: int
     embed: Callable[[Tensor], Tensor]
-    key: Hashable
+
+    def __init__(self, drafter: Any, vocab_size: int, key: Hashable, size: int | None) -> None:
+        self.vocab_size, self.key, self.size = vocab_size, key, size
+        self.dtype, self.device, self.embed = drafter.dtype, drafter.device, drafter.embed
 
     @abstractmethod
     def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:
@@ -100,10 +105,9 @@ class ModelSteps(RoundSteps):
 
     def __init__(self, captured: CapturedSteps, vocab_size: int) -> None:
         self.drafter: Any = captured.drafter
-        self.vocab_size, self.key, self.num_layers = vocab_size, id(captured), captured.num_layers or 0
-        self.dtype, self.device, self.embed = self.drafter.dtype, self.drafter.device, self.drafter.embed
-        if self.drafter.fusion is not None:
-            self.size = self.drafter.fusion.width
+        fusion = self.drafter.fusion
+        super().__init__(self.drafter, vocab_size, id(captured), None if fusion is None else fusion.width)
+        self.num_layers = captured.num_layers or 0
 
     def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:
         drafter, begin = self.drafter, 0

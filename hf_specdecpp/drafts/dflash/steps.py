@@ -21,9 +21,9 @@ class BlockSteps(RoundSteps):
     """
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
-        self.draft, self.model, self.vocab_size, self.key = draft, draft.model, vocab_size, id(draft.model)
-        self.num_layers, self.most, self.size = len(self.model.layers), draft.settings.places, draft.reads.width
-        self.dtype, self.device, self.embed = draft.dtype, draft.device, draft.embed
+        super().__init__(draft, vocab_size, id(draft.model), draft.reads.width)
+        self.draft, self.model = draft, draft.model
+        self.num_layers, self.most = len(self.model.layers), draft.settings.places
 
     def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - one for all
         draft, states = self.draft, window.states

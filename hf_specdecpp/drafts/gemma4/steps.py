@@ -25,9 +25,8 @@ class SharedSteps(RoundSteps):
     shares_cache, num_layers = True, 0
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
-        self.draft, self.vocab_size, self.key = draft, vocab_size, id(draft.model)
-        self.dtype, self.device, self.embed = draft.dtype, draft.device, draft.embed
-        self.size = draft.reads.width
+        super().__init__(draft, vocab_size, id(draft.model), draft.reads.width)
+        self.draft = draft
 
     def read(self, cache: RoomCache, window: Window) -> None:
         """The target has read it; the draft has no cache but a length."""

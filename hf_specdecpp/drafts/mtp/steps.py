@@ -30,9 +30,8 @@ class LayerSteps(RoundSteps):
 
     def __init__(self, layers: Sequence[CapturedSteps], vocab_size: int) -> None:
         self.layers: list[Any] = [layer.drafter for layer in layers]
-        first, self.vocab_size, self.key = self.layers[0], vocab_size, tuple(map(id, layers))
+        super().__init__(self.layers[0], vocab_size, tuple(map(id, layers)), self.layers[0].fusion.width)
         self.num_layers, self.again, self.least = len(layers), len(layers) - 1, len(layers)
-        self.dtype, self.device, self.embed, self.size = first.dtype, first.device, first.embed, first.fusion.width
 
     def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - chains alone
         parts = [cache.part(place, 1) for place in range(len(self.layers))]  # each layer is the first of its model
