@@ -115,8 +115,13 @@ class TargetPasses:
 
     def note(self, rows: int, product: Product, seconds: float, is_beside: bool = False) -> None:
         """A pass of a round, or one beside those, took so long."""
-        self._compare(rows, product, seconds, is_beside)
         times = self._of(rows)
+        if is_beside and product == "own":
+            self._beside.setdefault(rows, _Beside()).begin(seconds)
+        if not is_beside and times[product]:  # the first pass over so many rows makes its kernels
+            self._latest_passes.append(((rows, product), seconds))
+            for beside in self._beside.values():
+                beside.pair((rows, product), seconds)
         times[product].append(seconds)
         self._count += 1
         self._latest[rows] = self._count
@@ -131,15 +136,6 @@ class TargetPasses:
             self._ways = ["own"]
             for number in range(1, max(self.chosen) + 1):
                 self._ways.append(self.chosen.get(number, self._ways[-1]))
-
-    def _compare(self, rows: int, product: Product, seconds: float, is_beside: bool) -> None:
-        """Hold passes of rounds against those beside them."""
-        if is_beside and product == "own":
-            self._beside.setdefault(rows, _Beside()).begin(seconds)
-        if not is_beside and self._of(rows)[product]:  # the first pass over so many rows makes its kernels
-            self._latest_passes.append(((rows, product), seconds))
-            for beside in self._beside.values():
-                beside.pair((rows, product), seconds)
 
     def _is_decided(self, rows: int, own: deque[float], other: deque[float] | None = None) -> bool:
         """Whether the passes so far are enough; keeps what they say."""

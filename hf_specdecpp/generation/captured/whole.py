@@ -35,7 +35,7 @@ class WholeRounds:
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
         self.places = {id(text): place for place, text in enumerate(texts)}
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
-        self.made = 0
+        self.deepest, self.made = max(shape.levels for shape in tiers.shapes), 0
 
     def begin(self, texts: Sequence[Text]) -> None:
         """The draft reads the prompts; what rounds take is measured where it is not known."""
@@ -92,8 +92,7 @@ class WholeRounds:
         shape = self.tiers.next()
         if shape.levels and (rates := getattr(self.generator.rule, "rates", None)) is not None:
             self.rounds.draft.calibrate(rates)
-        most = max(each.levels for each in self.tiers.shapes)
-        return shape if self.generator.has_positions(input_ids, most) else RoundShape(0)
+        return shape if self.generator.has_positions(input_ids, self.deepest) else RoundShape(0)
 
 
 def whole_rounds(texts: Sequence[Text], passes: CapturedTarget) -> WholeRounds:
