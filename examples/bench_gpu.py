@@ -53,12 +53,13 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, tree of 15": {"rule": "fixed", "tree": "dyspec", "tree_budget": 15},
     "ours, tree of 30": {"rule": "fixed", "tree": "dyspec", "tree_budget": 30},
     "ours, throughput": {"rule": "throughput"},
+    "ours, throughput, nothing captured": {"rule": "throughput", "graphs": "off"},
     "ours, 5 candidates, compile=True": {"rule": "fixed", "num_tokens": 5, "compile": True},
     "ours, 7 candidates, compile=True": {"rule": "fixed", "num_tokens": 7, "compile": True},
     "ours, tree of 15, compile=True": {"rule": "fixed", "tree": "dyspec", "tree_budget": 15, "compile": True},
     "ours, throughput, compile=True": {"rule": "throughput", "compile": True},
 }
-IN_BATCHES = ["ours, 3 candidates", "ours, 5 candidates", "ours, throughput"]
+IN_BATCHES = ["ours, 3 candidates", "ours, 5 candidates", "ours, throughput", "ours, throughput, nothing captured"]
 DRY_RUN = [  # arguments that come first, so that others may follow
     "--device", "cpu", "--shapes", "tiny", "--rates", "0.8", "--new_tokens", "12", "--repetitions", "1", "--no_compile",
     "--ours", "ours, 3 candidates", "ours, tree of 15", "ours, throughput",

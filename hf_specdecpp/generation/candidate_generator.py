@@ -156,7 +156,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def begin_text(self, length: int) -> None:
         """Find out, before a prompt of so many tokens is read, whether the text rests."""
-        follows = self.lookup is not None or not self.setup.drafter.places
+        # Captured rounds choose by themselves whether to draft, and may want the target's states for that.
+        follows = self.lookup is not None or not self.setup.drafter.places or self.round_steps is not None
         self.rests = self.plan is not None and not follows and self.plan.rests(length)
         if self.rests and self._target is not None:
             self.successors = None

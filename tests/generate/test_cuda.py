@@ -6,19 +6,22 @@ In float64, so that passes over several tokens have the likeliest tokens of pass
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.capturing import CHAIN, SETTINGS, Waiting, assert_captured_as_uncaptured, generate
-from support.models import assistant_of, prompt, quiet_later_layers, tiny, told
+from support.models import assistant_of, quiet_later_layers, tiny, told
+from support.whole_rounds import KINDS as WHOLE
+from support.whole_rounds import SAMPLED, TREE, batch, made, together
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.captured.target import captured_target
 from hf_specdecpp.models.causal_lm import CausalLM
 
 GPU = torch.device("cuda")
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 OTHERS: dict[str, dict[str, Any]] = {
@@ -79,14 +82,38 @@ def test_sampled_texts_have_the_distribution_of_the_target(name: str, rows: int,
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_batches(kind: str) -> None:
-    target = on_gpu()
-    ids = torch.cat([prompt(seed=seed) for seed in range(3)]).to(GPU)
-    greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
-    assistant = assistant_of(kind, target, **CHAIN)
-    plain = target.generate(ids, **greedy)
-    assert torch.equal(target.generate(ids, assistant_model=assistant, **greedy), plain)
+@pytest.mark.parametrize("rows", [2, 3, 8])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_batches(kind: str, rows: int, tmp_path: Path) -> None:
+    if kind == "gemma 4":
+        return  # which drafts for no batches
+    target, assistant = made(kind, tmp_path, "cuda", **CHAIN)
+    ids, mask = batch(rows, vocab=target.config.vocab_size, device="cuda")
+    for how in ({}, SAMPLED):
+        text = together(target, assistant, ids, mask, **how)
+        assert how or torch.equal(text, together(target, None, ids, mask))
+        assert assistant.stats.decided["rounds"] == "captured"
+        assert assistant.stats.uncaptured is None
+
+
+@pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput", "tree"])
+@pytest.mark.parametrize("kind", WHOLE)
+def test_whole_rounds(kind: str, rule: str, tmp_path: Path) -> None:
+    """Of every kind of draft, twice the same text, greedy and sampled, the second one without a capture."""
+    if rule == "tree" and kind == "mtp 3":
+        return  # which drafts no trees
+    rules: dict[str, Any] = {"fixed": CHAIN, "tree": TREE}
+    target, assistant = made(kind, tmp_path, "cuda", **rules.get(rule, {"rule": rule, "max_tokens": 5}))
+    for how in ({}, SAMPLED, {"repetition_penalty": 1.4}):
+        graphs = 0
+        for turn in range(2):
+            text = generate(target, assistant, 236, **how)
+            stats = assistant.stats
+            assert stats.decided["rounds"] == "captured"
+            assert stats.uncaptured is None
+            assert "do_sample" in how or torch.equal(text, generate(target, None, 236, **how))
+            assert rule not in ("fixed", "tree") or turn == 0 or stats.graphs == graphs  # others choose shapes
+            graphs = stats.graphs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

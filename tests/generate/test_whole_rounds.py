@@ -8,72 +8,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.capturing import Drawn, generate
-from support.dflash_files import VARIANTS, Checkpoint, target_for
-from support.gemma4_files import VARIANTS as GEMMA4
-from support.gemma4_files import target_for as gemma4_target
-from support.models import assistant_of, prompt, quiet_later_layers, tiny, told
-from support.mtp_files import DEPTH, Files
+from support.whole_rounds import FIXED, KINDS, SAMPLED, TREE, batch, made, together
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundShape
-from hf_specdecpp.drafts.dflash.kind import read_model
-from hf_specdecpp.drafts.kind import Parts
-from hf_specdecpp.drafts.known import DFLASH, read_config
-from hf_specdecpp.files import Repository
 from hf_specdecpp.generation.captured import rounds as captured_rounds
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.target_states import RETURNS_CHOSEN
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput import tiers
 
 pytestmark = [pytest.mark.usefixtures("pretended"), pytest.mark.takes(6)]
-
-Made = tuple[CausalLM, SpecDecPPAssistant]
-FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
-TREE: dict[str, Any] = {"rule": "fixed", "tree": "dyspec", "tree_budget": 15}
-SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 9, "min_p": 0.01}
-
-
-def dflash(checkpoint: Checkpoint, **settings: Any) -> Made:
-    target, config = target_for(), read_config(checkpoint.config(), DFLASH, Repository("org/draft"), None)
-    module = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
-    assistant = told(SpecDecPPAssistant(config, None, None, Parts(module=module)), **settings)
-    assistant.attach(target)
-    return target, assistant
-
-
-def mtp(folder: Path, num_layers: int, **settings: Any) -> Made:
-    target = Files("glm4_moe", num_layers, 7, overrides={"first_k_dense_replace": DEPTH}).load(folder)
-    return target, assist(target, "mtp", speculation=SpeculationConfig(**settings), default=False)
-
-
-def made(kind: str, folder: Path, **settings: Any) -> Made:
-    if kind.startswith("dflash"):
-        return dflash(replace(VARIANTS[kind.removeprefix("dflash ")], block_size=7), **settings)
-    if kind == "gemma 4":
-        target = gemma4_target()
-        speculation = SpeculationConfig(**settings)
-        return target, SpecDecPPAssistant.from_draft(GEMMA4["plain"].theirs(), target=target, speculation=speculation)
-    if kind.startswith("mtp"):
-        return mtp(folder, int(kind[-1]), **settings)
-    target = quiet_later_layers(tiny("llama"))
-    return target, assistant_of(kind, target, **settings)
-
-
-KINDS = ["independent", "early_exit", "conditioned", "eagle3", "mtp 1", "mtp 3", "gemma 4"] + [
-    "dflash windows", "dflash windows alone"
-] * RETURNS_CHOSEN  # fmt: skip
 
 
 def outcomes(target: CausalLM, assistant: SpecDecPPAssistant, **how: Any) -> tuple[Tensor, list[Any]]:
@@ -124,6 +78,17 @@ def test_other_rules(rule: str, kind: str, tmp_path: Path, pretended: Counter[st
             if rule != "throughput":  # which may choose another shape
                 assert (pretended["captured"] > before) == (turn == 0)
                 assert stats.accepted > 0 or "dflash" in kind  # whose weights are random
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in ("eagle3", "conditioned") or "dflash" in kind])
+def test_texts_after_one_in_which_drafting_did_not_pay(kind: str, tmp_path: Path) -> None:
+    """They are not left to the target without its states, which rounds go on to read."""
+    target, assistant = made(kind, tmp_path, rule="throughput", max_tokens=5)
+    for turn in range(4):
+        text = generate(target, assistant, 236 + turn)
+        assert torch.equal(text, generate(target, None, 236 + turn))
+        assert assistant.stats.decided["rounds"] == "captured"
 
 
 @pytest.mark.every(3)
@@ -236,21 +201,6 @@ def test_a_penalty_that_misses_tokens_is_noticed(
 
 
 # Batches -------------------------------------------------------------------------------------------------------------
-
-
-def batch(rows: int, shortest: int = 4, vocab: int = 48) -> tuple[Tensor, Tensor]:
-    """Prompts of other lengths, padded on the left, and their mask."""
-    texts = [1 + prompt(shortest + 3 * (row % 3), seed=row)[0] % (vocab - 1) for row in range(rows)]
-    longest = max(map(len, texts))
-    ids = torch.stack([torch.nn.functional.pad(each, (longest - len(each), 0)) for each in texts])
-    mask = torch.stack([torch.arange(longest) >= longest - len(each) for each in texts]).long()
-    return ids, mask
-
-
-def together(target: CausalLM, assistant: Any, ids: Tensor, mask: Tensor, **how: Any) -> Any:
-    torch.manual_seed(0)
-    defaults = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
-    return target.generate(ids, attention_mask=mask, assistant_model=assistant, **{**defaults, **how})
 
 
 @pytest.mark.every(3)
