@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
@@ -12,14 +14,14 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.captured.graphs import is_capturing
+from hf_specdecpp.models.causal_lm import CausalLM, modules_of
 from hf_specdecpp.models.cpu_products import UNUSUAL
 from hf_specdecpp.models.early_exit import copy_sharing
 
 GROUPED = "specdecpp_grouped"
 PIECES = ("RMSNorm", "MLP")  # ends of the names of modules that are compiled
 ROTARY = "apply_rotary_pos_emb"  # what the modules of transformers call this function
-FEW = 32  # tokens: more are not captured, and would be compiled for each number of them
 
 
 def grouped_attention(
@@ -91,8 +93,8 @@ def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
 
     Args:
         others: that the model refers to without having registered them, as in `copy_sharing`.
-        fuse: compile its norms, its MLPs and its rotary embedding, each once for all layers: half of the kernels of a
-            pass are theirs. Takes some seconds, when a width is first met.
+        fuse: compile its norms, its MLPs and its rotary embedding where they are captured, each once for all layers:
+            half of the kernels of a pass are theirs. Takes some seconds, when a width is first met.
     """
     copied = copy_sharing(model, *others).eval()
     parts = [copied, *(copied.model for _ in others)]
@@ -107,27 +109,28 @@ def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
 
 
 def _fuse(module: nn.Module) -> None:
-    """Let one module of a copy run compiled pieces where it reads few tokens, as captured passes do."""
+    """Let one module of a copy run compiled pieces where it is captured; other passes have any number of tokens."""
     forward = type(module).forward
     if "forward" in vars(module):  # somebody has replaced it
         return
+    code: Any = inspect.unwrap(forward)  # without what transformers warns of old arguments with
     if type(module).__name__.endswith(PIECES):
 
-        def few(self: nn.Module, hidden: Tensor) -> Tensor:
-            is_few = hidden.dim() > 2 and hidden.shape[-2] <= FEW
-            found: Tensor = (_compiled(forward, hidden.shape[1:]) if is_few else forward)(self, hidden)
+        def piece(self: nn.Module, hidden: Tensor) -> Tensor:
+            found: Tensor = (_compiled(forward, hidden.shape[1:]) if is_capturing() else forward)(self, hidden)
             return found
 
-        module.forward = MethodType(few, module)
-    elif ROTARY in getattr(forward, "__code__", _fuse.__code__).co_names and ROTARY in forward.__globals__:
-        rotary = forward.__globals__[ROTARY]
+        module.forward = MethodType(piece, module)
+    elif isinstance(code, FunctionType) and ROTARY in code.__code__.co_names:
+        rotary = code.__globals__.get(ROTARY)
+        if not isinstance(rotary, FunctionType):  # a kernel of the Hub
+            return
 
         def turned(q: Tensor, *args: Any, **kwargs: Any) -> Any:
-            is_few = q.shape[-2] <= FEW
-            return (_compiled(rotary, q.shape[1:]) if is_few else rotary)(q, *args, **kwargs)
+            return (_compiled(rotary, q.shape[1:]) if is_capturing() else rotary)(q, *args, **kwargs)
 
-        own = FunctionType(forward.__code__, {**forward.__globals__, ROTARY: turned}, forward.__name__)
-        own.__defaults__, own.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+        own = FunctionType(code.__code__, {**code.__globals__, ROTARY: turned}, code.__name__, code.__defaults__)
+        own.__kwdefaults__ = code.__kwdefaults__
         module.forward = MethodType(own, module)
 
 
@@ -143,20 +146,26 @@ def _compiled(function: Any, shape: torch.Size) -> Any:
 def identity(model: CausalLM) -> list[Any]:
     """What decides which operations a pass consists of: modules with their attributes and hooks, where the tensors lie
     and what they are, and the config. Two that are equal mean that a graph of one pass is right for the other."""
-    modules = [(id(module), _value(vars(module))) for module in model.modules()]
-    tensors = [(each.data_ptr(), each.shape, each.dtype) for each in (*model.parameters(), *model.buffers())]
-    return [modules, tensors, _value(vars(model.config.get_text_config(decoder=True)))]
+    modules = modules_of(model)
+    found: list[Any] = list(map(id, modules))
+    for module in modules:
+        _describe(vars(module), found)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            found.append(None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.dtype))
+    _describe(vars(model.config.get_text_config(decoder=True)), found)
+    return found
 
 
-def _value(attribute: Any) -> Any:
-    """It, or which object it is; of dictionaries what is in them, but for modules and tensors, which are looked at."""
-    if isinstance(attribute, dict):
-        # Most are plain values, and there are thousands of them, before every text.
-        return {
-            name: each if type(each) in PLAIN else _value(each)
-            for name, each in attribute.items()
-            if not isinstance(each, Tensor | nn.Module) and name not in NOTES
-        }
-    if isinstance(attribute, list | tuple | set):
-        return [_value(each) for each in attribute]
-    return attribute if type(attribute) in PLAIN else id(attribute)
+def _describe(attributes: Mapping[Any, Any], found: list[Any]) -> None:
+    """Add attributes to what was `found`, by their values or by which objects they are; of dictionaries what is in
+    them, but for tensors and modules. Most are plain values, and there are thousands of them, before every text."""
+    for name, each in attributes.items():
+        if type(each) in PLAIN:
+            if name not in NOTES:
+                found += name, each
+        elif isinstance(each, dict):
+            _describe(each, found)
+        elif isinstance(each, list | tuple | set):
+            _describe(dict(enumerate(each)), found)
+        elif not isinstance(each, Tensor | nn.Module):
+            found += name, id(each)

@@ -6,12 +6,14 @@ import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+_capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 MOST_GRAPHS = 96  # of one object; the first of more goes
 WARM_UPS = 2  # runs before a capture: libraries allocate their workspaces in the first, kernels are chosen by then
 
@@ -30,6 +32,11 @@ class CannotCaptureError(RuntimeError):
 def can_capture(device: torch.device) -> bool:
     """Whether functions on a device can be captured."""
     return device.type == "cuda"
+
+
+def is_capturing() -> bool:
+    """Whether what runs is being captured, or warmed up for that; from then on only its graph runs."""
+    return _capturing.get()
 
 
 class Graphs:
@@ -82,7 +89,7 @@ class Graphs:
             for each, old in zip(changes, before, strict=True):
                 each.copy_(old)
 
-        collects = gc.isenabled()
+        collects, token = gc.isenabled(), _capturing.set(True)
         gc.disable()  # a tensor that is freed during a capture may end it
         # Kernels for another device than the current one would run, and the graph would be empty.
         on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -93,6 +100,7 @@ class Graphs:
             reason = str(error).strip().splitlines() or [""]
             raise CannotCaptureError(f"{type(error).__name__}: {reason[0]}") from error
         finally:
+            _capturing.reset(token)
             if collects:
                 gc.enable()
             restore()

@@ -57,6 +57,7 @@ class CapturedTarget:
         busy: whether a text is using it.
         why_not: why its passes cannot be captured, once that was seen.
         checked: whether a pass was compared with one of the target's own.
+        longest (tokens): a text that the target has positions for.
         text: the one at hand.
     """
 
@@ -65,7 +66,7 @@ class CapturedTarget:
         self.device, self.busy, self.checked = input_device(target), False, False
         self.why_not: str | None = None
         self.graphs = Graphs(self.device)
-        self._cache_argument, self._longest = cache_argument(self.model), longest_text(target)
+        self._cache_argument, self.longest = cache_argument(self.model), longest_text(target)
         self.rooms = Rooms(num_room_layers(target.config.get_text_config(decoder=True)) or 0, self.device)
         self.text: RoomText
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
@@ -160,8 +161,8 @@ class CapturedTarget:
             Logits `[texts, width, vocab]`, then the states that are watched.
         """
         inputs = inputs_in_place(self.model, cache.room, ancestors, depths, depths, cache.length, cache.prompt)
-        if self._longest < float("inf"):  # of dummies, which may stand behind the last position that there is
-            inputs["position_ids"] = inputs["position_ids"].clamp_max(int(self._longest) - 1)
+        if self.longest < float("inf"):  # of dummies, which may stand behind the last position that there is
+            inputs["position_ids"] = inputs["position_ids"].clamp_max(int(self.longest) - 1)
         inputs["attention_mask"] = for_groups(inputs["attention_mask"], self.model)
         inputs[self._cache_argument] = cache
         cache.begin_pass(tokens.shape[1])

@@ -24,7 +24,7 @@ from hf_specdecpp.generation.setup import DraftSetup, looking_up, plan_of, rule_
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.lookup.looking_up import LookingUp
-from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, modules_of
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
@@ -145,7 +145,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self._products is None:
             begin = time.perf_counter()
             self._products = self.setup.products(self._target)
-            own = set() if self._target is None else set(self._target.modules())
+            own = set() if self._target is None else set(modules_of(self._target))
             self.stats.has_products = any(layer in own for layer in self._products.layers)
             self.stats.preparing_seconds += time.perf_counter() - begin
         return self._products
@@ -264,11 +264,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             return tokens, None
         known = min(states.shape[1], tokens.shape[1])  # fewer than the tokens where a cache is carried on
         return tokens[:, -known:], states[:, -known:]
-
-    def has_positions(self, input_ids: Tensor, count: int) -> bool:
-        """Whether both models have positions for so many candidates after a text `[1, length]`."""
-        longest = self._draft_max_length if self._target is None else longest_text(self._target)
-        return input_ids.shape[1] + count <= min(self._draft_max_length, longest)
 
     def learned_rates(self) -> AcceptanceRates:
         """What rounds of this target, drawn in this way, have said of estimates."""

@@ -79,7 +79,7 @@ class AssistedDecoding:
             text.stats.prompt_seconds = (time.perf_counter() - begin) / count  # its token has been read
         with self.target.model._optimize_model_for_decode():
             self.target.begin(self.active)
-            with self.target.products:
+            with self.target.products, self.target.attention:
                 self._make_rounds()
             self.target.complete(self.texts)
         for text in self.texts:

@@ -13,7 +13,7 @@ from transformers.generation import GenerationMode, MaxLengthCriteria
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
-from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among
+from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among, modules_of
 from hf_specdecpp.models.checks import check_cache, frequency_changes
 from hf_specdecpp.sampling.processors import reads_prefix_only
 
@@ -225,7 +225,7 @@ def _unfit_for_length(target: CausalLM, criteria: Iterable[Any]) -> str | None:
 
 def _adapter_names(target: CausalLM) -> bool:
     """Whether PEFT has been told which adapter each row uses: it tells its layers by hooks."""
-    hooks = (hook for module in target.modules() for hook in module._forward_pre_hooks.values())
+    hooks = (hook for module in modules_of(target) for hook in module._forward_pre_hooks.values())
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.cudnn_attention import without_cudnn
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput.target_passes import passes_of
 
@@ -49,6 +51,12 @@ class TargetSide(ABC):
     def products(self) -> FasterProducts:
         """The context within which passes are made."""
         return self.generator.products
+
+    @property
+    def attention(self) -> AbstractContextManager[None]:
+        """The context in which rounds are made."""
+        grows = self.device.type == "cuda" and self.captured.passes is None
+        return without_cudnn() if grows else nullcontext()
 
     @abstractmethod
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:

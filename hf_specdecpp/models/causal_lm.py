@@ -72,6 +72,29 @@ def inner_decoder(model: CausalLM) -> CausalLM:
     return getattr(decoder, "model", decoder) if hasattr(decoder, "lm_head") else decoder
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """A model and all modules below it, each once: as `modules()`, which takes ten times as long, for what walks over
+    thousands of them before each text."""
+    found = {model: None}
+    left = [model]
+    for module in left:
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                left.append(child)
+    return left
+
+
+def devices_of(model: nn.Module) -> set[torch.device]:
+    """Where the parameters of a model lie."""
+    devices = set()
+    for module in modules_of(model):
+        for each in module._parameters.values():
+            if each is not None:
+                devices.add(each.device)
+    return devices
+
+
 def has_compiled_forward(module: nn.Module) -> bool:
     """Whether somebody did `module.forward = torch.compile(module.forward)`, which runs that very module's code."""
     return getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None) is not None

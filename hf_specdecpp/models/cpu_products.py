@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_specdecpp.models.causal_lm import has_compiled_call
+from hf_specdecpp.models.causal_lm import devices_of, has_compiled_call, modules_of
 from hf_specdecpp.models.products import MOST_INT8_ROWS, PackedCopy, PackedWeights, Ways, int8_product, onednn
 
 Forward = Callable[[Tensor], Tensor]
@@ -84,7 +84,7 @@ class FasterProducts:
     ) -> None:
         self.layers: dict[nn.Linear, Forward] = {}
         if int8 is not None:
-            shared = set() if target is None else set(target.modules())
+            shared = set() if target is None else set(modules_of(target))
             for layer in large_layers(draft):
                 if layer not in shared and can_be_packed(layer):
                     self.layers[layer] = _int8_forward(layer, int8.current(layer.weight))
@@ -213,7 +213,7 @@ def _recompiles(module: nn.Module) -> bool:
 
 
 def _on_cpu(model: nn.Module) -> bool:
-    return {parameter.device.type for parameter in model.parameters()} <= {"cpu"}
+    return all(device.type == "cpu" for device in devices_of(model))
 
 
 def can_be_packed(layer: nn.Linear) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_specdecpp.models.causal_lm import modules_of
+
 ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 AT_ONCE = 64  # unit vectors, so that their logits take little memory
 ACTIVATION_SETTINGS = ("act_quant_kwargs", "activation_quantization", "input_quant_func")  # of torchao's weights
@@ -63,12 +65,13 @@ def quantised_activations(model: nn.Module) -> str | None:
     A last digit that attention rounds otherwise in a pass of another size now and then moves a number by a step of the
     quantisation, and later layers make more of it: half the spread of the logits (docs/using.md).
     """
-    for kind in {type(layer) for layer in model.modules()}:
+    layers = modules_of(model)
+    for kind in set(map(type, layers)):
         if kind.__module__.startswith("bitsandbytes") and kind.__name__ == "Linear8bitLt":
             return "bitsandbytes int8"
         if kind.__module__.startswith("torch.ao.nn.quantized.dynamic"):
             return f"dynamic {kind.__name__} of torch.ao"
-    for layer in model.modules():  # nothing is called for usual ones: each `generate()` asks
+    for layer in layers:  # nothing is called for usual ones: each `generate()` asks
         weight = layer._parameters.get("weight")
         if type(weight) is nn.Parameter or weight is None:
             continue

@@ -15,7 +15,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 
-from hf_specdecpp.models.causal_lm import CausalLM, has_compiled_call, inner_decoder
+from hf_specdecpp.models.causal_lm import CausalLM, has_compiled_call, inner_decoder, modules_of
 from hf_specdecpp.models.early_exit import layer_stack
 
 # A forward returns chosen states, `output_hidden_states=[numbers]`, of which number 0 are the embeddings. Until 5.22
@@ -92,7 +92,7 @@ class TargetStates:
                 )
             self._modules = read_modules(target, reader)
             can_return = RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {})
-            if can_return and any(map(has_compiled_call, target.modules())):
+            if can_return and any(map(has_compiled_call, modules_of(target))):
                 self._numbers = state_numbers(reader, len(stack))
         self.are_read = reader is not None
         self._caught: list[list[Tensor]] = [[] for _ in self._modules]

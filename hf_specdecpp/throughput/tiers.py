@@ -16,7 +16,7 @@ TIMED = (0, 3, 7)  # whose rounds are timed before the first choice; a chain's s
 FIRST = 5  # candidates of a rule's first rounds
 FOLLOWS = 0.2  # weight of a round in what is expected of the next
 KEPT = 31  # rounds whose seconds are remembered
-PROBES = 64, 1024  # rounds without a probe until one is made, at first and at most: each costs half a round more
+PROBES = 16, 1024  # rounds without a probe until one is made, at first and at most: each costs half a round more
 PROBED = 4  # rounds of a shape of trees in a row, of which the first is captured and the others are timed
 SPARE = 8  # tokens of rounds without candidates, until the draft reads them
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import prompt, tiny
+from support.pretend_graph import pretend_graphs
 from torch import Tensor, nn
 
+from hf_specdecpp.captured import copies
 from hf_specdecpp.captured.copies import GROUPED, for_capture, grouped_attention, identity
+from hf_specdecpp.captured.graphs import Graphs, write_lasting
 from hf_specdecpp.models.causal_lm import CausalLM
 
 
@@ -111,3 +114,40 @@ def test_what_generate_notes_of_its_caches_is_no_change() -> None:
     before = identity(target)
     target.generate(prompt(), max_new_tokens=2, cache_implementation="static")
     assert identity(target) == before
+
+
+# Compiled pieces -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_norms_mlps_and_rotary_embeddings_are_compiled_where_they_are_captured(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nowhere else: a prompt has any number of tokens, each of which would take seconds to compile for."""
+    compiled: list[str] = []
+
+    def note(function: Any, shape: torch.Size) -> Any:
+        compiled.append(function.__qualname__)
+        return function
+
+    monkeypatch.setattr(copies, "_compiled", note)
+    target, ids = tiny(family, num_hidden_layers=2, layer_types=["full_attention"] * 2), prompt()
+    expected, copied = target(ids).logits, for_capture(target, fuse=True)
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    found: list[Tensor] = []
+
+    def run() -> None:
+        write_lasting(found, [copied(ids, attention_mask=mask, use_cache=False).logits])
+
+    run()
+    torch.testing.assert_close(found[0], expected)
+    assert not compiled
+    with pretend_graphs():
+        Graphs(torch.device("cpu")).run("pass", run)
+    torch.testing.assert_close(found[0], expected)
+    assert {name.partition(".")[0][-4:] for name in compiled} == {
+        "_emb",
+        "Norm",
+        "aMLP" if family == "llama" else "3MLP",
+    }

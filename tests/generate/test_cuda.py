@@ -53,7 +53,8 @@ def test_other_rules(name: str) -> None:
     target = on_gpu()
     assistant = assistant_of("conditioned", target, **OTHERS[name])
     assistant.warm_up(280)
-    before = len(captured_target(target).graphs)
+    passes = captured_target(target)
+    before = len(passes.graphs) + sum(len(rounds.graphs) for rounds in passes.rounds.values())
     for length in (12, 240):
         assert torch.equal(generate(target, assistant, length), generate(target, None, length))
         assert assistant.stats.uncaptured is None
@@ -94,6 +95,15 @@ def test_batches(kind: str, rows: int, tmp_path: Path) -> None:
         assert how or torch.equal(text, together(target, None, ids, mask))
         assert assistant.stats.decided["rounds"] == "captured"
         assert assistant.stats.uncaptured is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_pieces(kind: str) -> None:
+    target = on_gpu()
+    assistant = assistant_of(kind, target, **CHAIN, compile=True)
+    for length in (12, 33, 17):
+        assert torch.equal(generate(target, assistant, length), generate(target, None, length))
+        assert assistant.stats.decided["rounds"] == "captured"
 
 
 @pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput", "tree"])

@@ -286,3 +286,27 @@ def test_what_a_batch_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, of_target = sum(rounds) / len(rounds), sum(passes[-len(rounds) :]) / len(rounds)
     assert 1800 < whole < 2600
     assert 0.65 * whole < of_target < 0.9 * whole
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_attention_is_not_cudnns_in_uncaptured_rounds(rows: int) -> None:
+    """It makes a plan for each length of the text. Prompts are read as in plain generation."""
+    target, seen = quiet_later_layers(tiny("llama")), []
+
+    def note(*_: Any) -> None:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+
+    with pretend_devices(), torch.no_grad():
+        on_device(target)
+        assistant = told(SpecDecPPAssistant.from_early_exit(target, 1), rule="fixed", num_tokens=3)
+        target.register_forward_hook(note)
+        ids = on_device(prompt().expand(rows, -1))
+        for use in (True, False):
+            torch.backends.cuda.enable_cudnn_sdp(use)
+            seen.clear()
+            target.generate(ids, assistant_model=assistant, do_sample=False, **OPTIONS)
+            assert seen[0] == use
+            assert len(seen) > 3
+            assert not any(seen[1:])
+            assert torch.backends.cuda.cudnn_sdp_enabled() == use
+    torch.backends.cuda.enable_cudnn_sdp(True)

@@ -18,7 +18,7 @@ from hf_specdecpp.captured.target import CapturedTarget, captured_target
 from hf_specdecpp.generation.captured.whole import WholeRounds, whole_rounds, why_not_whole
 from hf_specdecpp.generation.prefix import Prefix, TargetText, has_usual_inputs
 from hf_specdecpp.generation.text import Text
-from hf_specdecpp.models.causal_lm import num_processes
+from hf_specdecpp.models.causal_lm import devices_of, num_processes
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.checks import HALF_TREE_TOLERANCE, TREE_TOLERANCE
@@ -209,8 +209,7 @@ def _why_not(side: Any) -> str | None:
     target, config = side.model, side.config
     if not graphs.can_capture(side.device):
         return f"there are no CUDA graphs on {side.device.type}"
-    devices = {each.device for each in target.parameters()}
-    if len(devices) > 1 or num_processes(target) > 1 or hasattr(target, "hf_device_map"):
+    if len(devices_of(target)) > 1 or num_processes(target) > 1 or hasattr(target, "hf_device_map"):
         return "the target is spread over several devices or offloaded"
     if getattr(target, "is_quantized", False):
         return "the target is quantised"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.captured.target import CapturedTarget
@@ -35,7 +34,8 @@ class WholeRounds:
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
         self.places = {id(text): place for place, text in enumerate(texts)}
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
-        self.deepest, self.made = max(shape.levels for shape in tiers.shapes), 0
+        self.made, self.longest = 0, min(rounds.passes.longest, self.generator.setup.drafter.max_length)
+        self.longest -= max(shape.levels for shape in tiers.shapes)
 
     def begin(self, texts: Sequence[Text]) -> None:
         """The draft reads the prompts; what rounds take is measured where it is not known."""
@@ -60,7 +60,7 @@ class WholeRounds:
         if not self.made:
             self.begin(texts)
         rounds.keep([self.places[id(text)] for text in texts])
-        shape = self._shape(max(texts, key=lambda text: text.length).ids)
+        shape = self._shape(max(text.length for text in texts))
         graphs, middle = len(rounds.graphs), time.perf_counter()
         found = rounds.run(shape, self.rules)
         end = time.perf_counter()
@@ -87,12 +87,13 @@ class WholeRounds:
         side.forget(len(emitted) - kept)
         text.hand_over(emitted[:kept])
 
-    def _shape(self, input_ids: Tensor) -> RoundShape:
-        """Of the next round. What does not fit under the longest text is cut off when it is emitted."""
+    def _shape(self, length: int) -> RoundShape:
+        """Of the next round after so many tokens. What does not fit under the longest text is cut off when it is
+        emitted."""
         shape = self.tiers.next()
         if shape.levels and (rates := getattr(self.generator.rule, "rates", None)) is not None:
             self.rounds.draft.calibrate(rates)
-        return shape if self.generator.has_positions(input_ids, self.deepest) else RoundShape(0)
+        return shape if length <= self.longest else RoundShape(0)
 
 
 def whole_rounds(texts: Sequence[Text], passes: CapturedTarget) -> WholeRounds:
