@@ -28,6 +28,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.captured import graphs
@@ -56,7 +57,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours, throughput, nothing captured": {"rule": "throughput", "graphs": "off"},
     "ours, 5 candidates, compile=True": {"rule": "fixed", "num_tokens": 5, "compile": True},
     "ours, 7 candidates, compile=True": {"rule": "fixed", "num_tokens": 7, "compile": True},
-    "ours, tree of 15, compile=True": {"rule": "fixed", "tree": "dyspec", "tree_budget": 15, "compile": True},
+    "ours, tree of 30, compile=True": {"rule": "fixed", "tree": "dyspec", "tree_budget": 30, "compile": True},
     "ours, throughput, compile=True": {"rule": "throughput", "compile": True},
 }
 IN_BATCHES = ["ours, 3 candidates", "ours, 5 candidates", "ours, throughput", "ours, throughput, nothing captured"]
@@ -68,10 +69,25 @@ PLAIN, COMPILED, CAPTURED = "plain generate()", "plain generate(), compiled", "p
 PROMPT, SAMPLE = 64, 128  # tokens
 
 
+class FirstToken(BaseStreamer):
+    """Notes when the first token came after the prompt."""
+
+    def __init__(self) -> None:
+        self.begin, self.times = time.perf_counter(), list[float]()
+
+    def put(self, value: Tensor) -> None:  # noqa: ARG002 - the prompt, then tokens
+        self.times.append(time.perf_counter() - self.begin)
+
+    def end(self) -> None:
+        """Nothing is left."""
+
+
 @dataclass
 class Result:
-    """What one contestant took: seconds of its first text, of the fastest and the median later one, tokens a pass."""
+    """What one contestant took: seconds to the first token of its first text, of all of this text, of the later ones;
+    tokens a pass."""
 
+    first_token: float | None
     first: float
     seconds: list[float]
     passes: float
@@ -139,8 +155,8 @@ class Contest:
     def run(self, repetitions: int, assistant: SpecDecPPAssistant | None = None, **options: Any) -> Result:
         if assistant is not None:
             options["assistant_model"] = assistant
-        begin = time.perf_counter()
-        self.generate(self.prompts[0], **options)
+        streamer, begin = FirstToken() if self.rows == 1 else None, time.perf_counter()
+        self.generate(self.prompts[0], streamer=streamer, **options)
         first = time.perf_counter() - begin
         self.generate(self.prompts[1], **options)
         seconds, texts = [], []
@@ -150,7 +166,14 @@ class Contest:
             seconds.append(time.perf_counter() - begin)
         stats = None if assistant is None else assistant.stats
         note = "" if stats is None else stats.uncaptured or _spent(stats)
-        return Result(first, seconds, 1.0 if stats is None else stats.tokens_per_pass, texts, note)
+        return Result(
+            streamer.times[1] if streamer else None,
+            first,
+            seconds,
+            1.0 if stats is None else stats.tokens_per_pass,
+            texts,
+            note,
+        )
 
 
 def _spent(stats: Any) -> str:
@@ -197,7 +220,7 @@ def contestants(contest: Contest, compiles: bool, fuse: bool, ours: list[str]) -
 
 def measured(contest: Contest, everyone: dict[str, Callable[[int], Result]], repetitions: int, end: float) -> str:
     lines = [
-        "| | first text (s) | ms a token | x plain | x compiled | tokens a pass | texts equal to plain's | |",
+        "| | first token, text (s) | ms a token | x plain | x compiled | tokens a pass | texts equal to plain's | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     results: dict[str, Result] = {}
@@ -217,8 +240,9 @@ def measured(contest: Contest, everyone: dict[str, Callable[[int], Result]], rep
             ratios.append(f"{median(base.seconds) / median(result.seconds):.2f}" if base else "")
         plain = results[PLAIN].texts
         equal = sum(torch.equal(a, b) for a, b in zip(result.texts, plain, strict=False))  # in float32; else near-ties
+        first = "" if result.first_token is None else f"{result.first_token:.1f}, "
         lines.append(
-            f"| {name} | {result.first:.1f} | {own:.2f} | {' | '.join(ratios)} | {result.passes:.2f} | "
+            f"| {name} | {first}{result.first:.1f} | {own:.2f} | {' | '.join(ratios)} | {result.passes:.2f} | "
             f"{equal} of {min(len(plain), len(result.texts))} | {result.note} |"
         )
         print(lines[-1], file=sys.stderr, flush=True)

@@ -63,6 +63,7 @@ def grouped_attention(
 
 
 PLAIN = {bool, int, float, str, type(None)}  # compared by what they are
+LOOKED_AT = {"_modules", "_parameters", "_buffers"}  # one by one
 NOTES = {"_previous_max_cache_length"}  # that `generate()` leaves at a model, and which decide nothing of a pass
 
 
@@ -164,7 +165,8 @@ def _describe(attributes: Mapping[Any, Any], found: list[Any]) -> None:
             if name not in NOTES:
                 found += name, each
         elif isinstance(each, dict):
-            _describe(each, found)
+            if each and name not in LOOKED_AT:
+                _describe(each, found)
         elif isinstance(each, list | tuple | set):
             _describe(dict(enumerate(each)), found)
         elif not isinstance(each, Tensor | nn.Module):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Protocol
 
 import numpy as np
@@ -33,27 +35,30 @@ class RoundSeconds:
     """
 
     def __init__(self) -> None:
-        self._taken: dict[RoundShape, list[float]] = {}
+        self._taken: dict[RoundShape, deque[float]] = {}
+        self._typical: dict[RoundShape, float] = {}
 
     def note(self, shape: RoundShape, seconds: float) -> None:
-        self._taken[shape] = [*self._taken.get(shape, ())[1 - KEPT :], seconds]
+        taken = self._taken.setdefault(shape, deque(maxlen=KEPT))
+        taken.append(seconds)
+        self._typical[shape] = median(taken)
 
     def time(self, shapes: Sequence[RoundShape], run: Callable[[RoundShape], float]) -> None:
         """Time rounds that are not known and of which others follow."""
         for shape in shapes:
-            if shape.width == 1 and shape.levels in TIMED and shape not in self._taken:
+            if shape.width == 1 and shape.levels in TIMED and shape not in self._typical:
                 self.note(shape, run(shape))
 
     def of(self, shapes: Sequence[RoundShape]) -> np.ndarray:
         """Seconds of a round of each shape; infinite for trees that were not tried."""
-        known = sorted(shape.levels for shape in self._taken if shape.width == 1)
-        seconds = [float(np.median(self._taken[RoundShape(levels)])) for levels in known]
+        known = sorted(shape.levels for shape in self._typical if shape.width == 1)
+        seconds = [self._typical[RoundShape(levels)] for levels in known]
         most = max(shape.levels for shape in shapes)
         if len(known) > 1 and most > known[-1]:
             slope = max((seconds[-1] - seconds[0]) / (known[-1] - known[0]), 0.0)
             known, seconds = [*known, most], [*seconds, seconds[-1] + slope * (most - known[-1])]
         chains = np.interp([shape.levels for shape in shapes], known, seconds)
-        trees = [np.median(self._taken.get(shape, [np.inf])) for shape in shapes]
+        trees = [self._typical.get(shape, np.inf) for shape in shapes]
         return np.where([shape.width == 1 for shape in shapes], chains, trees)
 
 
