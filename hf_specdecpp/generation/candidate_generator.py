@@ -272,14 +272,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return setup.memory.recall(setup.decisions, owner, setup.estimator, self._generation_config).rates
 
     def note_captured(self, tree: DraftTree, path: list[int], estimates: list[float]) -> None:
-        """Learn what became of a round that is over, and of a chain what its candidates were judged by."""
+        """Learn what became of a round that is over, and what `rule="threshold"` judged its candidates by."""
         self.stats.draft_passes += tree.passes
         self.stats.saw(tree, path)
         if isinstance(self.rule, Threshold):
             self.rule.estimates = estimates
             self.rule.saw(tree, path)
-        elif estimates:  # which only `rule="throughput"` asks for beside it
-            self.learned_rates().observe(estimates, len(tree), len(path))
 
     def begin_again(self) -> None:
         """The draft has been shown nothing yet."""

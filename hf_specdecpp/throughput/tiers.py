@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from hf_specdecpp.drafting.captured_draft import RoundShape
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.trees.tree import DraftTree
 
 CHAINS = (0, 1, 3, 5, 7, 11, 15)
 TREES = (RoundShape(5, 3), RoundShape(6, 5))  # passes of 16 and of 31 tokens
 TIMED = (0, 3, 7)  # whose rounds are timed before the first choice; a chain's seconds grow evenly between them
 FIRST = 5  # candidates of a rule's first rounds
-FOLLOWS = 0.2  # weight of a round in what is expected of the next
+FOLLOWS = 0.2  # weight of a round in how long the next is expected to become
+FADES = 0.98  # what is left of a tree's rounds after each further one
 KEPT = 31  # rounds whose seconds are remembered
 PROBES = 16, 1024  # rounds without a probe until one is made, at first and at most: each costs half a round more
-PROBED = 4  # rounds of a shape of trees in a row, of which the first is captured and the others are timed
+PROBED = 12, 4  # rounds of a shape of trees in a row, at first and later; the very first is captured
 SPARE = 8  # tokens of rounds without candidates, until the draft reads them
 
 
@@ -74,8 +76,8 @@ class Tiers(Protocol):
     def next(self) -> RoundShape:
         """Of the next round."""
 
-    def note(self, shape: RoundShape, submitted: int, tokens: float) -> None:
-        """Told how many candidates a round submitted, and what it brought."""
+    def note(self, shape: RoundShape, reports: Sequence[Any]) -> None:
+        """Told of a round: for each text a `generation.captured.rounds.Report`."""
 
 
 class Always:
@@ -87,7 +89,7 @@ class Always:
     def next(self) -> RoundShape:
         return self.shapes[0]
 
-    def note(self, shape: RoundShape, submitted: int, tokens: float) -> None:
+    def note(self, shape: RoundShape, reports: Sequence[Any]) -> None:
         """Nothing follows from it."""
 
 
@@ -104,7 +106,8 @@ class Followed:
     def next(self) -> RoundShape:
         return next((shape for shape in self.shapes if shape.levels > self._expected), self.shapes[-1])
 
-    def note(self, shape: RoundShape, submitted: int, tokens: float) -> None:  # noqa: ARG002
+    def note(self, shape: RoundShape, reports: Sequence[Any]) -> None:
+        submitted = max(len(each.tree) for each in reports)
         reached = submitted + 1 if submitted == shape.levels else submitted
         self._expected += FOLLOWS * (reached - self._expected)
 
@@ -112,20 +115,24 @@ class Followed:
 class MostTokens:
     """`rule="throughput"`: the shape that promises most tokens a second, by what was accepted and what rounds take.
 
-    A chain promises what is known of estimates, a tree what its rounds brought lately. What has not been tried for long
-    is tried now and then, ever more seldom, since a text may change: trees one after the other, and a chain where
-    nothing is drafted.
+    A chain promises what is known of estimates. A tree promises as many times the tokens of a chain of its depth as its
+    own rounds brought: its first branch is the chain that would have been drafted, so each round says what both bring
+    to the text at hand. What has not been tried for long is tried now and then, ever more seldom, since a text may
+    change: trees one after the other, and a chain where nothing is drafted.
+
+    Example: rounds of a tree five levels deep brought 4.5 tokens, the first branches alone 3.6. A chain of five is
+    expected to bring 2.8 of the text at hand, so the tree promises 4.5 / 3.6 * 2.8 = 3.5.
 
     Attributes:
         rates: what is known of the estimates of a text's chains; set before each.
-        gains: of shapes of trees, tokens of a round lately.
+        gains: by shape of a tree, tokens of its rounds and of their first branches; older rounds count less.
     """
 
     rates: AcceptanceRates
 
     def __init__(self, shapes: list[RoundShape], seconds: RoundSeconds) -> None:
         self.shapes, self.seconds = shapes, seconds
-        self.gains: dict[RoundShape, float] = {}
+        self.gains: dict[RoundShape, tuple[float, float]] = {}
         self._trees = [shape for shape in shapes if shape.width > 1]
         self._probing: list[RoundShape] = []
         self._since, self._until_probe, self._next_tree = 0, PROBES[0], 0
@@ -144,8 +151,10 @@ class MostTokens:
     def _promised(self) -> np.ndarray:
         """Tokens a second of each shape."""
         known = self.rates.expected_tokens(max(shape.levels for shape in self.shapes))
-        tokens = [known[shape.levels] if shape.width == 1 else self.gains.get(shape, 0.0) for shape in self.shapes]
-        return np.array(tokens) / self.seconds.of(self.shapes)
+        gains = np.array([self.gains.get(shape, (1.0, 1.0)) for shape in self.shapes])
+        tokens = known[[shape.levels for shape in self.shapes]] * gains[:, 0] / gains[:, 1]
+        promised: np.ndarray = tokens / self.seconds.of(self.shapes)
+        return promised
 
     def _probe(self, best: RoundShape) -> list[RoundShape]:
         """Rounds to try something else than the best."""
@@ -156,10 +165,20 @@ class MostTokens:
             return []
         self._next_tree += 1
         shape = options[self._next_tree % len(options)]
-        return [shape] * (PROBED if shape.width > 1 else 1)
+        return [shape] * (PROBED[shape in self.gains] if shape.width > 1 else 1)
 
-    def note(self, shape: RoundShape, submitted: int, tokens: float) -> None:  # noqa: ARG002
-        """Of chains nothing: `rates` are told of them."""
+    def note(self, shape: RoundShape, reports: Sequence[Any]) -> None:
+        if not shape.levels:
+            return
+        firsts = [first_branch(each.tree, each.path) for each in reports]
+        for each, first in zip(reports, firsts, strict=True):
+            self.rates.observe(each.estimates, min(len(each.tree), shape.levels), first)
         if shape.width > 1:
-            known = self.gains.get(shape, tokens)
-            self.gains[shape] = known + FOLLOWS * (tokens - known)
+            of_all, of_first = self.gains.get(shape, (0.0, 0.0))
+            tokens = sum(len(each.path) + 1 for each in reports)
+            self.gains[shape] = FADES * of_all + tokens, FADES * of_first + sum(firsts) + len(reports)
+
+
+def first_branch(tree: DraftTree, path: Sequence[int]) -> int:
+    """How many candidates of an accepted path are on the branch of first children: a chain would have had only them."""
+    return next((place for place, node in enumerate(path) if tree.ranks[node]), len(path))

@@ -374,6 +374,7 @@ def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monke
 
     monkeypatch.setattr(tiers.RoundSeconds, "of", seconds)
     monkeypatch.setattr(tiers, "PROBES", (3, 12))
+    monkeypatch.setattr(tiers, "PROBED", (2, 2))
     target, assistant = made("independent", tmp_path, rule="throughput")
     shapes: list[RoundShape] = []
     run = captured_rounds.CapturedRounds.run

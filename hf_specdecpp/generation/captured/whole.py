@@ -13,7 +13,7 @@ from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.generation.captured.rounds import CapturedRounds, Report
+from hf_specdecpp.generation.captured.rounds import CapturedRounds
 from hf_specdecpp.generation.text import Text, Verdict
 from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, Tiers, chains_up_to
 
@@ -67,7 +67,7 @@ class WholeRounds:
         if len(rounds.graphs) == graphs:
             rounds.seconds.note(shape, end - middle)
         reports = [found[self.places[id(text)]] for text in texts]
-        self.tiers.note(shape, max(len(each.tree) for each in reports), self._tokens(reports))
+        self.tiers.note(shape, reports)
         for text, report in zip(texts, reports, strict=True):
             text.generator.note_captured(report.tree, report.path, report.estimates)
             text.stats.draft_seconds += (middle - begin) / count
@@ -75,10 +75,6 @@ class WholeRounds:
             self._emit(text, side, [*(report.tree.tokens[node] for node in report.path), report.token])
             text.stats.overhead_seconds += (time.perf_counter() - end) / count
         self.made += 1
-
-    def _tokens(self, reports: Sequence[Report]) -> float:
-        """That a text got of the round, on average."""
-        return sum(len(each.path) + 1 for each in reports) / len(reports)
 
     def _emit(self, text: Text, side: Any, emitted: list[int]) -> None:
         """Emit what stands of a round of which both models have read everything."""

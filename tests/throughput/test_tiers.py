@@ -1,0 +1,116 @@
+"""Which shape captured rounds take under `rule="throughput"`: against the best one, by what rounds take and bring."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hf_specdecpp.drafting.captured_draft import RoundShape
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.throughput import tiers
+from hf_specdecpp.throughput.tiers import TREES, MostTokens, RoundSeconds, chains_up_to, first_branch
+from hf_specdecpp.trees.tree import DraftTree
+
+TREE_STEPS = {TREES[0]: 1.3, TREES[1]: 1.5}  # times those of a chain of this depth
+ROUNDS, WARM = 1500, 500
+
+
+class Texts:
+    """Candidates of which the first is accepted with one chance, and the next best instead with another.
+
+    Attributes:
+        chances: of the first and of the second, of the text at hand.
+    """
+
+    def __init__(self, chances: tuple[float, float], seed: int = 0) -> None:
+        self.chances, self.random = chances, np.random.default_rng(seed)
+
+    def report(self, shape: RoundShape) -> Any:
+        tree = DraftTree()
+        path, parent = [], 0
+        first, second = self.chances
+        for _ in range(shape.levels):
+            children = [tree.add(parent, token) for token in range(1, min(shape.width, 2) + 1)]
+            drawn = self.random.random()
+            if drawn < first:
+                parent = children[0]
+            elif shape.width > 1 and drawn < first + second:
+                parent = children[1]
+            else:
+                break
+            path.append(parent)
+        while len(tree) < shape.nodes:
+            tree.add(0, 9)
+        return SimpleNamespace(tree=tree, path=path, estimates=[0.7] * shape.levels if shape.width == 1 else [])
+
+
+def seconds_of(shape: RoundShape, step: float) -> float:
+    return 6e-3 + 1e-3 * step * shape.levels * TREE_STEPS.get(shape, 1.0)
+
+
+def tokens_a_second(tried: MostTokens | RoundShape, texts: Texts, step: float) -> float:
+    """Of the rounds after the first ones."""
+    tokens = seconds = 0.0
+    for number in range(ROUNDS):
+        shape = tried if isinstance(tried, RoundShape) else tried.next()
+        report = texts.report(shape)
+        if not isinstance(tried, RoundShape):
+            tried.seconds.note(shape, seconds_of(shape, step))
+            tried.note(shape, [report])
+        if number >= WARM:
+            tokens += len(report.path) + 1
+            seconds += seconds_of(shape, step)
+    return tokens / seconds
+
+
+def throughput(step: float = 0.55) -> MostTokens:
+    shapes = [*chains_up_to(15), *TREES]
+    most = MostTokens(shapes, RoundSeconds())
+    most.seconds.time(shapes, lambda shape: seconds_of(shape, step))
+    most.rates = AcceptanceRates()
+    return most
+
+
+@pytest.mark.parametrize("chances", [(0.8, 0.12), (0.8, 0.02), (0.5, 0.3), (0.5, 0.02), (0.02, 0.01)], ids=str)
+@pytest.mark.parametrize("step", [0.1, 0.55, 3.0])
+def test_not_far_from_the_best_shape(chances: tuple[float, float], step: float) -> None:
+    most = throughput(step)
+    found = tokens_a_second(most, Texts(chances), step)
+    best = max(tokens_a_second(shape, Texts(chances), step) for shape in most.shapes)
+    assert found > 0.97 * best
+
+
+def test_a_tree_that_pays_is_not_dropped_in_a_text_that_is_hard_to_draft() -> None:
+    """Its promise follows the text as that of chains does."""
+    most, texts = throughput(), Texts((0.8, 0.12))
+    tokens_a_second(most, texts, 0.55)
+    texts.chances = (0.5, 0.3)
+    shapes = []
+    for _ in range(60):
+        shapes.append(shape := most.next())
+        most.note(shape, [texts.report(shape)])
+    assert sum(shape.width > 1 for shape in shapes) > 50
+
+
+def test_a_tree_that_is_judged_by_its_tokens_alone_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mutant: what the first branch brought is not told apart."""
+    monkeypatch.setattr(tiers, "first_branch", lambda _tree, path: len(path))
+    most = throughput()
+    best = max(tokens_a_second(shape, Texts((0.5, 0.3)), 0.55) for shape in most.shapes)
+    assert tokens_a_second(most, Texts((0.5, 0.3)), 0.55) < 0.97 * best
+
+
+def test_the_first_branch() -> None:
+    tree = DraftTree()
+    one, two = tree.add(0, 5), tree.add(0, 6)
+    three, four = tree.add(one, 7), tree.add(one, 8)
+    five = tree.add(four, 9)
+    assert first_branch(tree, []) == 0
+    assert first_branch(tree, [one, three]) == 2
+    assert first_branch(tree, [one, four, five]) == 1
+    assert first_branch(tree, [two]) == 0
+    chain = DraftTree.chain([1, 2], [None, None])  # type: ignore[list-item]
+    assert first_branch(chain, [1, 2]) == 2
