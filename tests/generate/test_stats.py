@@ -338,13 +338,13 @@ def test_passes_over_one_token_are_timed_beside_the_rounds() -> None:
         seen.append((cache_among(kwargs).get_seq_length(), kwargs["input_ids"].shape[1]))
 
     with target.register_forward_pre_hook(watch, with_kwargs=True):
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=64, do_sample=False)
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=160, do_sample=False)
         pairs = [(one, after) for one, after in pairwise(seen[1:]) if one[0] == after[0]]
         assert len(pairs) == assistant.stats.compared_passes == AT_ONCE
         assert {beside for (_, beside), _ in pairs} == {1}
         assert min(width for _, (_, width) in pairs) > 1
         assert len(seen) == assistant.stats.target_passes + AT_ONCE
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=64, do_sample=False)
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=160, do_sample=False)
     assert len(seen) == 2 * assistant.stats.target_passes + AT_ONCE
 
 

@@ -99,7 +99,7 @@ def test_copies_are_kept_while_they_may_be_used() -> None:
 
 
 def test_passes_beside_those_of_the_rounds() -> None:
-    """One at once, four with each product from the eighth round on, others 48 passes apart, and one now and then."""
+    """One at once, four with each product from the 24th round on, others 48 passes apart, and one now and then."""
     passes, made = TargetPasses("packed"), []
     for rounds in range(1200):
         if (product := passes.missing(1, has_choice=True)) is not None:
@@ -172,7 +172,7 @@ def test_a_setting_without_a_choice_makes_few_passes_of_its_own() -> None:
     target.register_forward_pre_hook(lambda *_: passes.append(1))
     for most in (AT_ONCE, 0):
         passes.clear()
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=64, do_sample=False)
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=160, do_sample=False)
         assert len(passes) - assistant.stats.target_passes == most
 
 
