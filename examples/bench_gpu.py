@@ -260,7 +260,7 @@ def machine(device: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["smollm2", "1.5b", "8b"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["8b", "smollm2", "1.5b"])
     parser.add_argument("--rates", nargs="+", type=float, default=[0.8, 0.3], help="candidates that are right")
     parser.add_argument("--ours", nargs="*", choices=OURS, default=list(OURS))
     parser.add_argument("--batch_sizes", nargs="+", type=int, default=[1, 4], help="all but the first at one rate")

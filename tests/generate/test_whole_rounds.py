@@ -384,7 +384,7 @@ def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monke
         return run(rounds, shape, *rest)
 
     monkeypatch.setattr(captured_rounds.CapturedRounds, "run", noted)
-    text = generate(target, assistant, max_new_tokens=120)
-    assert torch.equal(text, generate(target, None, max_new_tokens=120))
+    text = generate(target, assistant, max_new_tokens=90)
+    assert torch.equal(text, generate(target, None, max_new_tokens=90))
     assert shapes[-12:].count(cheap) > 6
     assert len(set(shapes)) > 1, "others are tried now and then"
