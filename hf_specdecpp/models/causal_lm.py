@@ -73,8 +73,8 @@ def inner_decoder(model: CausalLM) -> CausalLM:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """A model and all modules below it, each once: as `modules()`, which takes ten times as long, for what walks over
-    thousands of them before each text."""
+    """A model and all modules below it, each once. They are walked over before each text, and there are thousands of
+    them: `modules()` takes ten times as long."""
     found = {model: None}
     left = [model]
     for module in left:

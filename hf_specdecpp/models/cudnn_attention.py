@@ -9,15 +9,15 @@ from threading import Lock
 import torch
 
 _lock = Lock()
-_users: list[bool] = []  # what the setting was when each of those who are within came
+_users: list[bool] = []  # what the setting was when each thread came that is within
 
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Let PyTorch choose its other kernels of attention under a mask than cuDNN's.
+    """Let PyTorch choose another kernel of attention than cuDNN's.
 
-    cuDNN makes a plan for each number of cached tokens, which takes longer than a pass over a text that grows from pass
-    to pass. The setting is the process's: it is put back when the last of several threads leaves.
+    cuDNN makes a plan for each number of cached tokens, which takes longer than a pass, and a text that grows has
+    another number in each pass. The setting is the process's: it is put back when the last of several threads leaves.
     """
     with _lock:
         _users.append(torch.backends.cuda.cudnn_sdp_enabled())

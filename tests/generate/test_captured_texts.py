@@ -6,12 +6,12 @@ import pytest
 from support.capturing import SETTINGS, assert_captured_as_uncaptured
 from support.models import quiet_later_layers, tiny
 
-FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "granite")
+FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "granite", "phi3")
 KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 
 
 @pytest.mark.takes(4)
-@pytest.mark.every(27)
+@pytest.mark.every(29)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
