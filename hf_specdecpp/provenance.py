@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -83,6 +84,7 @@ def device_name(device: torch.device) -> str:
     return f"CPU ({', '.join([*_processor(), platform.machine(), torch.backends.cpu.get_cpu_capability()])})"
 
 
+@cache
 def _processor() -> list[str]:
     """Its name and family, where Linux says them: clouds give quite different processors the same name."""
     try:

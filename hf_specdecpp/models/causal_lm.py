@@ -85,6 +85,16 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return left
 
 
+def num_bytes(model: nn.Module) -> int:
+    """Of its parameters and buffers, those that are shared once."""
+    sizes = {}
+    for module in modules_of(model):
+        for each in (*module._parameters.values(), *module._buffers.values()):
+            if each is not None:
+                sizes[id(each)] = each.nelement() * each.element_size()
+    return sum(sizes.values())
+
+
 def devices_of(model: nn.Module) -> set[torch.device]:
     """Where the parameters of a model lie."""
     devices = set()

@@ -18,7 +18,7 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.files import forget, recall, remember
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, num_bytes
 from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.throughput.round_times import RoundTimes, as_expected, corrected, in_seconds, length_class
@@ -276,7 +276,7 @@ def _describe(model: CausalLM) -> dict[str, Any]:
     return {
         "name": model.config.name_or_path,
         "class": type(model).__name__,
-        "bytes": model.get_memory_footprint(),
+        "bytes": num_bytes(model),
         "layers": config.num_hidden_layers,
         "vocab": config.vocab_size,
         "dtype": str(model.dtype),

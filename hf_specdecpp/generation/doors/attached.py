@@ -270,8 +270,8 @@ def _assisted_decoding(
     given = input_ids, logits_processor, stopping_criteria, generation_config
     if not is_attached(assistant_model, target):
         return original(*given, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
-    # Again, since another thread may have attached the assistant since the call began.
-    _check(target, GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
+    # Again, since another thread may have attached the assistant since the call began, and checked the target for that.
+    check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
     return decoding_of(Call.of(target, *given[1:], **kwargs), assistant_model, input_ids)(input_ids)
 
 
