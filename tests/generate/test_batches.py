@@ -68,6 +68,10 @@ def test_greedy_equality(family: str) -> None:
     target, inputs = tiny(family), padded(LENGTHS)
     plain = generate(target, inputs, eos_token_id=7)
     assistant = assistant_for(target, mix=0.9, **RULES["fixed"])
+    if family == "gemma2":  # eager attention under its cap makes NaN of padding, in plain generation, too
+        with pytest.raises(ValueError, match="computes NaN in it with attn_implementation='eager'"):
+            generate(target, inputs, assistant, eos_token_id=7)
+        return
     assert torch.equal(generate(target, inputs, assistant, eos_token_id=7), plain)
     stats = assistant.stats
     assert stats.accepted > 10
