@@ -70,14 +70,14 @@ PLAIN, COMPILED, CAPTURED = "plain generate()", "plain generate(), compiled", "p
 PROMPT, SAMPLE = 64, 128  # tokens
 
 
-class FirstToken(BaseStreamer):
-    """Notes when the first token came after the prompt."""
+class Times(BaseStreamer):
+    """Notes when the prompt and then each token came."""
 
     def __init__(self) -> None:
-        self.begin, self.times = time.perf_counter(), list[float]()
+        self.noted: list[float] = []
 
-    def put(self, value: Tensor) -> None:  # noqa: ARG002 - the prompt, then tokens
-        self.times.append(time.perf_counter() - self.begin)
+    def put(self, _value: Tensor) -> None:
+        self.noted.append(time.perf_counter())
 
     def end(self) -> None:
         """Nothing is left."""
@@ -156,9 +156,10 @@ class Contest:
     def run(self, repetitions: int, assistant: SpecDecPPAssistant | None = None, **options: Any) -> Result:
         if assistant is not None:
             options["assistant_model"] = assistant
-        streamer, begin = FirstToken() if self.rows == 1 else None, time.perf_counter()
+        streamer, begin = Times() if self.rows == 1 else None, time.perf_counter()
         self.generate(self.prompts[0], streamer=streamer, **options)
         first = time.perf_counter() - begin
+        first_token = None if streamer is None else streamer.noted[1] - begin
         self.generate(self.prompts[1], **options)
         seconds, texts = [], []
         for number in range(repetitions):
@@ -167,14 +168,8 @@ class Contest:
             seconds.append(time.perf_counter() - begin)
         stats = None if assistant is None else assistant.stats
         note = "" if stats is None else stats.uncaptured or _spent(stats)
-        return Result(
-            streamer.times[1] if streamer else None,
-            first,
-            seconds,
-            1.0 if stats is None else stats.tokens_per_pass,
-            texts,
-            note,
-        )
+        passes = 1.0 if stats is None else stats.tokens_per_pass
+        return Result(first_token, first, seconds, passes, texts, note)
 
 
 def _spent(stats: Any) -> str:

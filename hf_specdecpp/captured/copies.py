@@ -114,7 +114,6 @@ def _fuse(module: nn.Module) -> None:
     forward = type(module).forward
     if "forward" in vars(module):  # somebody has replaced it
         return
-    code: Any = inspect.unwrap(forward)  # without what transformers warns of old arguments with
     if type(module).__name__.endswith(PIECES):
 
         def piece(self: nn.Module, hidden: Tensor) -> Tensor:
@@ -122,7 +121,9 @@ def _fuse(module: nn.Module) -> None:
             return found
 
         module.forward = MethodType(piece, module)
-    elif isinstance(code, FunctionType) and ROTARY in code.__code__.co_names:
+        return
+    code: Any = inspect.unwrap(forward)  # without what transformers warns of old arguments with
+    if isinstance(code, FunctionType) and ROTARY in code.__code__.co_names:
         rotary = code.__globals__.get(ROTARY)
         if not isinstance(rotary, FunctionType):  # a kernel of the Hub
             return

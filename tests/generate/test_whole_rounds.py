@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.capturing import Drawn, generate
-from support.whole_rounds import FIXED, KINDS, SAMPLED, TREE, batch, made, together
+from support.capturing import CHAIN, Drawn, generate
+from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
@@ -41,7 +41,7 @@ def outcomes(target: CausalLM, assistant: SpecDecPPAssistant, **how: Any) -> tup
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     """And each round is two replays, after the first text without a capture."""
-    target, assistant = made(kind, tmp_path, **FIXED)
+    target, assistant = made(kind, tmp_path, **CHAIN)
     assistant.decisions = type(assistant.decisions)(draft_successors=False)
     for length in (4, 236):  # the second outgrows its room
         text, rounds = outcomes(target, assistant, length=length)
@@ -54,7 +54,7 @@ def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: 
         assistant.speculation.graphs = "off"
         _, expected = outcomes(target, assistant, length=length)
         assistant.speculation.graphs = "auto"
-        full = [each for each in expected if each[0] == FIXED["num_tokens"]]
+        full = [each for each in expected if each[0] == CHAIN["num_tokens"]]
         assert rounds[: len(full) - 1] == full[:-1]
         assert len(full) > 2
 
@@ -97,7 +97,7 @@ def test_texts_after_one_in_which_drafting_did_not_pay(kind: str, tmp_path: Path
 @torch.inference_mode()
 def test_replays_with_other_contents(kind: str, sampled: bool, tmp_path: Path) -> None:
     """What is captured, replayed twice with other contents, is the function run anew."""
-    settings = TREE if kind in ("conditioned", "dflash windows") else FIXED
+    settings = TREE if kind in ("conditioned", "dflash windows") else CHAIN
     target, assistant = made(kind, tmp_path, **settings)
     generate(target, assistant, **(SAMPLED if sampled else {}))
     (rounds,) = captured_target._known[target][1].rounds.values()
@@ -139,11 +139,11 @@ def test_a_tree_brings_more_than_a_chain(tmp_path: Path) -> None:
 
 
 REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "lookups": ({**FIXED, "lookup": True}, {}, "lookups are made on the host"),
+    "lookups": ({**CHAIN, "lookup": True}, {}, "lookups are made on the host"),
     "another budget": ({**TREE, "tree_budget": 12}, {}, "trees that are grown on the device have 15 or 30 candidates"),
     "a static tree": ({"tree": [3, 2, 1]}, {}, "only trees of Algorithm 2"),
-    "scores": (FIXED, {"return_dict_in_generate": True, "output_scores": True}, "scores or logits are asked for"),
-    "a processor": (FIXED, {"no_repeat_ngram_size": 3}, "a logits processor runs on the host"),
+    "scores": (CHAIN, {"return_dict_in_generate": True, "output_scores": True}, "scores or logits are asked for"),
+    "a processor": (CHAIN, {"no_repeat_ngram_size": 3}, "a logits processor runs on the host"),
     "costs": ({"rule": "throughput", "costs": {"draft": 0.1, "verify": [1.0]}}, {}, "costs that are given or assumed"),
 }
 
@@ -163,7 +163,7 @@ PENALTY = {"repetition_penalty": 1.4}
 
 
 @pytest.mark.every(5)
-@pytest.mark.parametrize("settings", [FIXED, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(("length", "padding"), [(5, 0), (5, 4), (236, 0)])
 def test_a_repetition_penalty(length: int, padding: int, settings: dict[str, Any], tmp_path: Path) -> None:
     target, assistant = made("independent", tmp_path, **settings)
@@ -195,7 +195,7 @@ def test_a_penalty_that_misses_tokens_is_noticed(
     owner: Any, name: str, mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, mutant)
-    target, assistant = made("independent", tmp_path, **FIXED)
+    target, assistant = made("independent", tmp_path, **CHAIN)
     how: dict[str, Any] = {"max_new_tokens": 60, "repetition_penalty": 2.0}
     assert not torch.equal(generate(target, assistant, **how), generate(target, None, **how))
 
@@ -209,7 +209,7 @@ def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     """Rows of other lengths, each drafted for as by itself."""
     if kind == "gemma 4":
         return  # which drafts for no batches
-    target, assistant = made(kind, tmp_path, **FIXED)
+    target, assistant = made(kind, tmp_path, **CHAIN)
     ids, mask = batch(3, vocab=target.config.vocab_size)
     expected = together(target, None, ids, mask)
     for turn in range(2):
@@ -230,7 +230,7 @@ def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
         assert assistant.stats.accepted == together_accepted[row]
 
 
-@pytest.mark.parametrize("settings", [FIXED, {"rule": "threshold", "threshold": 0.9}, {"rule": "throughput"}],
+@pytest.mark.parametrize("settings", [CHAIN, {"rule": "threshold", "threshold": 0.9}, {"rule": "throughput"}],
                          ids=lambda each: each["rule"])  # fmt: skip
 def test_rows_that_end_leave(settings: dict[str, Any], tmp_path: Path) -> None:
     """Of eight rows some end early; the others go on in the same graphs, into a larger room; the cache is as ever."""
@@ -251,7 +251,7 @@ def test_rows_that_end_leave(settings: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_sampled_batch(tmp_path: Path) -> None:
-    target, assistant = made("conditioned", tmp_path, **FIXED)
+    target, assistant = made("conditioned", tmp_path, **CHAIN)
     ids, mask = batch(4)
     text = together(target, assistant, ids, mask, **SAMPLED)
     assert assistant.stats.decided["rounds"] == "captured"
@@ -261,7 +261,7 @@ def test_a_sampled_batch(tmp_path: Path) -> None:
 
 
 def test_more_rows_than_graphs_are_made_for(tmp_path: Path) -> None:
-    target, assistant = made("independent", tmp_path, **FIXED)
+    target, assistant = made("independent", tmp_path, **CHAIN)
     ids, mask = batch(9)
     assert torch.equal(together(target, assistant, ids, mask), together(target, None, ids, mask))
     assert assistant.stats.uncaptured == "more than 8 sequences"
@@ -303,10 +303,10 @@ def test_rows_that_are_not_moved_are_noticed(tmp_path: Path, monkeypatch: pytest
 
 
 def test_other_states_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, assistant = made("conditioned", tmp_path, **FIXED)
+    target, assistant = made("conditioned", tmp_path, **CHAIN)
     _, expected = outcomes(target, assistant)
     monkeypatch.setattr(CapturedDraft, "take", keeps_states_of_candidates(CapturedDraft.take))
-    target, assistant = made("conditioned", tmp_path, **FIXED)
+    target, assistant = made("conditioned", tmp_path, **CHAIN)
     text, rounds = outcomes(target, assistant)
     assert rounds != expected
     assert torch.equal(text, generate(target, None))
@@ -315,7 +315,7 @@ def test_other_states_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_rows_that_go_on_after_their_end_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their lengths grow, until they write past their room."""
     monkeypatch.setattr(CapturedDraft, "keep", lambda *_: None)
-    target, assistant = made("independent", tmp_path, **FIXED)
+    target, assistant = made("independent", tmp_path, **CHAIN)
     ids, mask = batch(2)
     end = int(together(target, None, ids, mask)[0, ids.shape[1] + 3])
     kept: list[Tensor] = []
@@ -335,7 +335,7 @@ def test_a_round_that_cannot_be_captured_in_the_middle_of_a_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where memory ends: it runs as it is."""
-    target, assistant = made("conditioned", tmp_path, **FIXED)
+    target, assistant = made("conditioned", tmp_path, **CHAIN)
     plain, capture = generate(target, None, 240), Graphs._capture
 
     def fails(graphs: Any, function: Any, changes: Any) -> Any:
@@ -352,7 +352,7 @@ def test_a_round_that_cannot_be_captured_in_the_middle_of_a_text(
 def test_a_first_round_that_cannot_be_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are made step by step then."""
     for rows in (1, 2):
-        target, assistant = made("conditioned", tmp_path, **FIXED)
+        target, assistant = made("conditioned", tmp_path, **CHAIN)
         ids, mask = batch(rows)
         with monkeypatch.context() as patch:
             patch.setattr(Processing, "of_nodes", lambda _, scores, _texts: scores * float(scores.sum() < 1e9))

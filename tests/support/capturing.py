@@ -106,7 +106,7 @@ def assert_captured_as_uncaptured(kind: str, target: CausalLM, **settings: Any) 
     found, rounds = drawn(target, assistant, sampled=not is_whole)
     stats = assistant.stats
     assert stats.uncaptured is None
-    assert any(accepted for text in rounds for *_, accepted in text), "a draft that is never right shows little"
+    assert stats.accepted > 0
     assert torch.equal(found[0], generate(target, None, LENGTHS[0]))
     assert torch.equal(found[1], generate(target, None, LENGTHS[1], PADDING))
     before = stats.graphs

@@ -23,7 +23,6 @@ from support.models import assistant_of, prompt, quiet_later_layers, tiny, told
 from support.mtp_files import DEPTH, Files
 
 Made = tuple[CausalLM, SpecDecPPAssistant]
-FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
 TREE: dict[str, Any] = {"rule": "fixed", "tree": "dyspec", "tree_budget": 15}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 9, "min_p": 0.01}
 KINDS = ["independent", "early_exit", "conditioned", "eagle3", "mtp 1", "mtp 3", "gemma 4"] + [

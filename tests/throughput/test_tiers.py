@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hf_specdecpp.drafting.captured_draft import RoundShape
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
@@ -118,5 +119,5 @@ def test_the_first_branch() -> None:
     assert first_branch(tree, [one, three]) == 2
     assert first_branch(tree, [one, four, five]) == 1
     assert first_branch(tree, [two]) == 0
-    chain = DraftTree.chain([1, 2], [None, None])  # type: ignore[list-item]
+    chain = DraftTree.chain([1, 2], [torch.empty(0)] * 2)
     assert first_branch(chain, [1, 2]) == 2
