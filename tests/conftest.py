@@ -60,6 +60,12 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def assumed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs stay as they are assumed before the first round, so that no rule follows the clock of this machine."""
+    monkeypatch.setattr(known_costs.KnownCosts, "learn", lambda costs, times: [])
+
+
+@pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     """An empty Hub that this process talks to, with a token, and an empty cache. Tests use the same ids again."""
     with HubServer() as server:

@@ -285,6 +285,7 @@ def test_statistics_before_any_call(place: Place) -> None:
 # --- unusual, and right ---
 
 
+@pytest.mark.usefixtures("assumed_costs")
 def test_device_map_auto(place: Place) -> None:
     target = AutoModelForCausalLM.from_pretrained(place / "target", device_map="auto")
     plain = target.generate(PROMPT, **GREEDY)

@@ -81,6 +81,7 @@ def test_where_nothing_is_estimated_nothing_is_learned(kind: dict[str, Any]) -> 
     assert all(each.rates.rounds == 0 for each in assistant.memory.learned.get(target, {}).values())
 
 
+@pytest.mark.usefixtures("assumed_costs")
 def test_a_saved_assistant_keeps_what_was_learned_if_told_to(tmp_path: Path) -> None:
     target, draft = tiny("llama"), tiny("llama", seed=1)
     draft.save_pretrained(tmp_path / "draft")

@@ -29,6 +29,7 @@ FIXED = SpeculationConfig("fixed", num_tokens=4)
 # --- independent ---
 
 
+@pytest.mark.usefixtures("assumed_costs")
 @pytest.mark.parametrize("attached", [True, False])
 def test_by_folder_and_by_object(target: PreTrainedModel, draft: str, attached: bool, tmp_path: Path) -> None:
     for named in (draft, Path(draft), AutoModelForCausalLM.from_pretrained(draft)):

@@ -75,6 +75,7 @@ def test_the_verdict_agrees_with_what_was_measured(target: str, monkeypatch: pyt
     assert stats.same_pass_seconds == pytest.approx(stats.plain_pass_seconds / 2)
 
 
+@pytest.mark.usefixtures("assumed_costs")
 def test_demo_fails_when_an_answer_differs(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is real: with a verifier that accepts everything, the demo says so and exits with 1."""
 
