@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.hub_server import HubServer
 from support.models import VOCAB_SIZE, tiny
-from support.repos import WORDS, check_round_trip, estimates, greedy, head_for, publish_pair, save_model
+from support.repos import WORDS, check_round_trip, estimates, greedy, head_for, save_model
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -38,14 +37,6 @@ def test_by_folder_and_by_object(target: PreTrainedModel, draft: str, attached: 
         assert assistant.config.draft_id == draft
     assistant.attach(target)
     check_round_trip(assistant, target, tmp_path / "a")
-
-
-def test_by_id(hub: HubServer, tmp_path: Path) -> None:
-    publish_pair(hub, tmp_path)
-    target = AutoModelForCausalLM.from_pretrained("org/target")
-    assistant = SpecDecPPAssistant.from_draft("org/draft", target, speculation=FIXED)
-    assert greedy(target, assistant) == greedy(target)
-    assert (assistant.config.draft_id, assistant.config.target_id) == ("org/draft", "org/target")
 
 
 def test_dtype_of_a_draft_given_by_name(draft: str) -> None:
