@@ -15,7 +15,7 @@ from support.assistant_files import FILES, edit_config, write_assistant
 from support.eagle3_files import VARIANTS
 from support.hub_server import HubServer, hub_env, point_client_at
 from support.models import tiny
-from support.released_heads import ReleasedHead, save_bin, save_mixin, write_config
+from support.released_heads import ReleasedHead, save_bin, save_mixin
 from support.repos import save_model
 from typer.testing import CliRunner, Result
 
@@ -51,13 +51,6 @@ def folder(tmp_path: Path) -> Path:
 
 def test_version() -> None:
     assert run("--version").stdout == f"{__version__}\n"
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "--help"], ["demo", "--help"]])
-def test_help(arguments: list[str]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 0
-    assert "Usage" in result.stdout
 
 
 def test_nothing_asked_shows_the_help() -> None:
@@ -154,24 +147,6 @@ def test_settings_are_words_and_not_python(folder: Path) -> None:
     assert "{" not in output
 
 
-def test_an_ordinary_model(tmp_path: Path) -> None:
-    result = run("inspect", write_config(tmp_path, model_type="llama"))
-    assert result.exit_code == 1
-    assert "config.json has model_type 'llama' and not 'specdecpp'" in text(result.stdout)
-
-
-def test_a_released_head_is_told_how_to_be_converted(tmp_path: Path) -> None:
-    result = run("inspect", save_bin(ReleasedHead(1), tmp_path))
-    assert result.exit_code == 1
-    assert "specdecpp inspect FOLDER --convert OUT" in text(result.stdout)
-
-
-def test_an_empty_folder(tmp_path: Path) -> None:
-    result = run("inspect", tmp_path)
-    assert result.exit_code == 1
-    assert "PROBLEM config.json Missing, but there is no assistant without it." in text(result.stdout)
-
-
 def test_lines_fit_in_100_columns(folder: Path) -> None:
     edit_config(folder, target_id="organisation/" + "x" * 200, unknown="")
     (folder / "adapter" / "adapter_config.json").write_text("[]" * 100)
@@ -236,12 +211,6 @@ def test_convert(tmp_path: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     assert (config["draft_id"], config["draft_revision"]) == ("org/draft", "abc")
     assert (config["target_id"], config.get("target_revision")) == ("org/target", None)
-
-
-def test_convert_without_a_draft_warns(tmp_path: Path) -> None:
-    result = run("inspect", save_mixin(ReleasedHead(1), tmp_path / "in"), "--convert", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    assert "warning config.json has no draft_id" in text(result.stdout)
 
 
 def test_convert_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

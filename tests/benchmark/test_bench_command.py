@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.models import tiny
+from support.mutants import accept_everything
 from support.repos import TEXT, save_model, tokenizer
 from support.training_files import training_run
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,7 +20,6 @@ from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import all_contestants, choose
 from hf_specdecpp.benchmark.loading import RECORDS, TEXTS
 from hf_specdecpp.cli import app
-from hf_specdecpp.generation import text as verification
 
 SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]
 
@@ -149,8 +149,7 @@ def test_a_conditioned_assistant_in_half_precision(target: PreTrainedModel, tmp_
 
 
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = lambda candidates, scores: (len(candidates), int(scores[-1].argmax()))  # noqa: E731
-    monkeypatch.setattr(verification, "verify_greedy", everything)
+    accept_everything(monkeypatch)
     options = ("--max_new_tokens", "16", "--contestants", "fixed 3", "--temperatures", "0", "--no-replay")
     result = run_command(target, tmp_path, *options)
     assert result.exit_code == 1

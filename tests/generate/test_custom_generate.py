@@ -13,13 +13,13 @@ import torch
 from huggingface_hub import ModelCard
 from support.hub_server import HubServer
 from support.models import assistant_for, prompt, tiny
+from support.mutants import accept_everything
 from support.repos import files_of, publish_pair, save_assistant, save_model, tokenizer
 from support.watchers import runs_of
 from transformers import AutoModelForCausalLM, PreTrainedModel, TextStreamer, dynamic_module_utils
 from transformers.utils import hub as transformers_hub
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.version import __version__
 
@@ -65,7 +65,7 @@ def test_a_wrong_verification_would_be_seen(
 ) -> None:
     """The mutant accepts everything, so the text has to change."""
     plain = target.generate(PROMPT, **GREEDY)  # type: ignore[operator]
-    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    accept_everything(monkeypatch)
     head = save_assistant(tmp_path / "head", speculation={"rule": "fixed"})
     assert not torch.equal(generate(target, assistant=str(head)), plain)
 

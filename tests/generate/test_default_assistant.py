@@ -16,6 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.families import informed_draft, model_of
 from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
+from support.mutants import accept_everything
 from support.repos import TEXT, letter_tokenizer, save_assistant, save_model, tokenizer
 from torch import Tensor
 from transformers import (
@@ -29,7 +30,6 @@ from transformers import (
 )
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
-from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models.causal_lm import CausalLM
 
@@ -91,7 +91,7 @@ def test_a_wrong_verification_would_be_seen(target: CausalLM, assistant: Any, mo
     """The mutant: texts above are those of our loop, so one that accepts everything has to change them."""
     with assistant.paused():
         plain = target.generate(PROMPT, **GREEDY)
-    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    accept_everything(monkeypatch)
     assert not torch.equal(target.generate(PROMPT, **GREEDY), plain)
 
 
@@ -429,13 +429,6 @@ def test_constructors(tmp_path: Path) -> None:
         assert torch.equal(target.generate(PROMPT, **GREEDY), plain)
         assert made.stats.target_passes > 0
         made.detach()
-
-
-def test_a_default_of_nothing() -> None:
-    with pytest.raises(
-        ValueError, match="default=True makes this the default assistant of a model, and none was given"
-    ):
-        SpecDecPPAssistant.from_draft(tiny("llama"), default=True)
 
 
 # --- `transformers serve` ---

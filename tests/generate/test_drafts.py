@@ -31,7 +31,8 @@ FIXED = SpeculationConfig("fixed", num_tokens=4)
 @pytest.mark.parametrize("attached", [True, False])
 def test_by_folder_and_by_object(target: PreTrainedModel, draft: str, attached: bool, tmp_path: Path) -> None:
     for named in (draft, Path(draft), AutoModelForCausalLM.from_pretrained(draft)):
-        assistant = SpecDecPPAssistant.from_draft(named, target if attached else None, head=head_for(target))
+        model = target if attached else None
+        assistant = SpecDecPPAssistant.from_draft(named, model, head=head_for(target), speculation=FIXED)
         assert greedy(target, assistant) == greedy(target)
         assert assistant.stats.drafted > 0
         assert assistant.config.draft_id == draft

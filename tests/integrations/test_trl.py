@@ -22,13 +22,13 @@ from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
 from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny, told
+from support.mutants import accept_everything
 from support.repos import WORDS, ending_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.drafting.draft_model import DraftModel
-from hf_specdecpp.generation import text as verification
 from hf_specdecpp.models import cpu_products, early_exit, products
 from hf_specdecpp.models.causal_lm import base_model
 from hf_specdecpp.models.products import Always
@@ -217,7 +217,7 @@ def test_a_wrong_verification_would_be_seen(
 ) -> None:
     """The mutant accepts everything."""
     expected = plain(trainer)
-    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    accept_everything(monkeypatch)
     assert train(tmp_path, MAKERS["early_exit"], trainer=trainer).texts[0] != expected.texts[0]
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.mutants import accept_everything
 from support.repos import chat_tokenizer, save_chat_model, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.cli import app
-from hf_specdecpp.generation import text as verification
 from hf_specdecpp.terminal.chat import Chat, without_controls
 
 FIXED = SpeculationConfig("fixed", num_tokens=3)
@@ -83,7 +83,7 @@ def test_a_conversation(kind: str, tree: tuple[str, ...], target: str, assistant
 
 
 def test_a_wrong_verification_would_be_seen(target: str, assistant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    accept_everything(monkeypatch)
     assert answers_of(chat(target, "w1 w2 w3", options=("--assistant", assistant))) != plain(target, "w1 w2 w3")
 
 

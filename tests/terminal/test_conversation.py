@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,13 +171,6 @@ def test_a_conversation_that_is_too_long() -> None:
     assert len(said(talk, MESSAGES[0])[0]) <= 17
 
 
-def test_a_template_that_refuses() -> None:
-    talk = conversation(model_of("llama"), template="{{ raise_exception('no second message') }}")
-    with pytest.raises(ValueError, match="chat template refuses this conversation: no second message"):
-        talk.answer("w1", Stop(), print)
-    assert talk.messages == []
-
-
 def test_temperature_and_the_models_own_config() -> None:
     model = model_of("llama")
     model.generation_config.do_sample, model.generation_config.temperature = True, 0.7
@@ -208,13 +200,3 @@ def test_a_cache_of_the_models_own_choice_is_not_carried() -> None:
     said(talk, MESSAGES[1])
     assert [answer.carried for answer in talk.answers] == [0, 0]
     assert all(answer.stats.refusal is None for answer in talk.answers)
-
-
-def test_where_no_assistant_can_help_answers_are_plain(tmp_path: Path) -> None:
-    model = model_of("llama")
-    model.config.use_cache = model.generation_config.use_cache = False
-    talk = conversation(model)
-    expected = plainly(talk, MESSAGES[0])
-    assert said(talk, MESSAGES[0])[0] == expected
-    assert "use_cache=False" in str(talk.answers[0].stats.refusal)
-    said(talk, MESSAGES[1])

@@ -14,6 +14,7 @@ from support.models import prompt, tiny
 from support.zoo import tiny_of
 from transformers import AutoModelForCausalLM
 
+from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.models.causal_lm import inner_decoder
 from hf_specdecpp.training import models
 from hf_specdecpp.training.distillation import initial_layer
@@ -27,6 +28,7 @@ def test_training_helps_and_is_what_is_stored(family: str, tmp_path: Path) -> No
     vocab = 40 if family == "llama" else None
     config = prepare(tmp_path, "eagle3", family, draft_vocab_size=vocab, unroll=3, epochs=6)
     again, target = check_that_training_helps(config, tmp_path / "repo")
+    again.speculation = SpeculationConfig("fixed", num_tokens=3)
     ids, options = prompt(9), {"max_new_tokens": 20, "do_sample": False}
     assert torch.equal(target.generate(ids, assistant_model=again, **options), target.generate(ids, **options))
     assert again.stats.drafted > 0
