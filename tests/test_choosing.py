@@ -167,19 +167,6 @@ def test_errors(target: CausalLM, draft: str, options: dict[str, Any], says: str
     assert "_sample" not in vars(type(target)) or type(vars(type(target))["_sample"]).__name__ != "Method"
 
 
-def test_an_assistant_says_what_it_is(target: CausalLM) -> None:
-    draft = partly_agreeing(target)
-    target.config._name_or_path = "org/target"
-    assistant = assist(target, "lookup")
-    assert repr(assistant) == (
-        "SpecDecPPAssistant(text that was seen before, rule='throughput', default of org/target)"
-    )
-    other = assist(target, draft, default=False, rule="fixed", tree="dyspec")
-    assert repr(other) == "SpecDecPPAssistant(LlamaForCausalLM, rule='fixed', tree='dyspec', attached to org/target)"
-    assist(target, None)
-    assert repr(assistant).endswith("rule='throughput', not attached)")
-
-
 # Drafts that others have published -----------------------------------------------------------------------------------
 
 

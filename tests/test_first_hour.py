@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.hub_server import HubServer, point_client_at
 from support.models import assistant_for, partly_agreeing, prompt, tiny
-from support.repos import TEXT, save_model, tokenizer
+from support.repos import save_model, tokenizer
 from transformers import AutoModelForCausalLM, pipeline
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
@@ -20,7 +20,6 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 PROMPT = prompt(12)
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
-CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 @dataclass
@@ -235,9 +234,6 @@ def test_statistics_before_any_call(place: Place) -> None:
     assert "tokens per pass" in place.with_one(lambda assistant: [place.generate(assistant), str(assistant.stats)][1])
 
 
-# --- unusual, and right ---
-
-
 def test_device_map_auto(place: Place) -> None:
     target = AutoModelForCausalLM.from_pretrained(place / "target", device_map="auto")
     plain = target.generate(PROMPT, **GREEDY)
@@ -245,40 +241,3 @@ def test_device_map_auto(place: Place) -> None:
         assistant = load(place / name, target=target)
         assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **GREEDY), plain)
         assert assistant.stats.drafted > 0
-
-
-@pytest.mark.parametrize("name", ["head", "early"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(name: str, dtype: torch.dtype, place: Place) -> None:
-    """The draft takes the target's dtype. Texts may differ at near-ties (`tests/exactness/test_half_precision.py`)."""
-    target = AutoModelForCausalLM.from_pretrained(place / "target", dtype=dtype)
-    assistant = load(place / name, target=target)
-    assert assistant.dtype == dtype
-    assert target.generate(PROMPT, assistant_model=assistant, **GREEDY).shape == (1, 36)
-    assert assistant.stats.drafted > 0
-
-
-def test_chats(place: Place) -> None:
-    """As messages through a pipeline, and as what `apply_chat_template` returns."""
-    chat, words = [{"role": "user", "content": TEXT}], tokenizer()
-    words.chat_template = CHAT
-    encoded: Any = words.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    pipe = pipeline("text-generation", model=place.target, tokenizer=words)
-    plain = place.target.generate(**encoded, **GREEDY), pipe(chat, **GREEDY)
-
-    def answers(assistant: Any) -> Any:
-        named = {"assistant_model": assistant, **GREEDY}
-        return place.target.generate(**encoded, **named), pipe(chat, **named)
-
-    ours = place.with_one(answers)
-    assert torch.equal(ours[0], plain[0])
-    assert ours[1] == plain[1]
-
-
-def test_target_forgotten_where_it_is_not_needed(place: Place) -> None:
-    plain = place.target.generate(PROMPT, **GREEDY)
-    assistant = load(place / "head")
-    assert torch.equal(place.generate(assistant), plain)
-    assert "unattached target" in str(assistant.stats)
-    place.target.generate(PROMPT, assistant_model=assistant, max_new_tokens=2, do_sample=False)
-    assert "unattached target: the last round" in str(assistant.stats)  # there was no other one

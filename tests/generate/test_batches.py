@@ -126,19 +126,6 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
     assert len({str(text) for text in texts}) == 4
 
 
-@pytest.mark.takes(3)
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_stop_strings_and_criteria_end_their_row_only(do_sample: bool) -> None:
-    target, inputs, speaks = tiny("llama"), padded(LENGTHS), tokenizer()
-    options = {"stop_strings": ["d", "lm", "q"], "tokenizer": speaks, "do_sample": do_sample, "top_k": 1}
-    plain = generate(target, inputs, eos_token_id=7, **options)
-    ours = generate(target, inputs, assistant_for(target, mix=0.9), eos_token_id=7, **options)
-    assert torch.equal(ours, plain)
-    # Without an id that ends a text, plain generation goes on in rows that have ended, until all have.
-    plain = generate(target, inputs, **options)
-    assert torch.equal(generate(target, inputs, assistant_for(target, mix=0.9), **options), plain)
-
-
 @pytest.mark.every(2)
 @pytest.mark.parametrize("rule", ["fixed", "threshold"])
 def test_a_row_goes_on_where_a_stop_string_has_cut_its_candidates(rule: str) -> None:

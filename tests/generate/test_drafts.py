@@ -166,21 +166,6 @@ def test_unknown_tokenizers(target: PreTrainedModel, tmp_path: Path, recwarn: py
 # --- one folder ---
 
 
-def test_two_assistants_from_one_folder(target: PreTrainedModel, tmp_path: Path) -> None:
-    SpecDecPPAssistant.from_early_exit(target, 2, head=head_for(target)).save_pretrained(tmp_path / "a")
-    first, second = (SpecDecPPAssistant.from_pretrained(tmp_path / "a", target) for _ in range(2))
-    second.speculation = FIXED
-    assert first.speculation == SpeculationConfig()
-    assert torch.equal(estimates(first), estimates(second))
-    assert greedy(target, first) == greedy(target, second) == greedy(target)
-    assert second.head is not None
-    with torch.no_grad():
-        second.head.output.weight.zero_()
-    assert not torch.equal(estimates(first), estimates(second)), "heads are not shared"
-    first.detach()
-    assert greedy(target, second) == greedy(target)
-
-
 def test_an_early_exit_attached_again(target: PreTrainedModel) -> None:
     """To its own target, or to another one: its draft is made of that one's layers."""
     assistant = SpecDecPPAssistant.from_early_exit(target, 2)

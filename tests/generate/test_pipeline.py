@@ -33,7 +33,6 @@ from transformers import (
 )
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.models.early_exit import early_exit
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 
@@ -189,39 +188,6 @@ def test_dtype_of_the_target(hub: HubServer, tmp_path: Path) -> None:
         assert dtypes(assistant.head) == {torch.float32}
         say(assisted)
         assert assistant.stats.drafted > 0
-
-
-def test_early_exit_never_moves_its_target() -> None:
-    target = tiny("llama")
-    before = {name: (p.data_ptr(), p.dtype, p.device) for name, p in target.named_parameters()}
-    assistant: Any = SpecDecPPAssistant.from_early_exit(target, 2, head=head_for(target), draft_vocab=range(40))
-    plain = say(pipe(target))
-    pointers = {p.data_ptr() for p in target.parameters()}
-    assert not [p for p in assistant.parameters() if p.data_ptr() in pointers], "the target's tensors are not its own"
-    for change in (
-        lambda: assistant.to(device="cpu", dtype=torch.float16),
-        lambda: assistant.to("meta"),
-        assistant.half,
-        assistant.float,
-    ):
-        change()
-        after = {name: (p.data_ptr(), p.dtype, p.device) for name, p in target.named_parameters()}
-        assert after == before
-        assert dtypes(assistant.drafter.model) == dtypes(assistant.drafter) == {torch.float64}
-        assert {p.device.type for p in (*assistant.drafter.parameters(), *assistant.drafter.buffers())} == {"cpu"}
-        assert dtypes(assistant.head) == {torch.float32}
-    assistant.head = head_for(target)  # the old one has gone to the meta device, weights and all
-    assert say(pipe(target, assistant)) == plain
-
-
-def test_adapter_of_an_early_exit_stays_too(tmp_path: Path) -> None:
-    target = tiny("llama")
-    adapter = save_adapter(early_exit(target, 2), tmp_path / "peft")
-    for merge in (True, False):
-        assistant: Any = SpecDecPPAssistant.from_early_exit(target, 2, adapter=adapter, merge=merge, speculation=FIXED)
-        assistant.to(dtype=torch.float16)
-        assert dtypes(assistant.ready_drafter().model) == {torch.float64}
-        assert say(pipe(target, assistant)) == say(pipe(target))
 
 
 @pytest.mark.parametrize("kind", ["attached", "unattached", "early exit"])

@@ -252,19 +252,6 @@ def wrapped(seed: int = 0) -> PeftModel:
     return get_peft_model(tiny("llama"), config, autocast_adapter_dtype=False).eval()
 
 
-def test_a_target_inside_a_peft_wrapper() -> None:
-    target = wrapped()
-    base = target.get_base_model()
-    plain, before = generate(target), snapshot(base)
-    assert not torch.equal(plain, generate(tiny("llama"))), "the adapter must matter"
-    assistant = SpecDecPPAssistant.from_draft(partly_agreeing(base), target, speculation=FIXED)
-    assert torch.equal(generate(target, assistant_model=assistant), plain)
-    assert assistant.stats.complete
-    assert assistant.stats.accepted > 0
-    assistant.detach(target)
-    assert snapshot(base) == before
-
-
 def test_an_early_exit_of_a_target_inside_a_peft_wrapper() -> None:
     target = wrapped()
     plain = generate(target)

@@ -14,6 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 from support.hub_server import HubServer
 from support.models import VOCAB_SIZE, assistant_for, prompt, tiny
+from support.released_heads import Payload
 from support.repos import (
     TEXT,
     change_json,
@@ -41,16 +42,6 @@ from hf_specdecpp.trees.slots import Growth
 PACKAGE = Path(hf_specdecpp.__file__).parent
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "__import__", "get_class_from_dynamic_module", "import_module"}
-
-
-class Payload:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.write_text, (self.path, "run"))
 
 
 @pytest.fixture

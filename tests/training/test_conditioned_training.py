@@ -127,17 +127,9 @@ def inputs_and_wanted(target: CausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((final[:-1], embeddings), dim=-1), below[1:]
 
 
-def test_what_makes_no_sense_for_a_conditioned_draft(tmp_path: Any) -> None:
-    config = prepare(tmp_path, "conditioned")
-    config.distill.enabled = False
-    config.rollouts.data = ["prompts.jsonl"]
-    with pytest.raises(ValueError, match="a conditioned draft has to be trained"):
-        config.validate()
-    config.distill.enabled, config.head.inputs = True, "after"
-    with pytest.raises(ValueError, match="Use head.inputs='before'"):
-        config.validate()
+def test_a_draft_that_is_not_trained_yet(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="Run the stage distill first"):
-        models.load_assistant(config, tiny("llama"))
+        models.load_assistant(prepare(tmp_path, "conditioned"), tiny("llama"))
 
 
 def test_chains_of_a_text_are_those_of_rounds() -> None:
