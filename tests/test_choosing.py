@@ -134,14 +134,6 @@ def test_whatever_is_named_drafts(make: Callable[[Path], Made], kind: str, tmp_p
     assist(target, None)
 
 
-def test_a_folder_of_a_hub_repository(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, folder = assistant_of_ours(tmp_path / "assistant")
-    point_client_at(monkeypatch, hub, tmp_path / "cache")
-    files = {f"drafts/small/{file.name}": file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    hub.commit("org/drafts", files)
-    assert assist(target, "org/drafts/drafts/small").kind.name == "early_exit"
-
-
 def test_nothing_is_downloaded_by_default(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point_client_at(monkeypatch, hub, tmp_path / "cache")
     target = tiny("llama").float()

@@ -16,7 +16,7 @@ from support.eagle3_files import VARIANTS
 from support.hub_server import HubServer, hub_env, point_client_at
 from support.models import tiny
 from support.released_heads import ReleasedHead, save_bin, save_mixin
-from support.repos import save_model
+from support.repos import save_chat_model, save_model
 from typer.testing import CliRunner, Result
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__
@@ -273,6 +273,28 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         DemoConfig("a", "b", [0, 2], True, False, True, 5, ["c", "d"], True, Path("x.svg")),
     ]
     assert_error(run("demo", "--target", "a", "--assistant", "b", "--mtp"), "--mtp takes no assistant")
+
+
+NOWHERE = "There is no folder '/nowhere"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["demo", "--layers", "9"], "must be a number from 1 to 2"),
+        (["demo", "--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
+        (["demo", "--assistant", "/nowhere/at/all"], f"{NOWHERE}/at/all', and it cannot be"),
+        (["demo", "--svg", "/nowhere/at/all.svg"], f"{NOWHERE}/at' for the picture 'all.svg'"),
+        (["demo", "--svg", "/"], "The picture '/' cannot be written"),
+        (["chat", "--assistant", "/nowhere"], NOWHERE),
+        (["chat", "--target", "/nowhere"], NOWHERE),
+    ],
+)
+def test_bad_arguments_are_one_line(words: list[str], says: str, tmp_path: Path) -> None:
+    result = run(words[0], "--target", save_chat_model(tmp_path / "target"), *words[1:])
+    assert result.exit_code == 1
+    assert says in result.output
+    assert "Traceback" not in result.output
 
 
 def test_drafts_that_others_have_published() -> None:

@@ -208,7 +208,7 @@ def test_where_it_is_refused_the_call_is_plain(
     assert f"plain one, without the default assistant: {assistant.stats.refusal}" in str(assistant.stats)
     assert warned == [f"This generate() of LlamaForCausalLM is a plain one, without its default assistant, which "
                       f"cannot help here: {assistant.stats.refusal}"]  # fmt: skip
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match=reason.partition(",")[0]):
         answer(assistant_model=assistant)
 
 

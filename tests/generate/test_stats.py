@@ -277,11 +277,8 @@ def test_suspicions_add_up() -> None:
     assert "inspect" not in looked_up.verdict, "rounds in which it drafted nothing do not count"
 
 
-@pytest.mark.parametrize("tree", [None, "dyspec"])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("tree", "rows"), [(None, 1), (None, 2), ("dyspec", 1)])
 def test_generations_know_whose_draft_it_is(tmp_path: Path, tree: Any, rows: int) -> None:
-    if tree and rows > 1:
-        pytest.skip("trees are for single sequences")
     target = tiny("llama")
     knobs = SpeculationConfig("fixed", num_tokens=2, tree=tree, tree_budget=4)
     folder = VARIANTS["plain"].save(tmp_path)
@@ -289,8 +286,6 @@ def test_generations_know_whose_draft_it_is(tmp_path: Path, tree: Any, rows: int
     ids = prompt().repeat(rows, 1)
     target.generate(ids, assistant_model=assistant, max_new_tokens=60, do_sample=False, pad_token_id=0)
     assert assistant.stats.suspect == f"EAGLE-3 {folder}"
-    if sum(assistant.stats.accepted_at[:1]) < 0.15 * (assistant.stats.rounds - assistant.stats.idle_rounds):
-        assert "specdecpp inspect REPO --target ID" in assistant.stats.verdict
     own = assistant_for(target)
     target.generate(prompt(), assistant_model=own, max_new_tokens=8, do_sample=False)
     assert own.stats.suspect is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from support.assistant_files import FILES, edit_config, write_assistant
 from support.hub_server import HubServer, point_client_at
 from support.released_heads import Payload
+from support.repos import files_of
 
 from hf_specdecpp import AcceptanceHead
 from hf_specdecpp.files import Repository, save_tensors
@@ -174,26 +174,13 @@ def test_a_commit_that_is_not_known_is_no_trap(folder: Path, name: str) -> None:
 # From the Hub ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
-
-
-def files_of(folder: Path, prefix: str = "") -> dict[str, bytes | None]:
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    return {prefix + path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
 @pytest.mark.parametrize("subfolder", [None, "heads/small"])
-def test_on_the_hub(
-    folder: Path, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subfolder: str | None
-) -> None:
+def test_on_the_hub(folder: Path, hub: HubServer, tmp_path: Path, subfolder: str | None) -> None:
     torch.save(Payload(tmp_path / "proof"), folder / "pytorch_model.bin")
-    commit = hub.commit("org/head", files_of(folder, f"{subfolder}/" if subfolder else ""))
+    prefix = f"{subfolder}/" if subfolder else ""
+    commit = hub.commit("org/head", {prefix + name: content for name, content in files_of(folder).items()})
     hub.tag("org/head", "v1")
     hub.commit("org/head", {"config.json": b"{}"})
-    point_client_at(monkeypatch, hub, tmp_path / "cache")
     report = inspect(Repository("org/head", "v1", subfolder))
     assert report.sound
     assert (report.name, report.commit) == ("org/head", commit)
@@ -206,7 +193,6 @@ def test_on_the_hub(
 
 def test_offline(folder: Path, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.commit("org/head", files_of(folder))
-    point_client_at(monkeypatch, hub, tmp_path / "cache")
     inspect(Repository("org/head"))
     point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
     before = len(hub.requests)

@@ -79,8 +79,8 @@ def problems(folder: Path) -> dict[str, str]:
 
 
 def assert_refused(folder: Path, name: str, message: str) -> None:
-    """By loading with and without the target, and by `inspect`, which finds this one file."""
-    for target in (tiny("llama"), None):
+    """By loading, also without a target, which an adapter's config waits for, and by `inspect`: this one file."""
+    for target in (tiny("llama"), None)[: 1 if name == "adapter/adapter_config.json" else 2]:
         with pytest.raises(ValueError, match=message):
             load(folder, target=target)
     found = problems(folder)
@@ -104,7 +104,7 @@ def test_the_folder_is_sound_before_it_is_damaged(folder: Path) -> None:
     assert problems(folder) == {}
 
 
-BROKEN = "is incomplete or not a safetensors file.*Delete it.*force_download=True|config.json is not valid JSON"
+BROKEN = "is incomplete or not a safetensors file.*Delete it.*force_download=True|is not valid JSON"
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "truncated": (lambda content: content[:-8], BROKEN),
     "empty": (lambda _: b"", BROKEN),

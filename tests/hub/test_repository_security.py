@@ -106,40 +106,28 @@ def test_unsafe_calls_are_seen(tmp_path: Path) -> None:
 # --- pickles ---
 
 
-def test_pickle_beside_a_missing_head(tmp_path: Path, hub: HubServer, bomb: bytes, mark: Path) -> None:
-    folder = save_assistant(tmp_path / "a")
-    (folder / "acceptance_head.safetensors").unlink()
-    for name in ("pytorch_model.bin", "acceptance_head.bin", "acceptance_head.pt", "model.safetensors.bin"):
-        (folder / name).write_bytes(bomb)
-    hub.commit("org/head", files_of(folder))
-    with pytest.raises(FileNotFoundError, match=r"acceptance_head\.safetensors is missing"):
-        SpecDecPPAssistant.from_pretrained(folder)
-    with pytest.raises(EntryNotFoundError, match=r"acceptance_head\.safetensors"):
-        SpecDecPPAssistant.from_pretrained("org/head")
-    assert not mark.exists()
-    assert not [path for _, path, _ in hub.requests if path.endswith((".bin", ".pt"))]
-
-
-def test_pickle_beside_a_missing_adapter(tmp_path: Path, hub: HubServer, bomb: bytes, mark: Path) -> None:
+@pytest.mark.parametrize("name", ["acceptance_head.safetensors", "adapter/adapter_model.safetensors"])
+def test_pickle_beside_a_missing_file(tmp_path: Path, hub: HubServer, bomb: bytes, mark: Path, name: str) -> None:
     target = tiny("llama")
     adapter = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
     folder = save_assistant(tmp_path / "a")
     change_json(folder / "config.json", adapter=True)
     adapter.rename(folder / "adapter")
-    (folder / "adapter/adapter_model.safetensors").rename(folder / "adapter/adapter_model.bin")
-    (folder / "adapter/adapter_model.bin").write_bytes(bomb)
+    (folder / name).unlink()
+    names = ("pytorch_model.bin", "acceptance_head.bin", "acceptance_head.pt", "model.safetensors.bin")
+    for each in (*names, "adapter/adapter_model.bin"):
+        (folder / each).write_bytes(bomb)
     hub.commit("org/head", files_of(folder))
     hub.commit("org/adapter", files_of(folder / "adapter"))
-    with pytest.raises(FileNotFoundError, match=r"adapter_model\.safetensors is missing"):
-        SpecDecPPAssistant.from_pretrained(folder, target)
-    with pytest.raises(EntryNotFoundError, match=r"adapter/adapter_model\.safetensors"):
-        SpecDecPPAssistant.from_pretrained("org/head", target)
-    with pytest.raises(FileNotFoundError, match=r"adapter_model\.safetensors is missing"):
-        SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder / "adapter")
-    with pytest.raises(EntryNotFoundError, match=r"adapter_model\.safetensors"):
-        SpecDecPPAssistant.from_early_exit(target, 2, adapter="org/adapter")
+    for repository, error in ((folder, FileNotFoundError), ("org/head", EntryNotFoundError)):
+        with pytest.raises(error, match=name):
+            SpecDecPPAssistant.from_pretrained(repository, target)
+        if name.startswith("adapter"):
+            alone = folder / "adapter" if repository is folder else "org/adapter"
+            with pytest.raises(error, match="adapter_model.safetensors"):
+                SpecDecPPAssistant.from_early_exit(target, 2, adapter=alone)
     assert not mark.exists()
-    assert not [path for _, path, _ in hub.requests if path.endswith(".bin")]
+    assert not [path for _, path, _ in hub.requests if path.endswith((".bin", ".pt"))]
 
 
 def test_pickle_in_the_repository_of_the_draft(tmp_path: Path, hub: HubServer, bomb: bytes, mark: Path) -> None:

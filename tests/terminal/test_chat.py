@@ -224,20 +224,6 @@ def test_a_model_without_a_chat_template(target: str) -> None:
     assert len(answers_of(result)) == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--target", "/nowhere"), "There is no folder '/nowhere'"),
-        (("--assistant", "/nowhere"), "There is no folder '/nowhere'"),
-    ],
-)
-def test_bad_arguments_are_one_line(target: str, options: tuple[str, ...], says: str) -> None:
-    result = CliRunner().invoke(app, ["chat", "--target", target, *options])
-    assert result.exit_code == 1
-    assert says in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 def test_a_model_cannot_steer_the_terminal() -> None:
     assert without_controls("a\x1b[2Jb\x07\x9b\tc\r\n[bold]d \U0001f469\u200d\U0001f680") == (
         "a[2Jb\tc\n[bold]d \U0001f469\u200d\U0001f680"

@@ -133,20 +133,3 @@ def test_demo_draws_the_last_answer(target: str, tmp_path: Path) -> None:
     assert all(shown.count(word) >= 2 * answer.count(word) for word in answer)
     assert "target, float32 on cpu" in svg
     assert str(tmp_path) not in svg
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--layers", "9"], "must be a number from 1 to 2"),
-        (["--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
-        (["--assistant", "/nowhere/at/all"], "There is no folder '/nowhere/at/all', and it cannot be"),
-        (["--svg", "/nowhere/at/all.svg"], "There is no folder '/nowhere/at' for the picture 'all.svg'"),
-        (["--svg", "/"], "The picture '/' cannot be written"),
-    ],
-)
-def test_bad_arguments_are_one_line(target: str, arguments: list[str], says: str) -> None:
-    result = CliRunner().invoke(app, ["demo", "--target", target, *arguments])
-    assert result.exit_code == 1
-    assert says in result.output
-    assert "Traceback" not in result.output

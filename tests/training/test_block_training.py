@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.distillation_files import PROMPT_LENGTH, prepare, rows
+from support.distillation_files import PROMPT_LENGTH, prepare, report_of, rows
 from support.models import VOCAB_SIZE, prompt, quiet_later_layers, tiny
 from support.training_files import training_run
 from torch import Tensor
@@ -61,7 +61,7 @@ def measured(assistant: SpecDecPPAssistant, target: CausalLM) -> list[float]:
 def test_training_helps_and_is_what_is_stored(family: str, layers: int, tmp_path: Path) -> None:
     config = begun(tmp_path, family, epochs=8, block_layers=layers)
     distillation.run(config)
-    report = json.loads((config.work / "distillation.json").read_text())
+    report = report_of(config)
     before, after = report["before"]["all"], report["after"]["all"]
     names = ["acceptance", "acceptance_2", "acceptance_3"]
     assert all(after[name] > before[name] + 0.01 for name in names), report
@@ -175,7 +175,7 @@ def test_other_families(family: str) -> None:
 def test_the_start_is_better_than_none(tmp_path: Path) -> None:
     config = begun(tmp_path, epochs=1, learning_rate=1e-9)
     distillation.run(config)
-    before = json.loads((config.work / "distillation.json").read_text())["before"]["all"]
+    before = report_of(config)["before"]["all"]
     target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
     settings = models.load_own(config.kind, config.work).settings
     assistant = SpecDecPPAssistant.from_draft(initial_block.untrained(settings, target), target=target)
@@ -187,7 +187,7 @@ def test_training_goes_on_with_a_run(tmp_path: Path) -> None:
     second.distill.start_from = str(first.work)
     for config in (first, second):
         distillation.run(config)
-    ended, begins = (json.loads((config.work / "distillation.json").read_text()) for config in (first, second))
+    ended, begins = (report_of(config) for config in (first, second))
     assert begins["before"]["all"]["acceptance"] == pytest.approx(ended["after"]["all"]["acceptance"], abs=2e-3)
 
 

@@ -91,14 +91,13 @@ def test_only_ids_that_others_can_load(run: TrainingConfig, card: ModelCard) -> 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("by", ["folder", "model"])
 def test_a_local_copy_of_the_draft(
-    run: TrainingConfig, card: ModelCard, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: TrainingConfig, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = AutoModelForCausalLM.from_pretrained(run.target)
     assert run.draft is not None
-    draft: Any = run.draft if by == "folder" else AutoModelForCausalLM.from_pretrained(run.draft)
-    before = {} if by == "folder" else {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    draft: Any = AutoModelForCausalLM.from_pretrained(run.draft)
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     with HubServer() as hub:  # without org/draft
         point_client_at(monkeypatch, hub, tmp_path)
         with pytest.raises(OSError, match="org/draft"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.distillation_files import PROMPT_LENGTH, adapter_of, prepare, rows, write_rollouts
+from support.distillation_files import PROMPT_LENGTH, adapter_of, prepare, report_of, rows, write_rollouts
 from support.models import VOCAB_SIZE, tiny
 from support.repos import WORDS, files_of, save_model
 from torch import Tensor
@@ -42,10 +41,6 @@ def few_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_and_be_killed(config: TrainingConfig) -> None:
     with pytest.raises(Killed):
         distillation.run(config)
-
-
-def report_of(config: TrainingConfig) -> dict[str, Any]:
-    return json.loads((config.work / "distillation.json").read_text())
 
 
 def load_target(config: TrainingConfig) -> Any:

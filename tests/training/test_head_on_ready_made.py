@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.distillation_files import report_of
 from support.models import prompt, random_layer
 from support.training_files import training_run
 from transformers import AutoModelForCausalLM
@@ -55,7 +56,7 @@ def test_a_head_on_a_frozen_draft(shorthand: bool, tmp_path: Path) -> None:
         config.draft_id, config.draft_revision = "org/theirs", "0123abc"
     train(config, STAGES if shorthand else STAGES[1:])
     if shorthand:
-        report = json.loads((config.work / "distillation.json").read_text())
+        report = report_of(config)
         assert 0.02 < report["before"]["all"]["acceptance"] < 0.9
         assert "after" not in report
     output = Path(config.output)
