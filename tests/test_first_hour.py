@@ -134,11 +134,6 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         ValueError,
         "does not answer by itself. Pass it to its target",
     ),
-    "loaded as a model and asked": (
-        lambda p: AutoModelForCausalLM.from_pretrained(p / "early").generate(PROMPT),
-        ValueError,
-        "does not answer by itself",
-    ),
     "a default of nobody": (lambda p: load(p / "head", default=True), ValueError, "none was given. Pass target=model"),
     # folders that are not there
     "no such folder": (
@@ -167,11 +162,6 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         lambda p: pickle.dumps(p.early()),
         TypeError,
         r"cannot be pickled.*assistant.save_pretrained\(folder\)",
-    ),
-    "saved by torch": (
-        lambda p: torch.save(p.early(), p / "assistant.pt"),
-        TypeError,
-        r"cannot be pickled.*SpecDecPPAssistant.from_pretrained\(folder, target\)",
     ),
 }
 

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from support.families import informed_draft, model_of
 from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
 from support.mutants import accept_everything
-from support.repos import TEXT, letter_tokenizer, save_assistant, save_model, tokenizer
+from support.repos import letter_tokenizer, save_assistant, save_model, tokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -26,7 +26,6 @@ from transformers import (
     LogitsProcessor,
     StoppingCriteria,
     TextIteratorStreamer,
-    pipeline,
 )
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
@@ -108,16 +107,6 @@ class Ends(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.isin(input_ids[:, -1], self.tokens)
-
-
-def test_pipelines(target: CausalLM, assistant: Any) -> None:
-    def say() -> Any:
-        return pipeline("text-generation", model=target, tokenizer=tokenizer())(TEXT, **GREEDY)
-
-    ours = say()
-    assert assistant.stats.drafted > 0
-    with assistant.paused():
-        assert say() == ours
 
 
 def test_streaming_from_another_thread(target: CausalLM, assistant: Any) -> None:

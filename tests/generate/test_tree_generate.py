@@ -67,17 +67,6 @@ def test_more_families(family: str, kind: str) -> None:
     assert_trees_mattered(assistant.stats)
 
 
-@pytest.mark.every(3)
-@pytest.mark.parametrize("budget", [2, 3, 64])
-@pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact"])
-def test_budgets(kind: str, budget: int) -> None:
-    assistant = assistant_for(target_of("llama"), mix=0.9, tree=kind, tree_budget=budget)
-    text = generate(target_of("llama"), assistant, max_new_tokens=30)
-    assert torch.equal(text, generate(target_of("llama"), max_new_tokens=30))
-    full = assistant.stats.rounds - 2  # there may be no room at the end
-    assert assistant.stats.drafted >= budget * full
-
-
 @pytest.mark.takes(3)
 def test_a_head_values_slots() -> None:
     target = target_of("llama")

@@ -171,17 +171,6 @@ def test_other_families(family: str) -> None:
     assert assistant.stats.drafted > 0
 
 
-@pytest.mark.takes(2)
-def test_the_start_is_better_than_none(tmp_path: Path) -> None:
-    config = begun(tmp_path, epochs=1, learning_rate=1e-9)
-    distillation.run(config)
-    before = report_of(config)["before"]["all"]
-    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
-    settings = models.load_own(config.kind, config.work).settings
-    assistant = SpecDecPPAssistant.from_draft(initial_block.untrained(settings, target), target=target)
-    assert before["acceptance"] > measured(assistant, target)[0] + 0.02
-
-
 def test_training_goes_on_with_a_run(tmp_path: Path) -> None:
     first, second = (begun(tmp_path / name, answers=20, epochs=1) for name in ("first", "second"))
     second.distill.start_from = str(first.work)
