@@ -15,8 +15,8 @@ from support.assistant_files import FILES, edit_config, write_assistant
 from support.eagle3_files import VARIANTS
 from support.hub_server import HubServer, hub_env, point_client_at
 from support.models import tiny
-from support.released_heads import ReleasedHead, save_bin, save_mixin, write_config
-from support.repos import save_model
+from support.released_heads import ReleasedHead, save_bin, save_mixin
+from support.repos import save_chat_model, save_model
 from typer.testing import CliRunner, Result
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__
@@ -51,13 +51,6 @@ def folder(tmp_path: Path) -> Path:
 
 def test_version() -> None:
     assert run("--version").stdout == f"{__version__}\n"
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "--help"], ["demo", "--help"]])
-def test_help(arguments: list[str]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 0
-    assert "Usage" in result.stdout
 
 
 def test_nothing_asked_shows_the_help() -> None:
@@ -154,24 +147,6 @@ def test_settings_are_words_and_not_python(folder: Path) -> None:
     assert "{" not in output
 
 
-def test_an_ordinary_model(tmp_path: Path) -> None:
-    result = run("inspect", write_config(tmp_path, model_type="llama"))
-    assert result.exit_code == 1
-    assert "config.json has model_type 'llama' and not 'specdecpp'" in text(result.stdout)
-
-
-def test_a_released_head_is_told_how_to_be_converted(tmp_path: Path) -> None:
-    result = run("inspect", save_bin(ReleasedHead(1), tmp_path))
-    assert result.exit_code == 1
-    assert "specdecpp inspect FOLDER --convert OUT" in text(result.stdout)
-
-
-def test_an_empty_folder(tmp_path: Path) -> None:
-    result = run("inspect", tmp_path)
-    assert result.exit_code == 1
-    assert "PROBLEM config.json Missing, but there is no assistant without it." in text(result.stdout)
-
-
 def test_lines_fit_in_100_columns(folder: Path) -> None:
     edit_config(folder, target_id="organisation/" + "x" * 200, unknown="")
     (folder / "adapter" / "adapter_config.json").write_text("[]" * 100)
@@ -238,12 +213,6 @@ def test_convert(tmp_path: Path) -> None:
     assert (config["target_id"], config.get("target_revision")) == ("org/target", None)
 
 
-def test_convert_without_a_draft_warns(tmp_path: Path) -> None:
-    result = run("inspect", save_mixin(ReleasedHead(1), tmp_path / "in"), "--convert", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    assert "warning config.json has no draft_id" in text(result.stdout)
-
-
 def test_convert_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_mixin(ReleasedHead(2), tmp_path / "in")
     with HubServer() as hub:
@@ -304,6 +273,28 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         DemoConfig("a", "b", [0, 2], True, False, True, 5, ["c", "d"], True, Path("x.svg")),
     ]
     assert_error(run("demo", "--target", "a", "--assistant", "b", "--mtp"), "--mtp takes no assistant")
+
+
+NOWHERE = "There is no folder '/nowhere"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["demo", "--layers", "9"], "must be a number from 1 to 2"),
+        (["demo", "--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
+        (["demo", "--assistant", "/nowhere/at/all"], f"{NOWHERE}/at/all', and it cannot be"),
+        (["demo", "--svg", "/nowhere/at/all.svg"], f"{NOWHERE}/at' for the picture 'all.svg'"),
+        (["demo", "--svg", "/"], "The picture '/' cannot be written"),
+        (["chat", "--assistant", "/nowhere"], NOWHERE),
+        (["chat", "--target", "/nowhere"], NOWHERE),
+    ],
+)
+def test_bad_arguments_are_one_line(words: list[str], says: str, tmp_path: Path) -> None:
+    result = run(words[0], "--target", save_chat_model(tmp_path / "target"), *words[1:])
+    assert result.exit_code == 1
+    assert says in result.output
+    assert "Traceback" not in result.output
 
 
 def test_drafts_that_others_have_published() -> None:

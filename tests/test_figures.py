@@ -22,11 +22,6 @@ def test_one_prompt_has_no_width() -> None:
     assert ratio_of_sums([3.0], [2.0]) == (1.5, 1.5, 1.5)
 
 
-def test_same_seed_same_interval() -> None:
-    ratios = [random.Random(i).uniform(0.5, 2.0) for i in range(9)]
-    assert median_of_ratios(ratios, seed=4) == median_of_ratios(ratios, seed=4)
-
-
 def test_ratio_weighs_texts_by_their_length() -> None:
     middle, low, high = ratio_of_sums([100.0, 1.0], [50.0, 1.0])
     assert middle == pytest.approx(101 / 51)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from support.plans import tell
 from support.stopping_rules import decides, distribution_of, make_step
 
-from hf_specdecpp.benchmark.replay.chains import BASELINES, SVIP, AdaEDL, Confidence
+from hf_specdecpp.benchmark.replay.chains import BASELINES, AdaEDL
 from hf_specdecpp.estimation.estimators import DraftStep
 
 STEPS = [make_step(seed) for seed in range(50)]
@@ -19,25 +20,21 @@ def entropy_of(step: DraftStep) -> float:
     return -sum(q * math.log(q) for q in distribution_of(step))
 
 
-@pytest.mark.parametrize("bound", [0.05, 0.2, 0.5])
-def test_confidence_stops_after_an_unlikely_candidate(bound: float) -> None:
-    answers = [decides(Confidence(bound, 20), step) for step in STEPS]
-    assert answers == [distribution_of(step)[int(step.token)] < bound for step in STEPS]
-    assert {True, False} == set(answers)
+# Each rule's bounds, and when it stops after a candidate.
+FORMULAS: dict[str, tuple[tuple[float, ...], Callable[[DraftStep, float], bool]]] = {
+    "confidence": ((0.05, 0.2, 0.5), lambda step, bound: distribution_of(step)[int(step.token)] < bound),
+    "svip": ((0.3, 0.4), lambda step, bound: math.sqrt(0.15 * entropy_of(step)) > bound),
+    "adaedl": ((0.4, 0.6), lambda step, bound: 1.0 - math.sqrt(0.2 * entropy_of(step)) < bound),
+}
 
 
-@pytest.mark.parametrize("bound", [0.3, 0.4])
-def test_svip_stops_at_high_entropy(bound: float) -> None:
-    answers = [decides(SVIP(bound, 20), step) for step in STEPS]
-    assert answers == [math.sqrt(0.15 * entropy_of(step)) > bound for step in STEPS]
-    assert {True, False} == set(answers)
-
-
-@pytest.mark.parametrize("bound", [0.4, 0.6])
-def test_adaedl_stops_when_its_bound_is_low(bound: float) -> None:
-    answers = [decides(AdaEDL(bound, 20), step) for step in STEPS]
-    assert answers == [1.0 - math.sqrt(0.2 * entropy_of(step)) < bound for step in STEPS]
-    assert {True, False} == set(answers)
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_rule_stops_by_its_formula(name: str) -> None:
+    bounds, stops = FORMULAS[name]
+    for bound in bounds:
+        answers = [decides(BASELINES[name](bound, 20), step) for step in STEPS]
+        assert answers == [stops(step, bound) for step in STEPS]
+        assert {True, False} == set(answers)
 
 
 def test_a_certain_q_has_no_entropy() -> None:

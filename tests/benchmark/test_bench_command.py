@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.models import tiny
+from support.mutants import accept_everything
 from support.repos import TEXT, save_model, tokenizer
 from support.training_files import training_run
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,15 +20,16 @@ from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import all_contestants, choose
 from hf_specdecpp.benchmark.loading import RECORDS, TEXTS
 from hf_specdecpp.cli import app
-from hf_specdecpp.generation import text as verification
 
 SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]
 
 
-def run_command(target: PreTrainedModel, folder: Path, *options: str) -> Any:
+def run_command(
+    target: PreTrainedModel, folder: Path, *options: str, draft: tuple[str, ...] = ("--layers", "1")
+) -> Any:
     data = folder / "questions.jsonl"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TEXT, "w3 w9 w4 w2")))
-    arguments = ["bench", "--target", str(target.config.name_or_path), "--layers", "1", "--data", str(data), *options]
+    arguments = ["bench", "--target", str(target.config.name_or_path), *draft, "--data", str(data), *options]
     return CliRunner().invoke(app, [*arguments, "--output", str(folder / "bench"), "--device", "cpu", "--threads", "1"])
 
 
@@ -36,19 +38,7 @@ def test_without_an_assistant_and_matplotlib(
 ) -> None:
     """Candidates are looked up, and the report has no pictures."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    data = tmp_path / "questions.jsonl"
-    data.write_text(json.dumps({"prompt": TEXT}))
-    arguments = [
-        "bench",
-        "--target",
-        str(target.config.name_or_path),
-        "--data",
-        str(data),
-        "--quick",
-        "--device",
-        "cpu",
-    ]
-    result = CliRunner().invoke(app, [*arguments, "--output", str(tmp_path / "bench"), "--max_new_tokens", "8"])
+    result = run_command(target, tmp_path, "--quick", "--max_new_tokens", "8", draft=())
     assert result.exit_code == 0, result.output
     assert "Without --assistant or --layers the draft is text that was seen before." in result.output
     assert "cheaper draft" not in result.output
@@ -149,8 +139,7 @@ def test_a_conditioned_assistant_in_half_precision(target: PreTrainedModel, tmp_
 
 
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = lambda candidates, scores: (len(candidates), int(scores[-1].argmax()))  # noqa: E731
-    monkeypatch.setattr(verification, "verify_greedy", everything)
+    accept_everything(monkeypatch)
     options = ("--max_new_tokens", "16", "--contestants", "fixed 3", "--temperatures", "0", "--no-replay")
     result = run_command(target, tmp_path, *options)
     assert result.exit_code == 1

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import assistant_for, prompt, tiny
+from support.mutants import accept_everything
 
 from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.benchmark import live as live_module
@@ -41,7 +42,6 @@ from hf_specdecpp.benchmark.report import describe_mismatch, notes
 from hf_specdecpp.benchmark.summary import comparable, summarise
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.files import recall, remember
-from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.setup import DraftSetup
 
 SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]
@@ -243,13 +243,9 @@ def test_rounding_excuses_half_precision_only() -> None:
     assert not explain_parting(target, ids, [5], [])["near_tie"]
 
 
-def accepts_all(candidates: list[int], scores: torch.Tensor) -> tuple[int, int]:
-    return len(candidates), int(scores[-1].argmax())
-
-
 def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a batch, too: all rows of it are compared."""
-    monkeypatch.setattr(verification, "verify_greedy", accepts_all)
+    accept_everything(monkeypatch)
     live = benchmark(tmp_path, choose(all_contestants(False), ["fixed 3", "prompt lookup"]))
     asked = [*QUESTIONS, *in_batches(QUESTIONS, [2])]
     live.run(asked)

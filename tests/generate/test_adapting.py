@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +106,3 @@ def test_a_saved_assistant_keeps_what_was_learned_if_told_to(tmp_path: Path) -> 
 def test_a_calibration_that_makes_no_sense_is_refused(calibration: dict[str, list[float]]) -> None:
     with pytest.raises(ValueError, match="intercept and slope"):
         SpecDecPPAssistant.config_class.from_dict({"calibration": calibration})
-
-
-def test_the_draft_s_own_probability_is_no_matter_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """It is calibrated like a head's."""
-    target = tiny("llama")
-    with caplog.at_level(logging.WARNING, logger="hf_specdecpp"):
-        generate(target, assistant_for(target, rule="threshold", threshold=0.51))
-    assert "No trained acceptance head" not in caplog.text

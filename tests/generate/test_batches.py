@@ -20,7 +20,7 @@ from support.models import (
     told,
 )
 from support.stock_rounds import small, target_distribution
-from support.watchers import tokenizer
+from support.watchers import Collector, tokenizer
 from support.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -124,19 +124,6 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
     texts = list(drafted.values())
     assert texts[:4] == texts[4:]
     assert len({str(text) for text in texts}) == 4
-
-
-@pytest.mark.takes(3)
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_stop_strings_and_criteria_end_their_row_only(do_sample: bool) -> None:
-    target, inputs, speaks = tiny("llama"), padded(LENGTHS), tokenizer()
-    options = {"stop_strings": ["d", "lm", "q"], "tokenizer": speaks, "do_sample": do_sample, "top_k": 1}
-    plain = generate(target, inputs, eos_token_id=7, **options)
-    ours = generate(target, inputs, assistant_for(target, mix=0.9), eos_token_id=7, **options)
-    assert torch.equal(ours, plain)
-    # Without an id that ends a text, plain generation goes on in rows that have ended, until all have.
-    plain = generate(target, inputs, **options)
-    assert torch.equal(generate(target, inputs, assistant_for(target, mix=0.9), **options), plain)
 
 
 @pytest.mark.every(2)
@@ -471,25 +458,16 @@ class SameDraw(Replay):
 # What is refused. -----------------------------------------------------------------------------------------------------
 
 
-class Silent:
-    def put(self, value: Any) -> None: ...
-
-    def end(self) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("change", "options", "reason"),
     [
-        ({}, {"streamer": True}, "a streamer prints one sequence"),
+        ({}, {"streamer": Collector()}, "a streamer prints one sequence"),
         ({"tree": "dyspec"}, {}, "trees are verified for one sequence at a time"),
-        ({}, {"num_beams": 2}, "beam"),
     ],
 )
 def test_refusals(change: dict[str, Any], options: dict[str, Any], reason: str) -> None:
     target = tiny("llama")
     assistant = assistant_for(target, **{"rule": "fixed", **change})
-    if "streamer" in options:
-        options = {"streamer": Silent()}
     with pytest.raises(ValueError, match=reason):
         generate(target, padded([3, 5]), assistant, return_dict_in_generate=True, **options)
 

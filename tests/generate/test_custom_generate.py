@@ -13,14 +13,13 @@ import torch
 from huggingface_hub import ModelCard
 from support.hub_server import HubServer
 from support.models import assistant_for, prompt, tiny
-from support.repos import files_of, publish_pair, save_assistant, save_model, tokenizer
+from support.mutants import accept_everything
+from support.repos import files_of, publish_pair, save_assistant, save_model
 from support.watchers import runs_of
-from transformers import AutoModelForCausalLM, PreTrainedModel, TextStreamer, dynamic_module_utils
+from transformers import AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
 from transformers.utils import hub as transformers_hub
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation import text as verification
-from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.version import __version__
 
 RECIPE = Path(__file__).parents[2] / "hub_cards" / "custom_generate"
@@ -65,7 +64,7 @@ def test_a_wrong_verification_would_be_seen(
 ) -> None:
     """The mutant accepts everything, so the text has to change."""
     plain = target.generate(PROMPT, **GREEDY)  # type: ignore[operator]
-    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    accept_everything(monkeypatch)
     head = save_assistant(tmp_path / "head", speculation={"rule": "fixed"})
     assert not torch.equal(generate(target, assistant=str(head)), plain)
 
@@ -99,23 +98,6 @@ def test_the_model_is_let_go(tmp_path: Path) -> None:
     del target
     gc.collect()
     assert lives() is None
-
-
-def test_sampling_and_streaming(target: PreTrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
-    streamer = TextStreamer(tokenizer(), skip_prompt=True)
-    output = generate(target, do_sample=True, streamer=streamer, max_new_tokens=10)
-    assert tokenizer().decode(output[0, 12:]) == capsys.readouterr().out.strip()
-
-
-def test_what_it_cannot_help_with_is_plain(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(attached.logger, "warning_once", said.append)
-    options = {**GREEDY, "num_beams": 2}
-    plain = target.generate(PROMPT, **options)  # type: ignore[operator]
-    assert torch.equal(generate(target, assistant=str(save_assistant(tmp_path / "head")), **options), plain)
-    assert "num_beams=2" in said[0]
 
 
 def test_errors_leave_the_model_as_it_was(target: PreTrainedModel) -> None:

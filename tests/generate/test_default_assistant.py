@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
-import pickle
 import threading
 import weakref
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.families import informed_draft, model_of
 from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
-from support.repos import TEXT, letter_tokenizer, save_assistant, save_model, tokenizer
+from support.mutants import accept_everything
+from support.repos import letter_tokenizer, save_assistant, save_model, tokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -26,11 +26,9 @@ from transformers import (
     LogitsProcessor,
     StoppingCriteria,
     TextIteratorStreamer,
-    pipeline,
 )
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
-from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models.causal_lm import CausalLM
 
@@ -92,7 +90,7 @@ def test_a_wrong_verification_would_be_seen(target: CausalLM, assistant: Any, mo
     """The mutant: texts above are those of our loop, so one that accepts everything has to change them."""
     with assistant.paused():
         plain = target.generate(PROMPT, **GREEDY)
-    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    accept_everything(monkeypatch)
     assert not torch.equal(target.generate(PROMPT, **GREEDY), plain)
 
 
@@ -109,51 +107,6 @@ class Ends(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.isin(input_ids[:, -1], self.tokens)
-
-
-CALLS: dict[str, Any] = {
-    # lm-eval: HFLM._model_generate
-    "lm-eval": lambda model: model.generate(
-        input_ids=BATCH, attention_mask=torch.ones_like(BATCH), max_length=30,
-        stopping_criteria=[Ends(torch.arange(4))], pad_token_id=0, use_cache=True, do_sample=False,
-    ),
-    # TRL: GRPOTrainer._generate_single_turn
-    "TRL": lambda model: model.generate(
-        input_ids=BATCH, attention_mask=torch.ones_like(BATCH), disable_compile=True,
-        generation_config=GenerationConfig(max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=3),
-    ),
-    # smolagents: TransformersModel.generate
-    "smolagents": lambda model: model.generate(
-        inputs=PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=20, do_sample=False,
-        stopping_criteria=[Ends(torch.arange(4))], use_cache=True,
-    ),
-    # transformers serve: GenerateManager
-    "serve": lambda model: model.generate(
-        input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), tokenizer=tokenizer(),
-        generation_config=GenerationConfig(max_new_tokens=20, do_sample=False),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("caller", CALLS)
-def test_callers_without_a_place_for_an_assistant(
-    caller: str, target: CausalLM, assistant: Any, warned: list[str]
-) -> None:
-    ours = CALLS[caller](target)
-    assert assistant.stats.drafted > 0
-    assert warned == []
-    with assistant.paused():
-        assert torch.equal(CALLS[caller](target), ours)
-
-
-def test_pipelines(target: CausalLM, assistant: Any) -> None:
-    def say() -> Any:
-        return pipeline("text-generation", model=target, tokenizer=tokenizer())(TEXT, **GREEDY)
-
-    ours = say()
-    assert assistant.stats.drafted > 0
-    with assistant.paused():
-        assert say() == ours
 
 
 def test_streaming_from_another_thread(target: CausalLM, assistant: Any) -> None:
@@ -209,7 +162,6 @@ class Notes(StoppingCriteria):
 
 LEFT_OUT: dict[str, tuple[Any, str]] = {
     "beams": (lambda: {"num_beams": 2}, "num_beams=2, and it proposes one continuation"),
-    "sampled beams": (lambda: {"num_beams": 2, "do_sample": True}, "num_beams=2"),
     "no cache": (lambda: {"use_cache": False}, "use_cache=False"),
     "guidance": (lambda: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
     "state in a batch": (lambda: {"input_ids": BATCH, "logits_processor": [Counts()]}, "Counts may keep state"),
@@ -220,10 +172,6 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
     "ends in a batch": (
         lambda: {"input_ids": BATCH, "stopping_criteria": [Ends(torch.arange(9))], "eos_token_id": None},
         "there is no pad_token_id",
-    ),
-    "static batch": (
-        lambda: {"input_ids": BATCH, "cache_implementation": "static"},
-        "A static cache cannot be used here",
     ),
 }
 
@@ -249,7 +197,7 @@ def test_where_it_is_refused_the_call_is_plain(
     assert f"plain one, without the default assistant: {assistant.stats.refusal}" in str(assistant.stats)
     assert warned == [f"This generate() of LlamaForCausalLM is a plain one, without its default assistant, which "
                       f"cannot help here: {assistant.stats.refusal}"]  # fmt: skip
-    with pytest.raises(ValueError, match="num_beams=2" if "beams" in name else reason.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=reason.partition(",")[0]):
         answer(assistant_model=assistant)
 
 
@@ -259,13 +207,6 @@ def test_embeddings_as_the_prompt(target: CausalLM, assistant: Any, warned: list
     assert "inputs_embeds" in warned[0]
     with assistant.paused():
         assert torch.equal(target.generate(inputs_embeds=embeds, **GREEDY), ours)
-
-
-def test_it_is_said_once(target: CausalLM, assistant: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING", "hf_specdecpp"):
-        for _ in range(2):
-            target.generate(PROMPT, max_new_tokens=4, do_sample=False, num_beams=3)
-    assert caplog.text.count("is a plain one, without its default assistant") == 1
 
 
 def test_what_shows_only_with_the_prompt_s_rows() -> None:
@@ -363,21 +304,6 @@ def test_paused(target: CausalLM, assistant: Any) -> None:
     assert not attached.is_attached(assistant, target)
 
 
-def test_detaching_restores_the_target() -> None:
-    target = tiny("llama")
-    kind, attributes = type(target), set(vars(target))
-    made, other = assistant_for(target), assistant_for(target)
-    made.attach(target, default=True)
-    assert set(vars(target)) == attributes
-    made.detach()
-    target.generate(PROMPT, **GREEDY)
-    assert made.stats.target_passes == other.stats.target_passes == 0
-    target.generate(PROMPT, **GREEDY, assistant_model=other)
-    other.detach()
-    assert type(target) is kind
-    assert set(vars(target)) == attributes
-
-
 def test_the_latest_default_is_the_only_one(target: CausalLM, assistant: Any) -> None:
     other = assistant_for(target)
     other.attach(target, default=True)
@@ -390,15 +316,6 @@ def test_the_latest_default_is_the_only_one(target: CausalLM, assistant: Any) ->
     target.generate(PROMPT, **GREEDY)
     assert assistant.stats.target_passes == other.stats.target_passes == 0
     other.detach()
-
-
-def test_copies_and_pickles_are_plain_models(target: CausalLM, assistant: Any) -> None:
-    with assistant.paused():
-        plain = target.generate(PROMPT, **GREEDY)
-    for made in (copy.deepcopy(target), pickle.loads(pickle.dumps(target))):  # noqa: S301
-        assert type(made) is type(tiny("llama"))
-        assert torch.equal(made.generate(PROMPT, **GREEDY), plain)
-    assert assistant.stats.target_passes == 0
 
 
 def test_the_target_keeps_it_and_takes_it_along() -> None:
@@ -454,13 +371,6 @@ def test_constructors(tmp_path: Path) -> None:
         assert torch.equal(target.generate(PROMPT, **GREEDY), plain)
         assert made.stats.target_passes > 0
         made.detach()
-
-
-def test_a_default_of_nothing() -> None:
-    with pytest.raises(
-        ValueError, match="default=True makes this the default assistant of a model, and none was given"
-    ):
-        SpecDecPPAssistant.from_draft(tiny("llama"), default=True)
 
 
 # --- `transformers serve` ---

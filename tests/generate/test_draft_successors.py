@@ -172,16 +172,6 @@ def test_a_seed_repeats_a_sampled_text_from_an_equal_state(target: CausalLM, sha
     assert texts(target, assistant, do_sample=True) == first
 
 
-def test_without_it_nothing_is_kept(target: CausalLM) -> None:
-    assistant = assistant_for(target, **CHAIN)
-    texts(target, assistant)
-    assert not len(assistant.memory.successors)
-    assistant.decisions = Decisions(draft_successors=True)
-    texts(target, assistant)
-    assert len(assistant.memory.successors) == 1
-    assert assistant.memory.successors[target].made_for == (target.config.vocab_size, torch.device("cpu"))
-
-
 def test_transformers_own_loop_and_lookups_go_without(target: CausalLM) -> None:
     unattached = assistant_for(target, attached=False, **CHAIN, draft_successors=True)
     assert texts(target, unattached) == texts(target, None)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.families import FAMILIES, IMAGE, VOCAB_SIZE, informed_draft, model_of
+from support.families import IMAGE, VOCAB_SIZE, informed_draft, model_of
 from support.models import prompt, tiny
 from support.outputs import RECORDS, assert_same, assert_same_cache
 from support.watchers import no_work, tokenizer
@@ -23,7 +23,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.trees.checks import check_tree
 
 PROMPT = prompt(12)
 DOORS: dict[str, dict[str, Any]] = {
@@ -189,52 +188,33 @@ def test_an_interrupted_text_can_be_continued(family: str, where: str) -> None:
 # Refused --------------------------------------------------------------------------------------------------------------
 
 KEEPS_NO_CACHE = "does not use a key-value cache of transformers"
+BOTH_WAYS = {"input_ids": PROMPT, "token_type_ids": torch.zeros_like(PROMPT)}
 
 
 @pytest.mark.parametrize(
-    ("family", "message"),
+    ("family", "doors", "message", "inputs"),
     [
-        ("minimax", KEEPS_NO_CACHE),
-        ("openai-gpt", KEEPS_NO_CACHE),
-        ("xlnet", KEEPS_NO_CACHE),
-        ("blt", "reads bytes in patches"),
-        ("imagegpt", "predicts 47 of its 48 tokens"),
+        ("minimax", ("chain",), KEEPS_NO_CACHE, {}),
+        ("openai-gpt", ("chain", "unattached"), KEEPS_NO_CACHE, {}),
+        ("xlnet", ("chain",), KEEPS_NO_CACHE, {}),
+        ("blt", ("chain",), "reads bytes in patches", {}),
+        ("imagegpt", ("chain", "unattached"), "predicts 47 of its 48 tokens", {}),
+        ("lfm2", ("unattached",), "keeps states of convolutions in its cache", {}),
+        ("lfm3", ("unattached",), "keeps states of convolutions in its cache", {}),
+        ("mllama", ("chain", "unattached"), "keeps its image in cross-attention layers", IMAGES["mllama"]),
+        ("paligemma", ("tree", "unattached"), "reads its prompt in both directions", BOTH_WAYS),
+        ("llama", ("chain", "unattached"), "The prompt is empty", {"input_ids": PROMPT[:, :0]}),
     ],
 )
-def test_targets(family: str, message: str) -> None:
-    assert_refused(model_of(family), "chain", message, input_ids=PROMPT)
-
-
-@pytest.mark.parametrize("family", ["openai-gpt", "imagegpt"])
-def test_unattached_targets(family: str) -> None:
-    assert_refused(model_of(family), "unattached", KEEPS_NO_CACHE + "|predicts 47", input_ids=PROMPT)
-
-
-@pytest.mark.parametrize("family", ["lfm2", "lfm3"])
-def test_convolutions(family: str) -> None:
-    assert_refused(model_of(family), "unattached", "keeps states of convolutions in its cache", input_ids=PROMPT)
-
-
-@pytest.mark.parametrize("door", ["chain", "unattached"])
-def test_an_image_in_cross_attention(door: str) -> None:
-    assert_refused(model_of("mllama"), door, "keeps its image in cross-attention layers", **IMAGES["mllama"])
-
-
-def test_a_prompt_read_in_both_directions() -> None:
-    prompt_ = {"input_ids": PROMPT, "token_type_ids": torch.zeros_like(PROMPT)}
-    for door in ("unattached", "tree"):
-        assert_refused(model_of("paligemma"), door, "reads its prompt in both directions", **prompt_)
+def test_refused(family: str, doors: tuple[str, ...], message: str, inputs: dict[str, Any]) -> None:
+    for door in doors:
+        assert_refused(model_of(family), door, message, **(inputs or {"input_ids": PROMPT}))
 
 
 def test_rows_of_an_image_that_are_no_tokens() -> None:
     target = model_of("git")
     with assisted(target, PROMPT, "tree") as assistant, pytest.raises(ValueError, match="12 tokens.*rows in its cache"):
         target.generate(assistant_model=assistant, **ARGUMENTS, **IMAGES["git"])
-
-
-@pytest.mark.parametrize("door", ["chain", "unattached"])
-def test_an_empty_prompt(door: str) -> None:
-    assert_refused(model_of("llama"), door, "The prompt is empty", input_ids=PROMPT[:, :0])
 
 
 def test_sampling_with_another_tokenizer() -> None:
@@ -337,9 +317,3 @@ def test_drafts_of_their_own(family: str) -> None:
 def test_early_exits(family: str, layers: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpecDecPPAssistant.from_early_exit(model_of(family), layers)
-
-
-def test_windows_of_the_text_model_are_known() -> None:
-    for family in FAMILIES:
-        if family in ("aya vision", "cohere2 vision", "idefics2", "idefics3", "smolvlm"):
-            check_tree(model_of(family))

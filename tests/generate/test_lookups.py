@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,24 +287,6 @@ def test_a_request_that_comes_again_is_answered_from_memory() -> None:
     assert len(assistant.memory.answers) == 0
     generate(target, assistant)
     assert assistant.stats.target_passes == before.target_passes
-
-
-def test_it_is_saved_and_loaded_without_a_draft(tmp_path: Path) -> None:
-    target = tiny("llama")
-    assistant = lookup_for(target)
-    assistant.save_pretrained(tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {"config.json", "README.md"}
-    assistant.detach()
-    loaded = SpecDecPPAssistant.from_pretrained(tmp_path, target=target)
-    assert loaded.speculation.lookup
-    assert torch.equal(generate(target, loaded), generate(target))
-    with pytest.raises(ValueError, match="draft= must be left out"):
-        SpecDecPPAssistant.from_pretrained(tmp_path, draft="somewhere")
-
-
-def test_a_setting_that_makes_no_sense() -> None:
-    with pytest.raises(ValueError, match="lookup='past' must be true or false or one of history"):
-        SpeculationConfig(lookup="past")  # type: ignore[arg-type]
 
 
 def test_its_costs_are_measured_without_a_draft() -> None:

@@ -281,13 +281,6 @@ def test_trees_and_batches_are_refused() -> None:
         target.generate(PROMPT, assistant_model=assistant, **PLAIN, max_new_tokens=5)
 
 
-def test_unattached_is_refused_by_transformers() -> None:
-    target = tiny_of("granitemoehybrid")
-    assistant = SpecDecPPAssistant.from_draft(tiny("llama"))
-    with pytest.raises(ValueError, match="not supported with stateful models"):
-        target.generate(PROMPT, assistant_model=assistant, **PLAIN, max_new_tokens=5)
-
-
 def test_a_candidate_is_read_twice() -> None:
     """The example of the docstring."""
     assert Costs(1.0, (10.0, 11.0, 12.0, 13.0, 14.0)).read_twice(2).verify == (10.0, 12.0, 14.0)

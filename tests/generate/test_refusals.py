@@ -9,8 +9,6 @@ import torch
 from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
 from support.watchers import no_work
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
     RwkvConfig,
@@ -191,12 +189,6 @@ def test_targets(make: Any, message: str, target: CausalLM) -> None:
         model.generate(PROMPT, assistant_model=assistant, max_new_tokens=5)
 
 
-@pytest.mark.parametrize("make", [encoder_decoder, stateful])
-def test_drafts(make: Any, target: CausalLM) -> None:
-    with pytest.raises(ValueError, match="so it cannot draft|must be a decoder-only causal LM"):
-        SpecDecPPAssistant.from_draft(make(), target)
-
-
 def test_a_model_without_a_head(target: CausalLM) -> None:
     headless = target.get_decoder()
     with pytest.raises(ValueError, match="cannot generate.*AutoModelForCausalLM"):
@@ -213,32 +205,6 @@ def test_an_early_exit_serves_its_own_target_only(target: CausalLM) -> None:
     assistant = SpecDecPPAssistant.from_early_exit(target, 1)
     with pytest.raises(ValueError, match="layers of the target that it is attached to.*detach"):
         assistant.attach(tiny("llama", num_hidden_layers=2))
-    assistant.detach()
-
-
-def test_an_early_exit_without_its_target(target: CausalLM, tmp_path: Any) -> None:
-    made = SpecDecPPAssistant.from_early_exit(target, 1)
-    made.save_pretrained(tmp_path)
-    made.detach()
-    with pytest.raises(ValueError, match="must be attached to it"):
-        target.generate(PROMPT, assistant_model=SpecDecPPAssistant.from_pretrained(tmp_path), max_new_tokens=5)
-
-
-def test_an_assistant_does_not_answer_by_itself(target: CausalLM) -> None:
-    with pytest.raises(ValueError, match="does not answer by itself"):
-        assistant_for(target, attached=False).generate(PROMPT)
-
-
-def test_a_smaller_vocabulary_is_warned_of(target: CausalLM) -> None:
-    """Without tokenizers to compare, different sizes may be padding: then only candidates are lost."""
-    draft = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("llama", vocab_size=VOCAB_SIZE - 8, hidden_size=16, num_hidden_layers=1,
-                             intermediate_size=16, num_attention_heads=2, eos_token_id=None, bos_token_id=None)
-    )  # fmt: skip
-    with pytest.warns(UserWarning, match="48 token ids and the draft 40"):
-        assistant = SpecDecPPAssistant.from_draft(draft.eval(), target)
-    plain = target.generate(PROMPT, max_new_tokens=20, do_sample=False)
-    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False), plain)
     assistant.detach()
 
 

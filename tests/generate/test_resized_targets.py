@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import dflash_files, gemma4_files
-from support.models import assistant_of, tiny, told
+from support.models import told
+from support.whole_rounds import Made, dflash, made
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.models.causal_lm import CausalLM
 
 TEXT = torch.arange(1, 9)[None]  # ids that all sizes have
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
 
 
-def dflash(folder: Path) -> tuple[CausalLM, SpecDecPPAssistant]:
-    target = dflash_files.target_for("llama")
-    repository = dflash_files.VARIANTS["plain"].save(folder)
-    return target, SpecDecPPAssistant.from_pretrained(repository, target=target)
-
-
-def gemma4(name: str) -> Callable[[Path], tuple[CausalLM, SpecDecPPAssistant]]:
-    def make(_: Path) -> tuple[CausalLM, SpecDecPPAssistant]:
-        target = gemma4_files.target_for()
-        return target, SpecDecPPAssistant.from_draft(gemma4_files.VARIANTS[name].theirs(), target=target)
-
-    return make
-
-
-def own(kind: str) -> Callable[[Path], tuple[CausalLM, SpecDecPPAssistant]]:
-    def make(_: Path) -> tuple[CausalLM, SpecDecPPAssistant]:
-        target = tiny("llama")
-        return target, assistant_of(kind, target)
-
-    return make
-
-
-MAKERS = {
-    "dflash": dflash,
-    "gemma4": gemma4("plain"),
-    "gemma4 with clusters": gemma4("clusters"),
-    **{kind: own(kind) for kind in ("independent", "early_exit", "conditioned", "eagle3")},
-}
+KINDS = ("dflash", "gemma 4", "gemma 4 with clusters", "independent", "early_exit", "conditioned", "eagle3")
 FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 3}
 WAYS: dict[str, dict[str, Any]] = {
     "chains": FIXED,
@@ -54,12 +26,21 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def made_of(kind: str, folder: Path) -> Made:
+    if kind == "dflash":
+        return dflash(dflash_files.VARIANTS["plain"])
+    if kind == "gemma 4 with clusters":
+        target = gemma4_files.target_for()
+        return target, SpecDecPPAssistant.from_draft(gemma4_files.VARIANTS["clusters"].theirs(), target=target)
+    return made(kind, folder, **FIXED)
+
+
 @pytest.mark.every(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", [-3, 5])
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_texts(kind: str, change: int, way: str, tmp_path: Path) -> None:
-    target, assistant = MAKERS[kind](tmp_path)
+    target, assistant = made_of(kind, tmp_path)
     told(assistant, **WAYS[way])
     target.resize_token_embeddings(target.config.get_text_config().vocab_size + change, mean_resizing=False)
     plain = target.generate(TEXT, **GREEDY)

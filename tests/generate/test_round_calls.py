@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.calls import our_calls
 from support.models import assistant_for, prompt, tiny
 
-import hf_specdecpp
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.sampling.processors import Processing
 
-OURS = str(Path(hf_specdecpp.__file__).parent)
-# Frames of their own until Python 3.12.
-COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
 # Settings, and the most functions and files of a round.
 ROUNDS: dict[str, tuple[dict[str, Any], int, int]] = {
     "fixed": ({"rule": "fixed", "num_tokens": 3}, 66, 16),
@@ -30,19 +25,9 @@ def run_by_rounds(monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any]) 
     original = AssistedDecoding.round
 
     def watched(self: AssistedDecoding) -> None:
-        seen: set[tuple[str, str]] = set()
-
-        def note(frame: Any, event: str, _: object) -> None:
-            code = frame.f_code
-            if event == "call" and code.co_filename.startswith(OURS) and code.co_name not in COMPREHENSIONS:
-                seen.add((code.co_filename, f"{code.co_name} at line {code.co_firstlineno}"))
-
-        sys.setprofile(note)
-        try:
+        with our_calls() as calls:
             original(self)
-        finally:
-            sys.setprofile(None)
-        found.append(seen)
+        found.append({(code.co_filename, f"{code.co_name} at line {code.co_firstlineno}") for code in calls})
 
     target = tiny("llama").float()
     assistant = assistant_for(target, mix=0.9, **speculation)

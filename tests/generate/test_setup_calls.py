@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.calls import our_calls
 from support.models import tiny
 
-import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.models import cpu_products
 
-OURS = str(Path(hf_specdecpp.__file__).parent)
 MOST_CALLS = 550  # they were 2,763 when each look at the modules called several functions for each of them
 IDS = torch.arange(8)[None]
 
@@ -24,24 +21,11 @@ def calls_before_the_first_round(layers: int) -> int:
     """Calls of functions of the package, of the second text of an assistant."""
     target, draft = (tiny("llama", seed, num_hidden_layers=layers).float() for seed in range(2))
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(rule="threshold"))
-    count = 0
-
-    def note(frame: Any, event: str, _: object) -> None:
-        nonlocal count
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(OURS):
-            if code is AssistedDecoding.round.__code__:
-                sys.setprofile(None)
-            count += 1
-
     # Long enough for all passes that are made beside those of rounds.
     target.generate(IDS, assistant_model=assistant, max_new_tokens=20, do_sample=False)
-    sys.setprofile(note)
-    try:
+    with our_calls() as calls:
         target.generate(IDS, assistant_model=assistant, max_new_tokens=8, do_sample=False)
-    finally:
-        sys.setprofile(None)
-    return count
+    return calls.index(AssistedDecoding.round.__code__) + 1
 
 
 def test_few_calls() -> None:

@@ -38,21 +38,9 @@ def inputs(tokenizer: Any) -> Any:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 
 
-@pytest.mark.parametrize("layers", [20, [0, 1, 2, 29]])
-def test_greedy_text_is_the_same(target: Any, inputs: Any, layers: Any) -> None:
-    """Twenty of the thirty layers guess a few tokens right even untrained."""
-    plain = target.generate(**inputs, max_new_tokens=48, do_sample=False)
-    knobs = SpeculationConfig(rule="fixed", num_tokens=3)
-    assistant = SpecDecPPAssistant.from_early_exit(target, layers, speculation=knobs)
-    assisted = target.generate(**inputs, max_new_tokens=48, do_sample=False, assistant_model=assistant)
-    assert torch.equal(plain, assisted)
-    assert assistant.stats.rounds > 0
-    assistant.detach()
-
-
 def test_draft_by_name_accepts_everything_of_itself(target: Any, tokenizer: Any, inputs: Any) -> None:
     """The target's own folder as the draft: real tokenizers are compared, and all candidates stand."""
-    assistant = SpecDecPPAssistant.from_draft(FOLDER, target)
+    assistant = SpecDecPPAssistant.from_draft(FOLDER, target, speculation=SpeculationConfig("fixed"))
     plain = target.generate(**inputs, max_new_tokens=32, do_sample=False, stop_strings=["return"], tokenizer=tokenizer)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
     assisted = target.generate(

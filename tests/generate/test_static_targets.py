@@ -12,7 +12,7 @@ import transformers
 from support.families import informed_draft, model_of
 from support.models import Rounds, prompt, quiet_later_layers, tiny, told
 from support.multimodal import multimodal
-from support.outputs import RECORDS, NoRepeat, assert_same
+from support.outputs import RECORDS, assert_same
 from support.static_caches import (
     COSTS,
     GROWTHS,
@@ -270,14 +270,6 @@ def test_a_pass_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
         target.generate(prompt(), assistant_model=assistant, past_key_values=cache, **OPTIONS)
     lengths = {int(layer.get_seq_length()) for layer in cache.layers}
     assert lengths == {12 + assistant.stats.generated - 1}
-
-
-@EACH
-def test_processors_that_are_called_in_order(how: str) -> None:
-    target = quiet_later_layers(tiny("llama"))
-    plain = target.generate(prompt(), logits_processor=[NoRepeat()], **STATIC)
-    ours = target.generate(prompt(), logits_processor=[NoRepeat()], assistant_model=attached(target, how), **STATIC)
-    assert torch.equal(ours, plain)
 
 
 # Widths --------------------------------------------------------------------------------------------------------------

@@ -95,29 +95,52 @@ def test_rates() -> None:
     assert stats.speedup == pytest.approx(30 * 0.1 / 1.4)
 
 
+BAD, SLOW, WIDE = {"accepted": 4, "generated": 15}, {"draft_seconds": 4.0}, {"target_seconds": 4.0}
+MANY = {"same_pass_seconds": 0.2, "target_seconds": 3.0}
+OF_A_TREE: dict[str, object] = {**BAD, "tree_depths": [0, 0, 10]}
+
+
 @pytest.mark.parametrize(
-    ("values", "says"),
+    ("values", "remedies", "says", "never"),
     [
-        ({}, "It pays: about 2.14 times"),
-        ({"target_seconds": 4.0}, "expensive on this device"),
-        ({"draft_seconds": 4.0}, "The draft is too slow: one of its tokens costs 1.00 target passes"),
-        ({"accepted": 4, "generated": 15}, "The draft is not good enough for this target. Another one may be"),
-        ({"accepted": 0, "generated": 11}, "It does not pay: none of 40 candidates was accepted."),
-        ({"accepted": 0, "drafted": 1, "generated": 11}, "It does not pay: the only candidate was not accepted."),
-        ({"overhead_seconds": 3.0}, "too fast for the overhead"),
-        ({"target_seconds": 2.8}, "about as fast as plain"),
-        ({"plain_pass_seconds": None}, "was not measured"),
-        ({"same_pass_seconds": 0.05}, "It pays: about 1.07 times the speed of plain generate() with the same passes"),
-        ({"same_pass_seconds": 0.05}, "The CPU products alone run at 2.00 times the speed of plain generate()"),
-        ({"same_pass_seconds": 0.05}, "with speculation it is 2.14 times, most of which comes from the products."),
-        ({"same_pass_seconds": 0.08}, "The CPU products alone run at 1.25 times"),
-        ({"same_pass_seconds": 0.04}, "Speculating does not pay here: about 0.86 times the speed of plain"),
-        ({"same_pass_seconds": 0.2, "target_seconds": 3.0}, "alone run at 0.50 times"),
-        ({"same_pass_seconds": 0.2, "target_seconds": 3.0}, "with speculation it is 0.94 times."),
+        ({}, set(), "It pays: about 2.14 times", "products"),
+        ({"same_pass_seconds": 0.099}, set(), "It pays", "products"),
+        ({"overhead_seconds": 3.0}, set(), "too fast for the overhead", "It pays"),
+        ({"target_seconds": 2.8}, set(), "about as fast as plain", "It pays"),
+        ({"plain_pass_seconds": None}, set(), "was not measured", "times"),
+        ({"accepted": 0, "generated": 11}, set(), "It does not pay: none of 40 candidates was accepted.", "times"),
+        ({"accepted": 0, "drafted": 1, "generated": 11}, set(), "the only candidate was not accepted.", "times"),
+        # What the products gained.
+        ({"same_pass_seconds": 0.05}, set(), "It pays: about 1.07 times the speed of plain generate() with the", "not"),
+        ({"same_pass_seconds": 0.05}, set(), "The CPU products alone run at 2.00 times the speed of plain", "not"),
+        ({"same_pass_seconds": 0.05}, set(), "with speculation it is 2.14 times, most of which comes from the", "not"),
+        ({"same_pass_seconds": 0.08}, set(), "The CPU products alone run at 1.25 times", "most of which"),
+        ({"same_pass_seconds": 0.04}, set(), "Speculating does not pay here: about 0.86 times the speed of", "It pays"),
+        (MANY, set(), "alone run at 0.50 times", "It pays"),
+        (MANY, set(), "with speculation it is 0.94 times.", "It pays"),
+        # What a first call took to prepare.
+        ({"preparing_seconds": 0.05}, set(), "It pays: about 1.94 times the speed of plain generate(), ", "longer"),
+        ({"preparing_seconds": 0.4}, set(), "and copy weights: it ran at 1.60 times", "Later"),
+        ({"preparing_seconds": 3.0}, set(), "Later calls pay: about 2.00 times", "It pays"),
+        ({"preparing_seconds": 3.0}, set(), "This call took 3.00 s longer", "It pays"),
+        # What the assistant does already is no advice.
+        (BAD, {"training", "head", "throughput"}, "Train it and a head: specdecpp train. Spec", "Another"),
+        (BAD, {"head"}, "Train a head: specdecpp train.", "it and"),
+        (BAD, {"throughput"}, "SpeculationConfig(rule='throughput') drafts only as far as that pays.", "rain"),
+        (BAD, {"draft", "throughput"}, "The text is not good enough for this target. SpeculationConfig", "rain"),
+        (BAD, set(), "The draft is not good enough for this target. Another one may be, or one that is tr", "rain it"),
+        (OF_A_TREE, set(), "", "not good enough"),
+        ({**OF_A_TREE, "accepted_at": [4, 0, 0, 0]}, set(), "not good enough", "It pays"),
+        (SLOW, set(), "The draft is too slow: one of its tokens costs 1.00 target passes.", "SpeculationConfig"),
+        (WIDE, {"throughput", "training"}, "SpeculationConfig(rule='throughput')", "rain it"),
+        (WIDE, set(), "Verifying several tokens at once is expensive on this device.", "SpeculationConfig"),
     ],
 )
-def test_verdict_names_the_reason(values: dict[str, object], says: str) -> None:
-    assert says in made(**values).verdict
+def test_verdict(values: dict[str, object], remedies: set[str], says: str, never: str) -> None:
+    prompt_seconds = 0.2 if "preparing_seconds" in values else 0.0
+    verdict = made(**values, prompt_seconds=prompt_seconds, remedies=frozenset(remedies)).verdict
+    assert says in verdict
+    assert never not in verdict
 
 
 def test_seconds_of_a_call_are_those_of_its_clock() -> None:
@@ -125,25 +148,6 @@ def test_seconds_of_a_call_are_those_of_its_clock() -> None:
     stats = made(prompt_seconds=0.2, preparing_seconds=0.4)
     assert (stats.call_seconds, stats.speedup) == pytest.approx((2.0, 1.6))
     assert made(prompt_seconds=0.2).speedup == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize(
-    ("preparing", "begins", "ends"),
-    [
-        (0.05, "It pays: about 1.94 times the speed of plain generate(), ", "2.82 tokens per target pass."),
-        (
-            0.4,
-            "It pays: about 2.00 times",
-            "to compare passes and copy weights: it ran at 1.60 times",
-        ),
-        (3.0, "Later calls pay: about 2.00 times", "This call took 3.00 s longer"),
-        (3.0, "Later calls pay", "it ran at 0.70 times the speed of plain generate()."),
-    ],
-)
-def test_a_first_call_says_what_its_preparing_took(preparing: float, begins: str, ends: str) -> None:
-    verdict = made(prompt_seconds=0.2, preparing_seconds=preparing).verdict
-    assert verdict.startswith(begins)
-    assert ends in verdict
 
 
 def text(*rounds: tuple[int, int], **values: Any) -> SpeculationStats:
@@ -209,30 +213,6 @@ def test_it_pays_is_said_of_nothing_that_is_slower_than_plain() -> None:
         assert not (stats.verdict.startswith("It does not pay") and gain * passes >= 1.03), "the call is faster"
 
 
-BAD, SLOW, WIDE = {"accepted": 4, "generated": 15}, {"draft_seconds": 4.0}, {"target_seconds": 4.0}
-
-
-@pytest.mark.parametrize(
-    ("values", "remedies", "says", "never"),
-    [
-        (BAD, {"training", "head", "throughput"}, "Train it and a head: specdecpp train. Spec", "Another"),
-        (BAD, {"head"}, "Train a head: specdecpp train.", "it and"),
-        (BAD, {"throughput"}, "SpeculationConfig(rule='throughput') drafts only as far as that pays.", "rain"),
-        (BAD, {"draft", "throughput"}, "The text is not good enough for this target. SpeculationConfig", "rain"),
-        (BAD, set(), "Another one may be, or one that is trained on texts like these.", "rain it"),
-        (SLOW, set(), "one of its tokens costs 1.00 target passes.", "SpeculationConfig"),
-        (WIDE, {"throughput", "training"}, "SpeculationConfig(rule='throughput')", "rain it"),
-        (WIDE, set(), "Verifying several tokens at once is expensive on this device.", "SpeculationConfig"),
-    ],
-)
-def test_advice_is_not_what_the_assistant_does_already(
-    values: dict[str, object], remedies: set[str], says: str, never: str
-) -> None:
-    verdict = made(**values, remedies=frozenset(remedies)).verdict
-    assert says in verdict
-    assert never not in verdict
-
-
 @pytest.mark.parametrize("kind", ["untrained", "trained", "lookup"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_remedies_are_what_the_assistant_lacks(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,18 +234,6 @@ def test_remedies_are_what_the_assistant_lacks(kind: str, rows: int, monkeypatch
     target.generate(ids, assistant_model=assistant, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert assistant.stats.remedies == lacks
     assert (assistant.stats + assistant.stats).remedies == lacks
-
-
-def test_nodes_of_a_tree_are_no_sign_of_a_bad_draft() -> None:
-    stats = made(**BAD, tree_depths=[0, 0, 10])
-    assert "not good enough" not in stats.verdict
-    assert "not good enough" in made(**BAD, tree_depths=[0, 0, 10], accepted_at=[4, 0, 0, 0]).verdict
-
-
-def test_faster_passes_are_named_only_where_they_differ() -> None:
-    assert "products" not in made().verdict
-    assert "products" not in made(same_pass_seconds=0.099).verdict
-    assert "most of which" not in made(same_pass_seconds=0.08).verdict
 
 
 def first_candidates(accepted: int, rounds: int, suspect: str | None = "EAGLE-3 org/x") -> SpeculationStats:
@@ -309,11 +277,8 @@ def test_suspicions_add_up() -> None:
     assert "inspect" not in looked_up.verdict, "rounds in which it drafted nothing do not count"
 
 
-@pytest.mark.parametrize("tree", [None, "dyspec"])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("tree", "rows"), [(None, 1), (None, 2), ("dyspec", 1)])
 def test_generations_know_whose_draft_it_is(tmp_path: Path, tree: Any, rows: int) -> None:
-    if tree and rows > 1:
-        pytest.skip("trees are for single sequences")
     target = tiny("llama")
     knobs = SpeculationConfig("fixed", num_tokens=2, tree=tree, tree_budget=4)
     folder = VARIANTS["plain"].save(tmp_path)
@@ -321,8 +286,6 @@ def test_generations_know_whose_draft_it_is(tmp_path: Path, tree: Any, rows: int
     ids = prompt().repeat(rows, 1)
     target.generate(ids, assistant_model=assistant, max_new_tokens=60, do_sample=False, pad_token_id=0)
     assert assistant.stats.suspect == f"EAGLE-3 {folder}"
-    if sum(assistant.stats.accepted_at[:1]) < 0.15 * (assistant.stats.rounds - assistant.stats.idle_rounds):
-        assert "specdecpp inspect REPO --target ID" in assistant.stats.verdict
     own = assistant_for(target)
     target.generate(prompt(), assistant_model=own, max_new_tokens=8, do_sample=False)
     assert own.stats.suspect is None
@@ -348,15 +311,6 @@ def test_passes_over_one_token_are_timed_beside_the_rounds() -> None:
     assert len(seen) == 2 * assistant.stats.target_passes + AT_ONCE
 
 
-def test_a_text_that_fills_the_positions_is_finished() -> None:
-    """Plain generation returns one token more than there are positions; so must ours, while it times passes, too."""
-    target = tiny("gpt2", n_positions=24)
-    plain = target.generate(prompt(), max_length=25, do_sample=False)
-    assisted = target.generate(prompt(), assistant_model=assistant_for(target), max_length=25, do_sample=False)
-    assert plain.shape[1] == 25
-    assert assisted.tolist() == plain.tolist()
-
-
 def test_nothing_drafted() -> None:
     target = tiny("llama")
     assistant = assistant_for(target)
@@ -375,26 +329,6 @@ def test_sum_of_two_calls() -> None:
     assert (made() + made(same_pass_seconds=0.05)).same_pass_seconds == pytest.approx(0.075)
     assert (made() + made(plain_pass_seconds=None)).speedup is None
     assert not (made() + made(complete=False)).complete
-
-
-def test_table_is_small_and_complete() -> None:
-    lines = str(made()).splitlines()
-    assert len(lines) <= 10
-    assert all(len(line) <= 100 for line in lines[:-1])  # the verdict is prose
-    assert lines[-1].startswith("verdict")
-
-
-def test_a_faster_draft_changes_only_the_times() -> None:
-    """The same seed, the same rounds: statistics are of the text, not of the clock."""
-    target = tiny("llama")
-    assistant = assistant_for(target, rule="threshold", threshold=0.6)
-    counts = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        assistant.memory.clear()
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=True)
-        counts.append((assistant.stats.rounds, assistant.stats.drafted, assistant.stats.accepted))
-    assert counts[0] == counts[1]
 
 
 def test_making_products_is_no_time_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

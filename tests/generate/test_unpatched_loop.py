@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, Rounds, partly_agreeing, prompt, tiny
+from support.models import Rounds, partly_agreeing, prompt, tiny
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -90,26 +90,3 @@ def test_the_rule_learns() -> None:
     target.generate(PROMPT, assistant_model=assistant, max_new_tokens=30, do_sample=False)
     rule: Any = made[0].rule
     assert rule.rates.rounds > 0
-
-
-def test_sampling() -> None:
-    target = tiny("llama")
-    assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=SpeculationConfig("fixed"))
-    plain = target.generate(PROMPT, max_new_tokens=40, do_sample=True, top_k=1)
-    with_generator(target, assistant)
-    arguments: dict[str, Any] = {"assistant_model": assistant, "max_new_tokens": 40, "do_sample": True}
-    assert torch.equal(target.generate(PROMPT, top_k=1, **arguments), plain)
-    torch.manual_seed(0)
-    text = target.generate(PROMPT, temperature=0.7, **arguments)
-    torch.manual_seed(0)
-    assert torch.equal(target.generate(PROMPT, temperature=0.7, **arguments), text)
-    assert int(text.max()) < VOCAB_SIZE
-
-
-def test_a_round_without_candidates() -> None:
-    """A draft whose position table is used up returns none, which the interface allows."""
-    target, draft = tiny("gpt2", n_positions=64), tiny("gpt2", seed=1, n_positions=24)
-    assistant = SpecDecPPAssistant.from_draft(draft, speculation=SpeculationConfig("fixed", num_tokens=4))
-    plain = target.generate(PROMPT, max_length=64, do_sample=False)
-    with_generator(target, assistant)
-    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, max_length=64, do_sample=False), plain)

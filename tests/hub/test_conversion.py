@@ -66,14 +66,6 @@ def test_the_test_can_tell_tied_from_untied() -> None:
     assert len({untied.state_dict()[name].data_ptr() for name in names}) == 3
 
 
-def test_the_hub_writer_stores_tied_blocks_once(tmp_path: Path) -> None:
-    from safetensors import safe_open
-
-    with safe_open(save_mixin(ReleasedHead(3), tmp_path) / "model.safetensors", "pt") as file:
-        assert len(file.keys()) == 4
-        assert file.metadata()["model.2.linear.bias"] == "model.0.linear.bias"
-
-
 def test_safetensors_writer_and_any_file_name(tmp_path: Path) -> None:
     released = ReleasedHead(3)
     save_model(released, str(write_config(tmp_path, **released.sizes) / "acc_head.safetensors"))
@@ -137,13 +129,11 @@ def test_an_assistant_with_a_converted_head_generates(tmp_path: Path) -> None:
     draft.save_pretrained(tmp_path / "draft")
     convert(save_bin(released, tmp_path / "released"), tmp_path / "out", draft_id=str(tmp_path / "draft"))
     plain = target.generate(prompt(), max_new_tokens=12, do_sample=False)
-    loaded = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
-    made = SpecDecPPAssistant.from_draft(draft, target, head=load(tmp_path / "out"))
-    for assistant in (loaded, made):
-        assert assistant.head is not None
-        answer = target.generate(prompt(), max_new_tokens=12, do_sample=False, assistant_model=assistant)
-        assert torch.equal(answer, plain)
-        assert assistant.stats.rounds > 0
+    assistant = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
+    assert assistant.head is not None
+    answer = target.generate(prompt(), max_new_tokens=12, do_sample=False, assistant_model=assistant)
+    assert torch.equal(answer, plain)
+    assert assistant.stats.rounds > 0
 
 
 def test_without_a_draft_id_the_assistant_says_what_to_do(tmp_path: Path) -> None:
@@ -322,12 +312,6 @@ def test_a_pickle_beside_safetensors_is_not_opened(tmp_path: Path, form: str, mo
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("opened a pickle"))
     assert_same(read_released_head(folder), released)
     assert not proof.exists()
-
-
-def test_the_refusal_names_what_was_blocked(tmp_path: Path) -> None:
-    folder = write_config(tmp_path / "in", hidden_size=SIZE, num_layers=3)
-    malicious(folder, tmp_path / "proof", "before the tensors")
-    assert_refused(folder, r"UnpicklingError: .*GLOBAL .*system.*safetensors file")
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage" * 20, b"\x80", b"PK\x03\x04", b"\x80\x02}q\x00("])

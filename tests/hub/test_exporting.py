@@ -13,10 +13,9 @@ from support.hub_server import HubServer
 from support.models import VOCAB_SIZE, partly_agreeing, prompt, random_fusion, tiny
 from support.repos import WORDS, change_json, files_of, greedy, head_for, publish_pair, save_adapter, save_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.generation.candidate_generator import AssistedCandidateGenerator
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig, assist, serving
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, serving
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model
@@ -72,43 +71,6 @@ def test_an_early_exit_is_the_same_model(shape: str, tmp_path: Path) -> None:
     assert exported.config.num_hidden_layers == 2
     words = [AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("target", "out")]
     assert words[0] == words[1]
-
-
-@pytest.mark.parametrize("shape", ["llama", "gemma3 tied", "gpt2"])
-def test_transformers_own_loop_drafts_with_it_what_we_draft(
-    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = save_target(tmp_path / "target", shape)
-    assistant = exits_early(target, shape, tmp_path / "assistant")
-    export(tmp_path / "assistant", tmp_path / "out")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    exported.generation_config.assistant_confidence_threshold = 0.0  # transformers would stop at unlikely tokens
-    rounds = rounds_of_transformers(monkeypatch)
-    assert greedy(target, exported) == greedy(target)
-    assert len(rounds) > 3
-    assert max(len(candidates) for _, candidates in rounds) == 4, "the assistant's own num_tokens"
-    for text, candidates in rounds:
-        assert candidates == drafted_by_us(assistant, text)[: len(candidates)]
-
-
-def rounds_of_transformers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, list[int]]]:
-    """Each round's text and candidates, filled as they are drafted."""
-    rounds: list[tuple[Tensor, list[int]]] = []
-    drafts = AssistedCandidateGenerator.get_candidates
-
-    def get_candidates(generator: Any, input_ids: Any, *more: Any, **others: Any) -> Any:
-        found = drafts(generator, input_ids, *more, **others)
-        rounds.append((input_ids, found[0][0, input_ids.shape[1] :].tolist()))
-        return found
-
-    monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", get_candidates)
-    return rounds
-
-
-def drafted_by_us(assistant: SpecDecPPAssistant, text: Tensor) -> list[int]:
-    config = GenerationConfig(do_sample=False, max_length=1000)
-    chain = SpecDecPPCandidateGenerator(assistant.setup(), config).propose(text)
-    return chain.candidates
 
 
 def test_an_independent_draft_has_its_adapter_merged(tmp_path: Path) -> None:
@@ -233,13 +195,6 @@ def test_a_conditioned_draft_is_refused(tmp_path: Path) -> None:
     assert f"`specdecpp train --draft eagle3 --target {tmp_path / 'target'} " in str(refusal.value)
     assert f"`specdecpp export NEW --output {tmp_path / 'out'}`" in str(refusal.value)
     assert [path.name for path in tmp_path.iterdir()] == ["assistant"]
-
-
-def test_a_lookup_is_refused(tmp_path: Path) -> None:
-    assist(save_target(tmp_path / "target"), "lookup", default=False).save_pretrained(tmp_path / "assistant")
-    with pytest.raises(ValueError, match="nothing to export"):
-        export(tmp_path / "assistant", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 # The folder. ----------------------------------------------------------------------------------------------------------

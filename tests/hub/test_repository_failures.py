@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from support.assistant_files import FILES
 from support.hub_server import HubServer, point_client_at
 from support.models import tiny
 from support.repos import (
@@ -72,9 +73,27 @@ def load(folder: Path | str, **arguments: Any) -> SpecDecPPAssistant:
     return SpecDecPPAssistant.from_pretrained(folder, **{"target": tiny("llama"), **arguments})
 
 
+def problems(folder: Path) -> dict[str, str]:
+    """What `inspect` says is wrong, by file."""
+    return {file.name: file.problem for file in inspect(Repository(str(folder))).files if file.problem is not None}
+
+
+def assert_refused(folder: Path, name: str, message: str) -> None:
+    """By loading, also without a target, which an adapter's config waits for, and by `inspect`: this one file."""
+    for target in (tiny("llama"), None)[: 1 if name == "adapter/adapter_config.json" else 2]:
+        with pytest.raises(ValueError, match=message):
+            load(folder, target=target)
+    found = problems(folder)
+    assert list(found) == [name]
+    assert re.search(message, found[name])
+
+
 def change_tensors(path: Path, **changes: Tensor | None) -> None:
     tensors = {**load_file(path), **{name.replace("__", "."): tensor for name, tensor in changes.items()}}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+# --- files ---
 
 
 def test_the_folder_is_sound_before_it_is_damaged(folder: Path) -> None:
@@ -82,35 +101,87 @@ def test_the_folder_is_sound_before_it_is_damaged(folder: Path) -> None:
     assistant = load(folder, target=target)
     assert assistant.head is not None
     assert greedy(target, assistant) == greedy(target)
+    assert problems(folder) == {}
+
+
+BROKEN = "is incomplete or not a safetensors file.*Delete it.*force_download=True|is not valid JSON"
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "truncated": (lambda content: content[:-8], BROKEN),
+    "empty": (lambda _: b"", BROKEN),
+    "zero": (lambda _: b"\x00", BROKEN),
+    "text": (lambda _: b"garbage" * 99, BROKEN),
+    "bytes": (lambda _: b"\xff" * 99, BROKEN),
+    "pointer": (lambda _: POINTER, "is a git-LFS pointer.*git lfs pull"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file(folder: Path, name: str, damage: str) -> None:
+    change, message = DAMAGE[damage]
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+    assert_refused(folder, name, rf"{name.rpartition('/')[2]}.*({message})")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file(hub: HubServer, folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name} is missing.*not a complete assistant"):
+        load(folder)
+    found = problems(folder)
+    assert list(found) == [name]
+    assert found[name].startswith("Missing, but ")
+    hub.commit("org/head", files_of(folder))
+    with pytest.raises(EntryNotFoundError, match=name):
+        load("org/head")
 
 
 # --- tensors ---
 
+TENSORS: list[tuple[str, dict[str, Any], str]] = [
+    (HEAD, {"blocks__1__linear__weight": None}, "lacks blocks.1.linear.weight. It does"),
+    (HEAD, {"extra": torch.zeros(1)}, f"{HEAD} has unexpected extra"),
+    (
+        HEAD,
+        {"output__weight": torch.zeros(2, 16)},
+        r"output\.weight has shape \[2, 16\], not \[2, 32\].*trained for draft layers 0, 1 of 'org/target'",
+    ),
+    (VOCAB, {"token_ids": torch.arange(7)}, r"token_ids has shape \[7\], not \[40\].*promises 40 token ids"),
+    (VOCAB, {"token_ids": torch.arange(40.0)}, "holds float32; token ids are whole numbers"),
+]
 
-def test_missing_key(folder: Path) -> None:
-    change_tensors(folder / HEAD, blocks__1__linear__weight=None)
-    with pytest.raises(ValueError, match=re.escape(f"{folder / HEAD} lacks blocks.1.linear.weight. It does")):
+
+@pytest.mark.parametrize(("name", "changes", "message"), TENSORS)
+def test_other_tensors(folder: Path, name: str, changes: dict[str, Any], message: str) -> None:
+    change_tensors(folder / name, **changes)
+    assert_refused(folder, name, message)
+
+
+def test_blocks_are_tied_as_the_config_says(folder: Path) -> None:
+    tied = head_for(tiny("llama"), tied=True)
+    change_json(folder / "config.json", head={**head_for(tiny("llama")).to_config(), "tied": True})
+    assert_refused(folder, HEAD, r"has unexpected blocks\.1\.linear\.bias")
+    save_file(tied.state_dict(), folder / HEAD)
+    change_json(folder / "config.json", head=head_for(tiny("llama")).to_config())
+    assert_refused(folder, HEAD, r"lacks blocks\.1\.linear\.bias, blocks\.1\.linear\.weight")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", [HEAD, ADAPTER])
+def test_not_finite(folder: Path, name: str, value: float) -> None:
+    tensors = load_file(folder / name)
+    broken = next(iter(tensors))
+    tensors[broken].view(-1)[-1] = value
+    save_file(tensors, folder / name)
+    assert_refused(folder, name, f"holds NaN or infinite values in {re.escape(broken)}")
+
+
+@pytest.mark.parametrize("token_id", [-1, 0, len(WORDS), 2**40])
+def test_draft_vocab_out_of_bounds_or_twice(folder: Path, token_id: int) -> None:
+    change_tensors(folder / VOCAB, token_ids=torch.tensor([*range(39), token_id]))
+    with pytest.raises(ValueError, match="draft_vocab must list distinct token ids from 0 to 47"):
         load(folder)
-
-
-def test_missing_key_in_a_hub_repository_names_it(hub: HubServer, folder: Path) -> None:
-    change_tensors(folder / HEAD, blocks__1__linear__weight=None)
-    hub.commit("org/head", files_of(folder))
-    with pytest.raises(ValueError, match=rf"models--org--head.*{HEAD} lacks blocks\.1\.linear\.weight"):
-        load("org/head")
-
-
-def test_unexpected_key(folder: Path) -> None:
-    change_tensors(folder / HEAD, extra=torch.zeros(1))
-    with pytest.raises(ValueError, match=f"{HEAD} has unexpected extra"):
-        load(folder)
-
-
-def test_wrong_shape(folder: Path) -> None:
-    change_tensors(folder / HEAD, output__weight=torch.zeros(2, 16))
-    expected = r"output\.weight has shape \[2, 16\], not \[2, 32\].*trained for draft layers 0, 1 of 'org/target'"
-    with pytest.raises(ValueError, match=expected):
-        load(folder)
+    assert "distinct whole numbers" in problems(folder)[VOCAB]
 
 
 def test_head_of_another_draft(folder: Path) -> None:
@@ -119,18 +190,6 @@ def test_head_of_another_draft(folder: Path) -> None:
     change_json(folder / "config.json", head=wide.to_config())
     expected = r"trained for \{'hidden_size': 64\} but draft layers 0, 1 of 'org/target' has \{'hidden_size': 32\}"
     with pytest.raises(ValueError, match=expected):
-        load(folder)
-
-
-def test_tied_blocks_are_not_taken_for_distinct_ones(folder: Path) -> None:
-    save_file(head_for(tiny("llama"), tied=True).state_dict(), folder / HEAD)
-    with pytest.raises(ValueError, match=r"lacks blocks\.1\.linear\.bias, blocks\.1\.linear\.weight"):
-        load(folder)
-
-
-def test_distinct_blocks_are_not_taken_for_tied_ones(folder: Path) -> None:
-    change_json(folder / "config.json", head={**head_for(tiny("llama")).to_config(), "tied": True})
-    with pytest.raises(ValueError, match=r"has unexpected blocks\.1\.linear\.bias"):
         load(folder)
 
 
@@ -145,87 +204,7 @@ def test_released_head_is_sent_to_the_converter(folder: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("name", [HEAD, VOCAB, ADAPTER])
-class TestDamage:
-    def test_truncated(self, folder: Path, name: str) -> None:
-        path = folder / name
-        path.write_bytes(path.read_bytes()[:-8])
-        for target in (tiny("llama"), None):
-            with pytest.raises(ValueError, match=re.escape(str(path)) + " is incomplete.*Delete it.*force_download=T"):
-                load(folder, target=target)
-
-    @pytest.mark.parametrize("content", [b"", b"\x00", b"garbage" * 99, b"\xff" * 99], ids=["empty", "0", "text", "ff"])
-    def test_garbage(self, folder: Path, name: str, content: bytes) -> None:
-        (folder / name).write_bytes(content)
-        with pytest.raises(ValueError, match="is incomplete or not a safetensors file.*force_download=True"):
-            load(folder)
-
-    def test_git_lfs_pointer(self, folder: Path, name: str) -> None:
-        (folder / name).write_bytes(POINTER)
-        with pytest.raises(ValueError, match=f"{name} is a git-LFS pointer.*git lfs pull"):
-            load(folder)
-
-    def test_missing(self, folder: Path, name: str) -> None:
-        (folder / name).unlink()
-        with pytest.raises(FileNotFoundError, match=f"{name} is missing.*not a complete assistant"):
-            load(folder)
-
-    def test_missing_on_the_hub(self, hub: HubServer, folder: Path, name: str) -> None:
-        hub.commit("org/head", {**files_of(folder), name: None})
-        with pytest.raises(EntryNotFoundError, match=name):
-            load("org/head")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", [HEAD, ADAPTER])
-def test_not_finite(folder: Path, name: str, value: float) -> None:
-    tensors = load_file(folder / name)
-    broken = next(iter(tensors))
-    tensors[broken].view(-1)[-1] = value
-    save_file(tensors, folder / name)
-    with pytest.raises(ValueError, match=f"{name} holds NaN or infinite values in {re.escape(broken)}"):
-        load(folder)
-
-
-def test_draft_vocab_of_another_length(folder: Path) -> None:
-    change_tensors(folder / VOCAB, token_ids=torch.arange(7))
-    with pytest.raises(ValueError, match=r"token_ids has shape \[7\], not \[40\].*promises 40 token ids"):
-        load(folder)
-
-
-@pytest.mark.parametrize("token_id", [-1, len(WORDS), 2**40])
-def test_draft_vocab_out_of_bounds(folder: Path, token_id: int) -> None:
-    change_tensors(folder / VOCAB, token_ids=torch.tensor([*range(39), token_id]))
-    with pytest.raises(ValueError, match="draft_vocab must list distinct token ids from 0 to 47"):
-        load(folder)
-
-
 # --- config.json ---
-
-
-def test_no_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"config\.json is missing, so .* is not a complete assistant"):
-        load(folder)
-
-
-def test_no_config_on_the_hub(hub: HubServer) -> None:
-    hub.commit("org/head", {"README.md": b"# nothing"})
-    with pytest.raises(EntryNotFoundError, match=r"config\.json"):
-        load("org/head")
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "half", "bytes", "deep"])
-def test_config_is_not_json(folder: Path, content: bytes) -> None:
-    (folder / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(str(folder / "config.json")) + " is not valid JSON"):
-        load(folder)
-
-
-def test_config_is_a_git_lfs_pointer(folder: Path) -> None:
-    (folder / "config.json").write_bytes(POINTER)
-    with pytest.raises(ValueError, match="git-LFS pointer"):
-        load(folder)
 
 
 @pytest.mark.parametrize("content", ["[]", "null", '"text"', "{}", '{"model_type": "llama"}'])
@@ -236,9 +215,14 @@ def test_config_of_something_else(folder: Path, content: str) -> None:
 
 
 def test_unknown_fields_are_named(folder: Path) -> None:
-    change_json(folder / "config.json", tree_budget=64)
-    with pytest.warns(UserWarning, match=r"config\.json has fields .* ignores: tree_budget.*pip install -U"):
-        load(folder)
+    change_json(folder / "config.json", tree_budget=64, speculation={"rule": "fixed", "budget": 64})
+    said = [r"config\.json has fields .* ignores: tree_budget\.", "speculation has fields .* ignores: budget"]
+    with pytest.warns(UserWarning, match="pip install -U hf-specdecpp") as warned:
+        assert load(folder).speculation.rule == "fixed"
+    report = inspect(Repository(str(folder)))
+    assert report.sound
+    for found in ([str(each.message) for each in warned], report.traps):
+        assert [bool(re.search(*pair)) for pair in zip(said, found, strict=True)] == [True, True]
 
 
 def test_ignored_fields_have_no_effect(folder: Path) -> None:
@@ -257,12 +241,6 @@ def test_ignored_fields_have_no_effect(folder: Path) -> None:
         assert made.num_labels == 2
         assert made._attn_implementation_internal in (None, "sdpa")
         assert not hasattr(made, "tie_word_embeddings")
-
-
-def test_unknown_knobs_are_named(folder: Path) -> None:
-    change_json(folder / "config.json", speculation={"rule": "fixed", "budget": 64})
-    with pytest.warns(UserWarning, match=r"speculation has fields .* ignores: budget.*pip install -U hf-specdecpp"):
-        assert load(folder).speculation.rule == "fixed"
 
 
 def test_fields_of_earlier_versions_are_ignored(folder: Path) -> None:
@@ -289,26 +267,25 @@ def test_newer_format(hub: HubServer, folder: Path) -> None:
             read()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"draft_kind": "medusa"}, "draft_kind='medusa' must be one of independent, early_exit, conditioned"),
-        ({"head": {"hidden_size": 32, "depth": 3}}, "No acceptance head can be built as it is described: .*depth"),
-        ({"head": {"hidden_size": -1}}, "No acceptance head can be built as it is described: hidden_size=-1"),
-        ({"speculation": {"threshold": 7}}, "threshold=7 must be between 0 and 1"),
-        ({"draft_layers": [0, 3]}, r"ascending layer indices from 0 to 2: the target has 3 layers"),
-        ({"draft_kind": "independent", "draft_id": None}, "names no draft model"),
-    ],
-)
-def test_config_makes_no_sense(folder: Path, changes: dict[str, Any], message: str) -> None:
-    change_json(folder / "config.json", **changes)
-    with pytest.raises(ValueError, match=message):
-        load(folder)
-
-
-# Sizes that would take all memory, or for ever. What they belong to is not made before they are seen to fit.
 BEFORE_HEAD = {"hidden_size": 32, "inputs": "before"}
-TOO_LARGE: list[tuple[dict[str, Any], str]] = [
+NO_HEAD = "No acceptance head can be built as it is described"
+SENSELESS: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "llama"}, "has model_type 'llama' and not 'specdecpp'"),
+    ({"format_version": 99}, "stored in format 99.*pip install -U"),
+    ({"format_version": "new"}, "format_version='new' must be a whole number"),
+    ({"draft_kind": "medusa"}, "draft_kind='medusa' must be one of independent, early_exit, conditioned"),
+    ({"speculation": {"threshold": 7}}, "threshold=7 must be between 0 and 1"),
+    ({"speculation": {"threshold": "high"}}, "threshold='high' must be a number"),
+    ({"speculation": [1]}, r"speculation=\[1\] must be a mapping"),
+    ({"head": [8]}, r"head=\[8\] must be a mapping"),
+    ({"head": {"size": 8}}, NO_HEAD),
+    ({"head": {"hidden_size": 32, "depth": 3}}, f"{NO_HEAD}: .*depth"),
+    ({"head": {"hidden_size": -1}}, f"{NO_HEAD}: hidden_size=-1"),
+    ({"head": {"hidden_size": 0}}, NO_HEAD),
+    ({"head": {"hidden_size": "32"}}, NO_HEAD),
+    ({"head": {"hidden_size": 32, "inputs": ""}}, NO_HEAD),
+    # Sizes that would take all memory, or for ever. What they belong to is not made before they are seen to fit.
+    ({"head": {"hidden_size": 10**12}}, f"{NO_HEAD}|has shape"),
     ({"draft_layers": 10**9}, "draft_layers=1000000000 must be a list"),
     ({"draft_layers": 10**400}, "draft_layers=a number of more than 63 bits must be a list"),
     ({"head": {**BEFORE_HEAD, "hidden_size": 10**9, "rank": 10**4}}, "lacks|has shape"),
@@ -333,13 +310,26 @@ TOO_LARGE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), TOO_LARGE)
-def test_sizes_are_bounded(folder: Path, changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), SENSELESS)
+def test_a_config_that_makes_no_sense(folder: Path, changes: dict[str, Any], message: str) -> None:
     change_json(folder / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         load(folder, target=None)
-    (problem,) = [file.problem for file in inspect(Repository(str(folder))).files if file.problem is not None]
+    (problem,) = problems(folder).values()
     assert re.search(message, problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft_layers": [0, 3]}, r"ascending layer indices from 0 to 2: the target has 3 layers"),
+        ({"draft_kind": "independent", "draft_id": None}, "names no draft model"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_target(folder: Path, changes: dict[str, Any], message: str) -> None:
+    change_json(folder / "config.json", **changes)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
 
 
 def test_number_of_layers_is_bounded() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.mutants import accept_everything
 from support.repos import save_chat_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.doors import attached
 
 pytest.importorskip("fastapi", reason="`transformers serve` needs pip install transformers[serving]")
@@ -86,12 +86,8 @@ def test_answers_are_those_without_it(served: Served) -> None:
 
 def test_a_wrong_verification_would_be_seen(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = served.answer()
-    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    accept_everything(monkeypatch)
     assert served.answer() != ours
-
-
-def test_sampled_answers_come_from_it_too(served: Served) -> None:
-    assert served.ask(temperature=1.0, seed=3).usage.completion_tokens == served.assistant.stats.generated > 0
 
 
 def test_without_an_assistant_texts_are_looked_up_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +95,7 @@ def test_without_an_assistant_texts_are_looked_up_in(tmp_path: Path, monkeypatch
     made = Served(save_chat_model(tmp_path / "target"), None)
     try:
         made.answer()
-        assert made.assistant.stats.looked_up > 0
+        assert made.assistant.kind.name == "lookup"
+        assert made.assistant.stats.generated > 0
     finally:
         made.server.kill_server()

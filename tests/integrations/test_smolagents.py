@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.mutants import accept_everything
 from support.repos import save_chat_model
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation import text as verification
 
 smolagents = pytest.importorskip("smolagents", reason="make test-integrations installs it")
 
@@ -87,7 +87,7 @@ def test_among_the_arguments(model: Any, folder: str) -> None:
 
 def test_a_wrong_verification_would_be_seen(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = say(model)
-    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    accept_everything(monkeypatch)
     early_exit(model, default=True)
     assert say(model) != plain
 

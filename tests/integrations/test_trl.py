@@ -18,27 +18,22 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from peft import LoraConfig
-from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny, told
+from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
+from support.mutants import accept_everything
 from support.repos import WORDS, ending_tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.drafting.draft_model import DraftModel
-from hf_specdecpp.generation import text as verification
-from hf_specdecpp.models import cpu_products, early_exit, products
+from hf_specdecpp.models import early_exit
 from hf_specdecpp.models.causal_lm import base_model
-from hf_specdecpp.models.products import Always
-from hf_specdecpp.throughput import target_passes
 
 pytest.importorskip("trl", minversion="1.16", reason="make test-integrations installs it")
 
 from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-from trl.models import unwrap_model_for_generation
 
 # The second of how it calls transformers.
 pytestmark = [pytest.mark.takes(60), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -106,7 +101,7 @@ def policy() -> Any:
 
 
 def train(
-    folder: Path, make: Make | None = None, *, trainer: str = "grpo", before: bool = False, sampled: bool = False,
+    folder: Path, make: Make | None = None, *, trainer: str = "grpo", before: bool = False,
     peft: LoraConfig | None = None, **settings: Any,
 ) -> Run:  # fmt: skip
     """Train a policy.
@@ -133,7 +128,7 @@ def train(
 
     if before:
         attach(model)
-    made = TRAINERS[trainer](model, reward, folder, peft, sampled, settings)
+    made = TRAINERS[trainer](model, reward, folder, peft, False, settings)
     if not before:
         attach(made.model)
     made.train()
@@ -217,7 +212,7 @@ def test_a_wrong_verification_would_be_seen(
 ) -> None:
     """The mutant accepts everything."""
     expected = plain(trainer)
-    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
+    accept_everything(monkeypatch)
     assert train(tmp_path, MAKERS["early_exit"], trainer=trainer).texts[0] != expected.texts[0]
 
 
@@ -236,32 +231,6 @@ def test_rows_that_stay_behind_would_be_seen(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(DraftModel, "renew", lambda drafter: None)
     errors = train(tmp_path, MAKERS["part"]).errors
     assert errors[0] < 1e-5 < 1e-2 < errors[1] < errors[2]
-
-
-def with_packed_weights(model: Any) -> SpecDecPPAssistant:
-    return told(SpecDecPPAssistant.from_early_exit(model, 2), rule="fixed", num_tokens=3, pack_weights=True)
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
-def test_packed_copies_follow_the_policy(tmp_path: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant, which notices no write to a weight, goes on with the copies of the first step."""
-    multiplied: list[bool] = []
-    onednn = cpu_products.onednn
-
-    def noted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        multiplied.append(weight.is_mkldnn)
-        return onednn(x, weight, bias)
-
-    monkeypatch.setattr(cpu_products, "onednn", noted)
-    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
-    monkeypatch.setattr(target_passes, "ways_of", lambda *_: Always("packed"))
-    expected = plain("grpo")
-    train(tmp_path, with_packed_weights).assert_same_as(expected)
-    assert set(multiplied) == {True}
-    monkeypatch.setattr(products, "fingerprint", lambda weight: torch.zeros(1))
-    stale = train(tmp_path, with_packed_weights)
-    assert stale.texts[0] == expected.texts[0]
-    assert stale.texts[1:] != expected.texts[1:]
 
 
 def test_online_dpo_as_it_is(tmp_path: Path) -> None:
@@ -309,46 +278,3 @@ def test_a_peft_policy_made_after_it(tmp_path: Path, plain: Any) -> None:
     assisted = train(tmp_path, MAKERS["early_exit"], peft=lora(), before=True, **LORA)
     assisted.assert_same_as(plain("grpo", has_peft=True))
     assert assisted.errors[0] < 1e-5 < 1e-2 < assisted.errors[-1], "this is why one attaches afterwards"
-
-
-def test_unwrapped_for_generation() -> None:
-    """As TRL's trainers call it: in training mode, activations checkpointed outside of it."""
-    model, ids = policy(), prompt(12)
-    arguments: dict[str, Any] = {"do_sample": False, "min_new_tokens": 12, "max_new_tokens": 12}
-    plain = model.generate(ids, **arguments)
-    accelerator = Accelerator(cpu=True)
-    wrapped = accelerator.prepare(model)
-    wrapped.gradient_checkpointing_enable()
-    wrapped.train()
-    assistant = MAKERS["early_exit"](wrapped)
-    assistant.attach(wrapped, default=True)
-    with unwrap_model_for_generation(wrapped, accelerator) as unwrapped, torch.no_grad():
-        assert torch.equal(unwrapped.generate(ids, **arguments), plain)
-    assert assistant.stats.accepted > 0
-    assert wrapped.is_gradient_checkpointing
-
-
-def test_a_trained_policy_is_saved_as_a_plain_model(tmp_path: Path) -> None:
-    model = policy()
-    MAKERS["early_exit"](model).attach(model, default=True)
-    made = grpo(model, lambda completions, **_: [0.0] * len(completions), tmp_path, None, False, {})
-    made.train()
-    made.save_model(str(tmp_path / "saved"))
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert type(saved) is type(policy())
-    for name, weight in saved.named_parameters():
-        assert torch.equal(weight, model.get_parameter(name))
-
-
-# Sampled. ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_sampled_training_repeats_under_a_seed(trainer: str, tmp_path: Path) -> None:
-    """Rewards differ within a group, and move the policy."""
-    runs = [train(tmp_path, MAKERS["early_exit"], trainer=trainer, sampled=True) for _ in range(2)]
-    runs[0].assert_same_as(runs[1])
-    assert sum(runs[0].accepted) > 0
-    assert any(len(set(rewards)) == 2 for step in runs[0].rewards for rewards in step.values())
-    fresh = policy()
-    assert not torch.equal(runs[0].weights["lm_head.weight"], fresh.lm_head.weight)

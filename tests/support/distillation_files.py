@@ -72,6 +72,12 @@ def prepare(folder: Path, kind: str, family: str = "llama", answers: int = 64, *
     return config
 
 
+def report_of(config: TrainingConfig) -> dict[str, Any]:
+    """What the stage has measured."""
+    report: dict[str, Any] = json.loads((config.work / "distillation.json").read_text())
+    return report
+
+
 @torch.no_grad()
 def states_of(target: CausalLM, fusion: StateReader, ids: Tensor) -> Tensor:
     """What a draft reads of its target along a text."""
@@ -103,7 +109,7 @@ def check_that_training_helps(config: TrainingConfig, repo: Path) -> tuple[SpecD
         The assistant of `repo`, into which it was saved, and its target, which is untouched.
     """
     distillation.run(config)
-    report = json.loads((config.work / "distillation.json").read_text())
+    report = report_of(config)
     before, after = report["before"]["all"], report["after"]["all"]
     for step in ("", "_2", "_3"):
         assert after[f"acceptance{step}"] > before[f"acceptance{step}"] + 0.01, report

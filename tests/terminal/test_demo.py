@@ -7,14 +7,13 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 from support.models import tiny
+from support.mutants import accept_everything
 from support.repos import save_model
 from typer.testing import CliRunner
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.cli import app
-from hf_specdecpp.generation import text as verification
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.terminal import demo
 from hf_specdecpp.throughput.target_passes import TargetPasses
@@ -78,11 +77,7 @@ def test_the_verdict_agrees_with_what_was_measured(target: str, monkeypatch: pyt
 @pytest.mark.usefixtures("assumed_costs")
 def test_demo_fails_when_an_answer_differs(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is real: with a verifier that accepts everything, the demo says so and exits with 1."""
-
-    def gullible(candidates: list[int], scores: torch.Tensor) -> tuple[int, int]:
-        return len(candidates), int(scores[-1].argmax())
-
-    monkeypatch.setattr(verification, "verify_greedy", gullible)
+    accept_everything(monkeypatch)
     result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS])
     assert result.exit_code == 1
     assert re.search(r"different from token \d+ on: plain 'w\d+', assisted 'w\d+'", " ".join(result.output.split()))
@@ -139,20 +134,3 @@ def test_demo_draws_the_last_answer(target: str, tmp_path: Path) -> None:
     assert all(shown.count(word) >= 2 * answer.count(word) for word in answer)
     assert "target, float32 on cpu" in svg
     assert str(tmp_path) not in svg
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--layers", "9"], "must be a number from 1 to 2"),
-        (["--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
-        (["--assistant", "/nowhere/at/all"], "There is no folder '/nowhere/at/all', and it cannot be"),
-        (["--svg", "/nowhere/at/all.svg"], "There is no folder '/nowhere/at' for the picture 'all.svg'"),
-        (["--svg", "/"], "The picture '/' cannot be written"),
-    ],
-)
-def test_bad_arguments_are_one_line(target: str, arguments: list[str], says: str) -> None:
-    result = CliRunner().invoke(app, ["demo", "--target", target, *arguments])
-    assert result.exit_code == 1
-    assert says in result.output
-    assert "Traceback" not in result.output

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from support.distillation_files import PROMPT_LENGTH, prepare, rows
+from support.distillation_files import PROMPT_LENGTH, prepare, report_of, rows
 from support.models import VOCAB_SIZE, prompt, quiet_later_layers, tiny
 from support.training_files import training_run
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.drafts.dflash.kind import tensors_of
 from hf_specdecpp.drafts.dflash.model import DFlashDraft
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.target_states import TargetStates
@@ -63,7 +61,7 @@ def measured(assistant: SpecDecPPAssistant, target: CausalLM) -> list[float]:
 def test_training_helps_and_is_what_is_stored(family: str, layers: int, tmp_path: Path) -> None:
     config = begun(tmp_path, family, epochs=8, block_layers=layers)
     distillation.run(config)
-    report = json.loads((config.work / "distillation.json").read_text())
+    report = report_of(config)
     before, after = report["before"]["all"], report["after"]["all"]
     names = ["acceptance", "acceptance_2", "acceptance_3"]
     assert all(after[name] > before[name] + 0.01 for name in names), report
@@ -173,23 +171,12 @@ def test_other_families(family: str) -> None:
     assert assistant.stats.drafted > 0
 
 
-@pytest.mark.takes(2)
-def test_the_start_is_better_than_none(tmp_path: Path) -> None:
-    config = begun(tmp_path, epochs=1, learning_rate=1e-9)
-    distillation.run(config)
-    before = json.loads((config.work / "distillation.json").read_text())["before"]["all"]
-    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
-    settings = models.load_own(config.kind, config.work).settings
-    assistant = SpecDecPPAssistant.from_draft(initial_block.untrained(settings, target), target=target)
-    assert before["acceptance"] > measured(assistant, target)[0] + 0.02
-
-
 def test_training_goes_on_with_a_run(tmp_path: Path) -> None:
     first, second = (begun(tmp_path / name, answers=20, epochs=1) for name in ("first", "second"))
     second.distill.start_from = str(first.work)
     for config in (first, second):
         distillation.run(config)
-    ended, begins = (json.loads((config.work / "distillation.json").read_text()) for config in (first, second))
+    ended, begins = (report_of(config) for config in (first, second))
     assert begins["before"]["all"]["acceptance"] == pytest.approx(ended["after"]["all"]["acceptance"], abs=2e-3)
 
 
@@ -224,49 +211,3 @@ def test_all_stages(tmp_path: Path) -> None:
     assert torch.equal(target.generate(ids, assistant_model=assistant, **options), target.generate(ids, **options))
     card = Path(config.output, "README.md").read_text(encoding="utf-8")
     assert "| draft | DFlash blocks, which read states of" in card
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"distill.block_size": 600}, "block_size=600 must be at most 128"),
-        ({"distill.max_length": 8}, "block_size=8 is longer than the answers, which have at most 7 tokens"),
-        ({"distill.block_size": 1}, "block_size=1 must be a whole number of at least 2"),
-        ({"distill.block_layers": 0}, "block_layers=0 must be"),
-        ({"distill.draft_vocab_size": 40}, "draft_vocab_size=40: a block has the target's own LM head.*Leave it out"),
-        ({"distill.enabled": False}, "enabled=False: the layers have to be trained"),
-        ({"head.inputs": "after"}, "head.inputs='after' judges the state at a candidate"),
-    ],
-)
-def test_wrong_settings(changes: dict[str, Any], reason: str) -> None:
-    config = TrainingConfig(target="org/model", output="out", draft="block")
-    config.rollouts.data = ["prompts.jsonl"]
-    config.validate()
-    for name, value in changes.items():
-        part, _, field = name.partition(".")
-        setattr(getattr(config, part), field, value)
-    with pytest.raises(ValueError, match=reason):
-        config.validate()
-
-
-@pytest.mark.takes(2)
-def test_a_head_on_a_block_of_others(tmp_path: Path) -> None:
-    """Named by its repository, in the original dialect; it stays as it is."""
-    config = training_run(tmp_path, num_texts=12)
-    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
-    settings = initial_block.settings_for(target, [0], PLACES, 1, VOCAB_SIZE - 1)
-    block = {"mask_token_id": VOCAB_SIZE - 1, "target_layer_ids": [0], "sample_from_anchor": True}
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    save_file(tensors_of(initial_block.untrained(settings, target)), theirs / "model.safetensors")
-    raw = {"model_type": "qwen3", **settings.layer, "block_size": PLACES, "is_causal": True, "dflash_config": block}
-    (theirs / "config.json").write_text(json.dumps(raw))
-    before = (theirs / "model.safetensors").read_bytes()
-    config.draft, config.layers, config.rollouts.data = str(theirs), None, ["prompts.jsonl"]
-    train(config, ["distill", "head", "calibrate", "eval", "card"])
-    assert "after" not in json.loads((config.work / "distillation.json").read_text())
-    assert (theirs / "model.safetensors").read_bytes() == before
-    again = SpecDecPPAssistant.from_pretrained(config.output, target=target, draft=theirs)
-    assert again.head is not None
-    ids, options = prompt(9), {"max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(target.generate(ids, assistant_model=again, **options), target.generate(ids, **options))

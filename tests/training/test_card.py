@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import ModelCard
 from support.hub_server import HubServer, point_client_at
 from support.models import VOCAB_SIZE, tiny
-from support.repos import PROMPT, greedy, save_model
+from support.repos import PROMPT, greedy
 from support.training_files import evaluated, training_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -91,14 +91,13 @@ def test_only_ids_that_others_can_load(run: TrainingConfig, card: ModelCard) -> 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("by", ["folder", "model"])
 def test_a_local_copy_of_the_draft(
-    run: TrainingConfig, card: ModelCard, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: TrainingConfig, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = AutoModelForCausalLM.from_pretrained(run.target)
     assert run.draft is not None
-    draft: Any = run.draft if by == "folder" else AutoModelForCausalLM.from_pretrained(run.draft)
-    before = {} if by == "folder" else {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    draft: Any = AutoModelForCausalLM.from_pretrained(run.draft)
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     with HubServer() as hub:  # without org/draft
         point_client_at(monkeypatch, hub, tmp_path)
         with pytest.raises(OSError, match="org/draft"):
@@ -122,19 +121,6 @@ def said(assistant: SpecDecPPAssistant) -> list[Tensor]:
     drafter = assistant.ready_drafter()
     with torch.no_grad():
         return [drafter.logits(state, VOCAB_SIZE) for state in drafter.hidden_states(PROMPT)[0]]
-
-
-def test_another_draft_is_refused(run: TrainingConfig, card: ModelCard, tmp_path: Path) -> None:
-    small = save_model(tiny("llama", hidden_size=16, head_dim=8), tmp_path / "small")
-    with pytest.raises(ValueError, match="adapter in .* does not fit"):
-        SpecDecPPAssistant.from_pretrained(run.output, draft=small)
-
-
-def test_early_exits_take_no_draft(tmp_path: Path) -> None:
-    target = tiny("llama")
-    SpecDecPPAssistant.from_early_exit(target, 1).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"drafts with layer 0 of the target, so draft= must be left out"):
-        SpecDecPPAssistant.from_pretrained(tmp_path, target=target, draft=target)
 
 
 def tables(card: ModelCard) -> dict[str, list[list[str]]]:

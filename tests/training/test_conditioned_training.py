@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.distillation_files import check_that_training_helps, measured, prepare, states_of
+from support.distillation_files import check_that_training_helps, measured, prepare, report_of, states_of
 from support.models import VOCAB_SIZE, prompt, quiet_later_layers, random_fusion, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -90,7 +89,7 @@ def test_training_that_does_not_help_leaves_the_fitted_fusion(tmp_path: Any, mon
     monkeypatch.setattr(start, "save_tensors", noted)
     monkeypatch.setattr(distillation.logger, "warning", warnings.append)
     distillation.run(config)
-    report = json.loads((config.work / "distillation.json").read_text())
+    report = report_of(config)
     assert list(report["shares"]) == ["1.00", "0.67", "0.33", "0.00"]
     assert report["shares"]["0.00"] > max(report["shares"][share] for share in ("1.00", "0.67", "0.33"))
     assert report["after"]["all"]["acceptance"] == pytest.approx(report["before"]["all"]["acceptance"], abs=2e-3)
@@ -127,17 +126,9 @@ def inputs_and_wanted(target: CausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((final[:-1], embeddings), dim=-1), below[1:]
 
 
-def test_what_makes_no_sense_for_a_conditioned_draft(tmp_path: Any) -> None:
-    config = prepare(tmp_path, "conditioned")
-    config.distill.enabled = False
-    config.rollouts.data = ["prompts.jsonl"]
-    with pytest.raises(ValueError, match="a conditioned draft has to be trained"):
-        config.validate()
-    config.distill.enabled, config.head.inputs = True, "after"
-    with pytest.raises(ValueError, match="Use head.inputs='before'"):
-        config.validate()
+def test_a_draft_that_is_not_trained_yet(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="Run the stage distill first"):
-        models.load_assistant(config, tiny("llama"))
+        models.load_assistant(prepare(tmp_path, "conditioned"), tiny("llama"))
 
 
 def test_chains_of_a_text_are_those_of_rounds() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.distillation_files import PROMPT_LENGTH, adapter_of, prepare, rows, write_rollouts
+from support.distillation_files import PROMPT_LENGTH, adapter_of, prepare, report_of, rows, write_rollouts
 from support.models import VOCAB_SIZE, tiny
-from support.repos import WORDS, files_of, save_model, tokenizer
+from support.repos import WORDS, files_of, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -42,10 +41,6 @@ def few_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_and_be_killed(config: TrainingConfig) -> None:
     with pytest.raises(Killed):
         distillation.run(config)
-
-
-def report_of(config: TrainingConfig) -> dict[str, Any]:
-    return json.loads((config.work / "distillation.json").read_text())
 
 
 def load_target(config: TrainingConfig) -> Any:
@@ -420,14 +415,6 @@ def test_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert math.isfinite(report_of(config)["after"]["all"]["acceptance"])
 
 
-def test_other_tokenizer(tmp_path: Path) -> None:
-    config = prepare(tmp_path, "independent")
-    tokenizer([WORDS[0], *reversed(WORDS[1:])]).save_pretrained(str(config.draft))
-    with pytest.raises(ValueError, match="have different tokenizers"):
-        distillation.run(config)
-    assert not (config.work / "adapter").exists()
-
-
 def test_rollouts_of_another_target(tmp_path: Path) -> None:
     config = prepare(tmp_path, "early_exit")
     write_rollouts(config.work, rows(8, 1, ids=2 * VOCAB_SIZE), rows(8, 2))
@@ -441,13 +428,6 @@ def test_draft_with_padded_vocabulary(tmp_path: Path) -> None:
     config.draft = save_model(tiny("llama", seed=1, vocab_size=40), tmp_path / "small", WORDS[:40])
     distillation.run(config)
     assert report_of(config)["after"]["all"]["acceptance"] > report_of(config)["before"]["all"]["acceptance"]
-
-
-def test_no_rollouts(tmp_path: Path) -> None:
-    config = prepare(tmp_path, "early_exit")
-    (config.work / "rollouts" / "rollouts.json").unlink()
-    with pytest.raises(ValueError, match="is not complete"):
-        distillation.run(config)
 
 
 def test_answers_beyond_max_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

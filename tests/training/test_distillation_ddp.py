@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.distillation_files import adapter_of, prepare
+from support.distillation_files import adapter_of, prepare, report_of
 
 import hf_specdecpp.training
 from hf_specdecpp.training.configuration import TrainingConfig
@@ -53,7 +53,7 @@ def test_two_processes(tmp_path: Path, kind: str) -> None:
         if "lora_B" in name:  # begins at zero
             moved = max(moved, float(tensor.abs().max()))
     assert moved > 0.01
-    reports = [json.loads((config.work / "distillation.json").read_text()) for config in (single, double)]
+    reports = [report_of(config) for config in (single, double)]
     assert reports[0]["steps"] == reports[1]["steps"] == 8
     for stage in ("before", "after"):
         assert reports[1][stage]["all"] == pytest.approx(reports[0][stage]["all"], abs=1e-3)

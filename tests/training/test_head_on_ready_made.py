@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.distillation_files import report_of
 from support.models import prompt, random_layer
 from support.training_files import training_run
 from transformers import AutoModelForCausalLM
@@ -16,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafts.eagle3.checkpoint import tensors_of
 from hf_specdecpp.drafts.eagle3.kind import flat_config
-from hf_specdecpp.drafts.known import ready_made
 from hf_specdecpp.training import configuration
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.run import train
@@ -56,7 +56,7 @@ def test_a_head_on_a_frozen_draft(shorthand: bool, tmp_path: Path) -> None:
         config.draft_id, config.draft_revision = "org/theirs", "0123abc"
     train(config, STAGES if shorthand else STAGES[1:])
     if shorthand:
-        report = json.loads((config.work / "distillation.json").read_text())
+        report = report_of(config)
         assert 0.02 < report["before"]["all"]["acceptance"] < 0.9
         assert "after" not in report
     output = Path(config.output)
@@ -81,19 +81,6 @@ def test_a_head_on_a_frozen_draft(shorthand: bool, tmp_path: Path) -> None:
     text = target.generate(prompt(), assistant_model=assistant, **options)
     assert torch.equal(text, target.generate(prompt(), **options))
     assert assistant.stats.drafted > 0
-
-
-def test_what_is_ready_made(tmp_path: Path) -> None:
-    config = begun(tmp_path, shorthand=True)
-    assert config.draft is not None
-    kind = ready_made(config.draft)
-    assert kind is not None
-    assert kind.name == "eagle3"
-    assert ready_made(config.target) is None
-    one_layer = tmp_path / "one"
-    one_layer.mkdir()
-    (one_layer / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
-    assert ready_made(str(one_layer)) is None, "a causal LM may have one layer"
 
 
 def test_nobody_looks_for_the_repository_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,9 +115,6 @@ def test_a_head_may_be_for_the_texts_of_one_temperature(tmp_path: Path) -> None:
     assert (len(train), len(heldout)) == (2, 3)
     for index in range(2):
         assert set(train[index]["label"].unique().tolist()) <= {0.0, 1.0}
-    config.head.temperature = 0.3
-    with pytest.raises(ValueError, match=r"No rollouts were written at temperature 0\.3, only at 0, 1"):
-        head_fitting.load_data(config)
 
 
 def test_a_head_may_be_for_some_of_the_texts(tmp_path: Path) -> None:
@@ -277,25 +274,19 @@ def test_half_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
         SafetensorError("I/O error: No space left on device"),
         RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),  # torch.save
         OSError(errno.EIO, "Input/output error"),
+        OSError(errno.ENOSPC, "No space left on device"),
     ],
 )
 def test_full_disks_are_told_from_other_errors(
     tmp_path: Path, error: Exception, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the room that is left, whatever a library says."""
+    """By the room that is left, whatever a library says, and where the system says so."""
     room = SimpleNamespace(free=2**20 if full else 2**30)
+    full |= getattr(error, "errno", None) == errno.ENOSPC
     monkeypatch.setattr(trainers.shutil, "disk_usage", lambda _: room)
     with pytest.raises(OSError if full else type(error)) as raised, telling_of_full_disks(tmp_path, 3 * 2**20):
         raise error
     assert ("the disk is full. Earlier ones are kept" in str(raised.value)) == full
-
-
-def test_a_full_disk_that_says_so(tmp_path: Path) -> None:
-    with (
-        pytest.raises(OSError, match="the disk is full. Earlier ones are kept"),
-        telling_of_full_disks(tmp_path, size=1),
-    ):
-        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_loss_that_is_not_a_number_stops_the_fit(tmp_path: Path) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.distillation_files import check_that_training_helps, prepare
+from support.distillation_files import check_that_training_helps, prepare, report_of
 from support.eagle3_files import Checkpoint
 from support.models import prompt, tiny
 from support.zoo import tiny_of
 from transformers import AutoModelForCausalLM
 
+from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.models.causal_lm import inner_decoder
 from hf_specdecpp.training import models
 from hf_specdecpp.training.distillation import initial_layer
@@ -27,6 +27,7 @@ def test_training_helps_and_is_what_is_stored(family: str, tmp_path: Path) -> No
     vocab = 40 if family == "llama" else None
     config = prepare(tmp_path, "eagle3", family, draft_vocab_size=vocab, unroll=3, epochs=6)
     again, target = check_that_training_helps(config, tmp_path / "repo")
+    again.speculation = SpeculationConfig("fixed", num_tokens=3)
     ids, options = prompt(9), {"max_new_tokens": 20, "do_sample": False}
     assert torch.equal(target.generate(ids, assistant_model=again, **options), target.generate(ids, **options))
     assert again.stats.drafted > 0
@@ -36,11 +37,11 @@ def test_training_helps_and_is_what_is_stored(family: str, tmp_path: Path) -> No
 def test_training_goes_on_with_a_run_and_with_a_checkpoint_of_others(tmp_path: Path) -> None:
     first = prepare(tmp_path / "first", "eagle3", draft_vocab_size=40, epochs=2)
     distillation.run(first)
-    learned = json.loads((first.work / "distillation.json").read_text())["after"]["all"]["acceptance"]
+    learned = report_of(first)["after"]["all"]["acceptance"]
     config = prepare(tmp_path / "second", "eagle3", draft_vocab_size=40, epochs=2)
     config.distill.start_from = str(first.work)
     distillation.run(config)
-    report = json.loads((config.work / "distillation.json").read_text())
+    report = report_of(config)
     assert report["before"]["all"]["acceptance"] == pytest.approx(learned, abs=2e-3)
     assert report["after"]["all"]["acceptance"] > learned
 
@@ -48,7 +49,7 @@ def test_training_goes_on_with_a_run_and_with_a_checkpoint_of_others(tmp_path: P
     config = prepare(tmp_path / "third", "eagle3", epochs=4)
     config.distill.start_from = str(theirs)
     distillation.run(config)
-    report = json.loads((config.work / "distillation.json").read_text())
+    report = report_of(config)
     assert report["after"]["all"]["acceptance"] > report["before"]["all"]["acceptance"] + 0.01
     stored = models.load_own(config.kind, config.work)
     assert stored.settings.norm_before_residual

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Set
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -448,34 +445,3 @@ def test_load_without_answers(config: TrainingConfig) -> None:
     assert len(answers.load(config.work, "train")) == NUM_PROMPTS
     with pytest.raises(ValueError, match="heldout has no answers"):
         answers.load(config.work, "heldout")
-
-
-# What torchrun or `accelerate launch` starts in each process.
-SHARED = """
-import sys
-from pathlib import Path
-import yaml
-from accelerate import PartialState
-from hf_specdecpp.training.rollouts import stage as rollouts
-from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.run import train
-
-rollouts.run(TrainingConfig.from_dict(yaml.safe_load(Path(sys.argv[1]).read_text())))
-Path(f"{sys.argv[1]}.rank-{PartialState().process_index}").touch()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_shards(config: TrainingConfig, tmp_path: Path) -> None:
-    config.rollouts.temperatures = [1.0]
-    rollouts.run(config)
-    expected = rows_of(config)
-    config.work_dir = str(tmp_path / "shared")
-    (tmp_path / "config.yaml").write_text(json.dumps(asdict(config)))
-    (tmp_path / "script.py").write_text(SHARED)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(tmp_path / "script.py"), str(tmp_path / "config.yaml")]
-    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert ended.returncode == 0, ended.stderr
-    assert len(list(tmp_path.glob("config.yaml.rank-*"))) == 2
-    assert rows_of(config) == expected

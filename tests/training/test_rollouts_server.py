@@ -64,17 +64,22 @@ class Model:
         return 200, {"choices": [{"text": text, "index": 0, "finish_reason": "stop" if ended else "length"}]}
 
 
-def test_rows_are_those_of_the_local_target(tmp_path: Path, target: str) -> None:
-    config = small_run(tmp_path, target)
+@pytest.mark.parametrize("failures", [[], [500], [429, 503, 0], [0, 500, 500, 500, 500]])
+def test_rows_are_those_of_the_local_target(tmp_path: Path, target: str, failures: list[int]) -> None:
+    """Also after failures that pass."""
+    config = small_run(tmp_path, target, batch_size=1)
     rollouts.run(config)
     expected = rows_of(config)
     assert {row["finished"] for row in expected} == {True, False}
     config.work_dir = str(tmp_path / "served")
     with serving(Model(target)) as server:
+        server.failures = list(failures)
         config.rollouts.server = server.url + "/v1/"
         rollouts.run(config)
         requests = server.requests
+        assert not server.failures
     assert rows_of(config) == expected
+    assert len(requests) == NUM_PROMPTS + len(failures)
     assert {path for path, _, _ in requests} == {"/v1/completions"}
     _, body, key = requests[-1]
     assert (body["model"], body["max_tokens"], key) == (target, 12, None)
@@ -109,21 +114,6 @@ def test_requests_are_in_flight_together(tmp_path: Path, target: str) -> None:
         config.rollouts.server = server.url
         rollouts.run(config)
     assert len(answers.load(config.work, "train")) == 12
-
-
-@pytest.mark.parametrize("failures", [[500], [429, 503, 0], [0, 500, 500, 500, 500]])
-def test_failures_that_pass(tmp_path: Path, target: str, failures: list[int]) -> None:
-    config = small_run(tmp_path, target, batch_size=1)
-    rollouts.run(config)
-    expected = rows_of(config)
-    config.work_dir = str(tmp_path / "served")
-    with serving(Model(target)) as server:
-        server.failures = list(failures)
-        config.rollouts.server = server.url
-        rollouts.run(config)
-        assert not server.failures
-        assert len(server.requests) == NUM_PROMPTS + len(failures)
-    assert rows_of(config) == expected
 
 
 def test_a_server_that_dies_and_comes_back(tmp_path: Path, target: str) -> None:

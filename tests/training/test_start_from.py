@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.distillation_files import prepare
+from support.distillation_files import prepare, report_of
 from support.models import VOCAB_SIZE
 
 from hf_specdecpp.texts.answers import load as load_answers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.models import answer_counts
-
-
-def report_of(config: TrainingConfig) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads((config.work / "distillation.json").read_text())
-    return report
 
 
 def goes_on(config: TrainingConfig, first: TrainingConfig, **settings: Any) -> TrainingConfig:

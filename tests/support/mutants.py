@@ -1,0 +1,12 @@
+"""Mistakes that are made on purpose, to see that a test would notice them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_specdecpp.generation import text as verification
+
+
+def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy verification takes whatever was drafted, so that texts have to change."""
+    monkeypatch.setattr(verification, "verify_greedy", lambda tokens, scores: (len(tokens), int(scores[-1].argmax())))
