@@ -340,6 +340,9 @@ def test_a_target_that_was_moved(name: str, tmp_path: Path) -> None:
     else:
         with pytest.raises(ValueError, match="was moved to torch.float32"):
             target.generate(TEXT, assistant_model=assistant, max_new_tokens=4)
+        assistant.detach()
+        assistant.attach(target)
+        check_text(assistant, target)
 
 
 @pytest.mark.every(3)
