@@ -8,7 +8,7 @@ import torch
 from support.models import tiny
 from transformers import DynamicCache
 
-from hf_specdecpp.caches.batches import BatchCache, compact
+from hf_specdecpp.caches.batches import MOST_HOLES, BatchCache, compact
 from hf_specdecpp.caches.masks import row_masks
 
 
@@ -40,6 +40,21 @@ def test_a_batch_at_two_paces() -> None:
     cache.select([0])
     cache.forget([0])
     assert layers[0].keys.shape[:3] == (1, 2, 5)
+
+
+def test_moving_columns_is_paid_by_the_holes_that_it_closes() -> None:
+    """Columns are moved when there are `MOST_HOLES` times as many holes: a bounded share of what rounds feed."""
+    target, rounds, moved = tiny("llama", num_hidden_layers=1), 100, 0
+    generator = torch.Generator().manual_seed(0)
+    cache = BatchCache(target, DynamicCache(config=target.config), rows=8)
+    for _ in range(rounds):
+        cache.cache.update(*torch.zeros(2, 8, 2, 5, 8), 0)
+        cache.note(torch.ones(8, 5, dtype=torch.bool))
+        cache.forget(torch.randint(0, 5, (8,), generator=generator).tolist())
+        before = cache.valid.shape[1]
+        cache.close_up()
+        moved += cache.valid.shape[1] if cache.valid.shape[1] < before else 0
+    assert 0 < moved < rounds * 5 / MOST_HOLES
 
 
 def test_masks_of_rows_with_holes() -> None:

@@ -65,6 +65,15 @@ def test_what_is_kept_and_taken_back(family: str, make: Any) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)  # recurrent layers compute in float32
 
 
+def after_a_tree(family: str, levels: list[list[int]] | None = None) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
+    """A model, a text, the nodes of a tree behind it, and the cache after both were read."""
+    model = tiny_of(family)
+    text, nodes = tokens_for(model, PREFIX)
+    cache = prefill(model, text)
+    read_tree(model, cache, PREFIX, nodes, levels)
+    return model, text, nodes, cache
+
+
 def rows_of(cache: Any) -> list[torch.Tensor]:
     return [rows for layer in cache.layers if layer.keys is not None for rows in (layer.keys, layer.values)]
 
@@ -73,10 +82,7 @@ def rows_of(cache: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("path", [[0], [0, 1, 2, 3, 4], PATH, [0, 1, 6]])
 def test_kept_rows_are_those_that_the_pass_made(family: str, path: list[int]) -> None:
     """Bitwise; that the pass made the rows of a prefill is what test_tree_families says."""
-    model = tiny_of(family)
-    text, nodes = tokens_for(model, PREFIX)
-    cache = prefill(model, text)
-    read_tree(model, cache, PREFIX, nodes)
+    model, text, nodes, cache = after_a_tree(family)
     expected = []
     for rows in rows_of(cache):
         start = rows.shape[-2] - len(PARENTS)
@@ -90,10 +96,7 @@ def test_kept_rows_are_those_that_the_pass_made(family: str, path: list[int]) ->
 
 def test_the_wrong_path_is_noticed() -> None:
     """The mutant: keeping a chain of the right length instead of the path."""
-    model = tiny_of("gemma3_text")
-    text, nodes = tokens_for(model, PREFIX)
-    cache = prefill(model, text)
-    read_tree(model, cache, PREFIX, nodes)
+    model, text, nodes, cache = after_a_tree("gemma3_text")
     keep_path(cache, PREFIX, list(range(len(PATH))))
     assert cache_gap(cache, prefill(model, torch.cat((text, nodes[PATH])), record=False)) > 0.1
 
@@ -145,11 +148,8 @@ def test_a_cache_that_was_copied_before_the_round_is_not_written_to() -> None:
 
 def test_inference_tensors() -> None:
     """A draft's cache is made under inference_mode, and may be reduced outside of it."""
-    model = tiny_of("llama")
-    text, nodes = tokens_for(model, PREFIX)
     with torch.inference_mode():
-        cache = prefill(model, text)
-        read_tree(model, cache, PREFIX, nodes)
+        model, text, nodes, cache = after_a_tree("llama")
     keep_path(cache, PREFIX, PATH)
     assert cache_gap(cache, prefill(model, torch.cat((text, nodes[PATH])), record=False)) < 1e-6
 
@@ -157,10 +157,7 @@ def test_inference_tensors() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_text_can_be_had_back_after_an_exception_between_levels(family: str) -> None:
     """What `decoding` does then: crop every layer to the text."""
-    model = tiny_of(family)
-    text, nodes = tokens_for(model, PREFIX)
-    cache = prefill(model, text)
-    read_tree(model, cache, PREFIX, nodes, LEVELS)
+    model, text, _, cache = after_a_tree(family, LEVELS)
     for layer in cache.layers:
         if layer.keys is not None:
             layer.crop(PREFIX - layer.get_seq_length())

@@ -1,21 +1,22 @@
-"""Drafts that read the target's states: what they read, round by round, beside states computed from scratch."""
+"""Drafts that read the target's states: what they read, round by round, beside states computed from scratch.
+
+What they have in common with other kinds of draft is in `tests/drafts/test_contract.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.formulas import states_of
 from support.models import assistant_of, prompt, quiet_later_layers, random_fusion, tiny
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
-from hf_specdecpp.config.speculation import Decisions
-from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -70,12 +71,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
 def from_scratch(assistant: SpecDecPPAssistant, target: CausalLM, text: list[int], path: list[int]) -> Tensor:
     """The draft's logits after `text + path`: target states over the text, then the draft's own, one by one."""
     drafter = assistant.ready_drafter()
-    fusion = drafter.fusion
-    assert fusion is not None
-    with TargetStates(target, fusion) as caught:
-        target(torch.tensor([text]))
-        states = caught.take()
-    assert states is not None
+    states = states_of(target, drafter, torch.tensor([text]))
     cache = DynamicCache(config=drafter.text_config)
     cache.activate_past_recording()
     hidden = drafter.hidden_states(torch.tensor([text[1:]]), cache, states[:, :-1])[:, -1:]
@@ -84,10 +80,10 @@ def from_scratch(assistant: SpecDecPPAssistant, target: CausalLM, text: list[int
     return drafter.logits(hidden[0, -1], target.config.vocab_size)
 
 
-def worst(assistant: SpecDecPPAssistant, target: CausalLM, rounds: list[Drafted], first: int = 0) -> float:
-    """The largest difference from what it is from scratch. The texts begin with `first` tokens of padding."""
+def worst(assistant: SpecDecPPAssistant, target: CausalLM, rounds: list[Drafted]) -> float:
+    """The largest difference from what it is from scratch."""
     return max(
-        float((scores - from_scratch(assistant, target, text[first:], path)).abs().max())
+        float((scores - from_scratch(assistant, target, text, path)).abs().max())
         for text, paths, all_scores in rounds
         for path, scores in zip(paths, all_scores, strict=True)
     )
@@ -110,47 +106,6 @@ def test_reads_the_states_of_the_verified_text(
     assert worst(assistant, target, drafted) < 1e-4
     accepted = assistant.stats.accepted
     assert 0 < accepted < assistant.stats.drafted, "rounds that accept some and reject some"
-
-
-@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
-def test_layers_of_its_own(llama: CausalLM, drafted: list[Drafted], speculation: SpeculationConfig) -> None:
-    """One layer with weights of its own between the target's embeddings and LM head, as in EAGLE-3."""
-    own = tiny("llama", num_hidden_layers=1)  # of the same seed, so that it agrees with the target in part
-    own.set_input_embeddings(llama.get_input_embeddings())
-    own.set_output_embeddings(llama.get_output_embeddings())
-    fusion = random_fusion(llama).double()
-    assistant = SpecDecPPAssistant(
-        SpecDecPPConfig(draft_kind="independent"), Drafter(own, fusion=fusion), speculation=speculation
-    )
-    assistant.decisions = Decisions(**ITS_OWN)
-    assistant.attach(llama)
-    plain = llama.generate(prompt(), max_new_tokens=24, do_sample=False)
-    output = llama.generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
-    assert torch.equal(output, plain)
-    assert worst(assistant, llama, drafted) < 1e-4
-    assert 0 < assistant.stats.accepted < assistant.stats.drafted
-
-
-def test_padding_is_not_shown(reading: Making, drafted: list[Drafted]) -> None:
-    target = quiet_later_layers(tiny("llama"))
-    assistant = reading(target)
-    ids = torch.cat((torch.zeros((1, 4), dtype=torch.long), prompt()), dim=1)
-    target.generate(ids, attention_mask=(ids != 0).long(), max_new_tokens=9, do_sample=False, assistant_model=assistant)
-    assert worst(assistant, target, drafted, first=4) < 1e-4
-
-
-def test_a_cache_that_is_carried_on(reading: Making) -> None:
-    """Of an earlier turn the states are not known, so the draft sees the text of this one only."""
-    target = quiet_later_layers(tiny("llama"))
-    assistant = reading(target)
-    first = target.generate(prompt(), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
-    ids = torch.cat((first.sequences, prompt(5, seed=1)), dim=1)
-    expected = target.generate(ids, max_new_tokens=12, do_sample=False)
-    output = target.generate(
-        ids, max_new_tokens=12, do_sample=False, past_key_values=first.past_key_values, assistant_model=assistant
-    )
-    assert torch.equal(output, expected)
-    assert assistant.stats.drafted > 0
 
 
 @pytest.mark.every(3)
@@ -224,46 +179,6 @@ def llama() -> CausalLM:
     return quiet_later_layers(tiny("llama"))
 
 
-def test_round_trip(reading: Making, llama: CausalLM, tmp_path: Path) -> None:
-    assistant = reading(llama)
-    text = llama.generate(prompt(), max_new_tokens=20, do_sample=False, assistant_model=assistant)
-    accepted = assistant.stats.accepted
-    assistant.save_pretrained(tmp_path / "a")
-    again = SpecDecPPAssistant.from_pretrained(tmp_path / "a", target=llama)
-    again.decisions = assistant.decisions
-    assert again.config.draft_kind == assistant.config.draft_kind
-    assert torch.equal(text, llama.generate(prompt(), max_new_tokens=20, do_sample=False, assistant_model=again))
-    assert again.stats.accepted == accepted
-
-
-def test_unattached_is_refused(reading: Making, llama: CausalLM) -> None:
-    assistant = reading(llama)
-    assistant.detach()
-    with pytest.raises(ValueError, match="reads hidden states of the target.*Attach the assistant"):
-        llama.generate(prompt(), max_new_tokens=4, do_sample=False, assistant_model=assistant)
-
-
-def own_hooks(target: CausalLM) -> list[Any]:
-    """All but those that transformers leaves in a model whose states were asked for."""
-    hooks = [hook for module in target.modules() for hook in module._forward_hooks.values()]
-    return [hook for hook in hooks if hook.__module__ != "transformers.utils.output_capturing"]
-
-
-def test_the_target_keeps_no_hooks(reading: Making, llama: CausalLM) -> None:
-    assistant = reading(llama)
-    expected = llama(prompt()).logits
-    llama.generate(prompt(), max_new_tokens=8, do_sample=False, assistant_model=assistant)
-    assert not own_hooks(llama)
-
-    def fails(*_: Any) -> Any:
-        raise RuntimeError("a user's criterion fails")
-
-    with pytest.raises(RuntimeError, match="criterion fails"):
-        llama.generate(prompt(), max_new_tokens=8, assistant_model=assistant, stopping_criteria=[fails])
-    assert not own_hooks(llama)
-    assert torch.equal(llama(prompt()).logits, expected)
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("rows", [1, 2])
@@ -314,19 +229,6 @@ def test_a_forward_that_was_compiled_without_hooks(reading: Making, llama: Causa
     assert torch.equal(llama.generate(prompt(), **options), plain)
     llama.forward = llama.forward._torchdynamo_orig_callable
     assert worst(assistant, llama, drafted) < 1e-4
-
-
-def test_a_target_that_is_moved_once_attached(reading: Making, llama: CausalLM) -> None:
-    assistant, early_exit = reading(llama), SpecDecPPAssistant.from_early_exit(llama, 2)
-    llama.float()
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    plain = llama.generate(prompt(), **options)
-    assert torch.equal(llama.generate(prompt(), assistant_model=early_exit, **options), plain), "it is the target's"
-    with pytest.raises(ValueError, match=r"moved to torch.float32 on cpu after .* assistant.detach\(\)"):
-        llama.generate(prompt(), assistant_model=assistant, **options)
-    assistant.detach()
-    assistant.attach(llama)
-    assert torch.equal(llama.generate(prompt(), assistant_model=assistant, **options), plain)
 
 
 def test_what_is_the_targets_takes_no_memory(reading: Making, llama: CausalLM) -> None:

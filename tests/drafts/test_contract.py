@@ -17,21 +17,17 @@ from support.pretend_devices import on_device, pretend_devices
 from support.repos import save_model
 from support.rounds_anew import Ear
 from support.snapshots import hash_of, hooks_of
-from support.stand_ins import BlockDraft, LookupDraft
-from support.turns import carry_on
 from support.watchers import Collector, tokenizer
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, assist
-from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import Decisions
-from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafts.known import KINDS
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 from hf_specdecpp.throughput.known_costs import Rounds
 
 TEXT = 1 + prompt(9) % (dflash_files.VOCAB - 1)
@@ -102,8 +98,7 @@ def gemma4(folder: Path) -> Pair:
 
 
 def mtp(num_layers: int, folder: Path) -> Pair:
-    shape = {"first_k_dense_replace": mtp_files.DEPTH}  # experts are slow
-    target = mtp_files.Files("glm4_moe", num_layers, seed=7, overrides=shape).load(folder / "draft")
+    target = mtp_files.dense(num_layers).load(folder / "draft")
     return assist(target, "mtp", default=False), target
 
 
@@ -115,23 +110,13 @@ MAKERS: dict[str, Callable[[Path], Pair]] = {
     "mtp": partial(mtp, 1),
     "mtp, several layers": partial(mtp, 3),
 }
-STAND_INS: dict[str, Callable[[CausalLM], Draft]] = {  # drafts that are not a model a step
-    "a block": lambda target: BlockDraft(target),
-    "a lookup": lambda _: LookupDraft(),
-}
-NEVER_RIGHT = {"lookup", "eagle3 of others", "a lookup"}  # nothing is drawn; random weights among many tokens
+NEVER_RIGHT = {"lookup", "eagle3 of others"}  # nothing is drawn; random weights among many tokens
 ALL = pytest.mark.parametrize("name", MAKERS)
-EVERY = pytest.mark.parametrize("name", [*MAKERS, *STAND_INS])
 
 
 def made(name: str, folder: Path, **settings: Any) -> Pair:
     """An assistant, and the target that it is attached to."""
-    if name in STAND_INS:
-        target = tiny("llama")
-        assistant = SpecDecPPAssistant(SpecDecPPConfig(), STAND_INS[name](target))
-        assistant.attach(target)
-    else:
-        assistant, target = MAKERS[name](folder)
+    assistant, target = MAKERS[name](folder)
     chosen: dict[str, Any] = {**(settings or FIXED), "lookup": assistant.speculation.lookup}
     told(assistant, **chosen)
     return assistant, target
@@ -147,7 +132,7 @@ def check_text(assistant: SpecDecPPAssistant, target: CausalLM, **options: Any) 
     assert torch.equal(target.generate(assistant_model=assistant, **how), expected)
     draft, stats = assistant.ready_drafter(), assistant.stats
     assert len(stats.drafted_at) <= draft.places or assistant.speculation.lookup
-    assert stats.drafted > 0 or not draft.places or isinstance(draft, LookupDraft)
+    assert stats.drafted > 0 or not draft.places
 
 
 def test_every_kind_is_here(tmp_path: Path) -> None:
@@ -158,7 +143,7 @@ def test_every_kind_is_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.every(5)
-@EVERY
+@ALL
 @pytest.mark.parametrize("settings", [*CHAINS, *TREES])
 def test_greedy_text_is_the_targets(settings: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And each round drafts what a draft would that reads the whole text anew."""
@@ -184,7 +169,7 @@ def test_another_text_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.every(5)
-@EVERY
+@ALL
 @pytest.mark.parametrize("options", OPTIONS)
 def test_with_every_option(options: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assistant, target = made(name, tmp_path)
@@ -195,7 +180,7 @@ def test_with_every_option(options: str, name: str, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.every(2)
-@EVERY
+@ALL
 def test_sampled_text_has_its_length(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its distribution is enumerated in `tests/exactness`."""
     assistant, target = made(name, tmp_path)
@@ -208,17 +193,24 @@ def test_sampled_text_has_its_length(name: str, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.every(2)
-@EVERY
+@ALL
 def test_a_cache_that_is_carried_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the turn before, a draft that reads the target's states has none, but that turn's keys and values."""
     assistant, target = made(name, tmp_path)
     ear = Ear(assistant.ready_drafter(), monkeypatch)
-    held = carry_on(target, assistant, TEXT, ear) - 1
-    ear.check(target, first=0 if name == "gemma4" else held)
+    how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True}
+    cache = {CACHE: DynamicCache(config=target.config)}
+    first = target.generate(TEXT, assistant_model=assistant, **how, **cache).sequences
+    assert torch.equal(first, target.generate(TEXT, **how).sequences)
+    ear.rounds.clear()
+    further = torch.cat((first, TEXT), dim=1)
+    second = target.generate(further, assistant_model=assistant, **how, **cache).sequences
+    assert torch.equal(second, target.generate(further, **how).sequences)
+    ear.check(target, first=0 if name == "gemma4" else first.shape[1] - 1)
 
 
 @pytest.mark.every(2)
-@EVERY
+@ALL
 def test_rows_of_a_batch(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
     ids = torch.cat((TEXT, PADDED))
@@ -232,7 +224,7 @@ def test_rows_of_a_batch(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.every(2)
-@EVERY
+@ALL
 def test_a_lookup_beside_it(name: str, tmp_path: Path) -> None:
     """Rounds in which nothing is drafted, and candidates that the draft has not read."""
     assistant, target = made(name, tmp_path)
@@ -340,6 +332,9 @@ def test_a_target_that_was_moved(name: str, tmp_path: Path) -> None:
     else:
         with pytest.raises(ValueError, match="was moved to torch.float32"):
             target.generate(TEXT, assistant_model=assistant, max_new_tokens=4)
+        assistant.detach()
+        assistant.attach(target)
+        check_text(assistant, target)
 
 
 @pytest.mark.every(3)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import dflash_files, gemma4_files
+from support.checkpoints import WEIGHTS, edited, in_shards
 from support.eagle3_files import VARIANTS as EAGLE3
-from support.eagle3_loading import in_shards
 from support.models import tiny
 
 from hf_specdecpp import SpecDecPPAssistant
@@ -21,8 +21,7 @@ from hf_specdecpp.drafts.known import BY_NAME, KINDS, ready_made, recognise
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.hub.inspection import inspect
-
-WEIGHTS = "model.safetensors"
+from hf_specdecpp.training.configuration import TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,6 @@ def weights_of(folder: Path) -> dict[str, Any]:
     return {name: tensor for name, tensor in load_file(folder / WEIGHTS).items() if tensor.is_floating_point()}
 
 
-def edited(folder: Path, **changes: Any) -> Path:
-    """With these tensors in the place of what was there; `None` leaves one out."""
-    tensors: dict[str, Any] = {**load_file(folder / WEIGHTS), **changes}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / WEIGHTS)
-    return folder
-
-
 def parts(assistant: SpecDecPPAssistant) -> dict[str, Any]:
     found: dict[str, Any] = assistant.ready_drafter().model.state_dict()
     return found
@@ -103,6 +95,20 @@ def test_by_either_method_and_in_several_files(name: str, tmp_path: Path) -> Non
         assert all(torch.equal(tensor, parts(first)[name]) for name, tensor in parts(other).items())
     with pytest.raises(ValueError, match=f"{case.kind} draft is taken as it is"):
         SpecDecPPAssistant.from_draft(folder, target=case.target(), draft_vocab=[1, 2])
+
+
+@ALL
+def test_named_as_the_draft_of_a_training_run(name: str, tmp_path: Path) -> None:
+    """It stays as it is and gets a head, where its kind can."""
+    named = TrainingConfig(target="org/model", output=str(tmp_path), draft=str(written(name, tmp_path / "theirs")))
+    named.rollouts.data = ["prompts.jsonl"]
+    named.find_ready_made()
+    if CASES[name].kind == "gemma4":
+        with pytest.raises(ValueError, match="loaded, not trained"):
+            named.validate()
+    else:
+        assert (named.draft, named.ready_made) == (CASES[name].kind, str(tmp_path / "theirs"))
+        named.validate()
 
 
 @ALL

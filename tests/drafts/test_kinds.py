@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from support.models import tiny
-from support.stand_ins import BLOCK, BlockDraft, LookupDraft
-from torch import Tensor
+from support.models import prompt, tiny
+from support.stand_ins import BLOCK, BlockDraft
 
 import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafts import known
 from hf_specdecpp.drafts.kind import Kind
 from hf_specdecpp.drafts.known import BY_NAME, KINDS, kind_of, kind_to_train, override, read_config, recognise
-from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
-from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput.known_costs import Rounds
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
 # The default of `draft_kind`, which repositories may leave out; fields; a contestant's name; names of others.
@@ -152,24 +145,6 @@ def test_only_drafts_of_others_can_be_misread() -> None:
             override(config, {"fc_norm": True})
 
 
-@pytest.mark.parametrize(
-    ("kind", "described"),
-    [
-        ("independent", "org/draft at abc"),
-        ("early_exit", "layers 0, 2 of the target"),
-        ("conditioned", "layers 0, 2 of the target, which read its states"),
-        ("eagle3", "EAGLE-3 org/draft at abc"),
-        ("dflash", "DFlash org/draft at abc"),
-        ("gemma4", "Gemma 4 assistant org/draft at abc"),
-        ("mtp", "multi-token layers of org/draft at abc"),
-        ("lookup", "text that was seen before"),
-    ],
-)
-def test_descriptions(kind: str, described: str) -> None:
-    config = SpecDecPPConfig(draft_kind=kind, draft_layers=[0, 2], draft_id="org/draft", draft_revision="abc")
-    assert kind_of(config).describe(config) == described
-
-
 def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
     for kind in KINDS:
         stored, form = kind.stored, kind.stored.format
@@ -178,45 +153,7 @@ def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
         assert stored.export is None or not (stored.unserved or serves_its_own)
 
 
-# Drafts that are not a model a step. ----------------------------------------------------------------------------------
-
-REPEATING = torch.tensor([[5, 9, 7, 5, 9, 7, 5, 9]])
-
-
-def assisted_by(draft: Draft, target: CausalLM, **settings: Any) -> SpecDecPPAssistant:
-    assistant = SpecDecPPAssistant(
-        SpecDecPPConfig(), draft, speculation=SpeculationConfig(**{"rule": "threshold", **settings})
-    )
-    assistant.attach(target)
-    return assistant
-
-
-def test_a_block_is_one_price() -> None:
-    """One pass, and little for each further candidate."""
-    target = tiny("llama")
-    costs = Rounds(target, BlockDraft(target), DraftProbability(), BLOCK).assumed()
-    assert costs.block == BLOCK
-    assert 0.0 <= costs.branch < 0.5 * costs.draft
-    assert costs.start == 0.0
-    one, _, three = costs.round_seconds(BLOCK)[1:] - costs.verify_seconds(BLOCK)[1:]
-    assert three < 2.0 * one
-
-
-def test_a_lookup_is_nearly_free() -> None:
-    target = tiny("llama")
-    costs = Rounds(target, LookupDraft(), DraftProbability(), 8, trees=True).assumed()
-    assert costs.block == LookupDraft.block
-    assert costs.draft < 0.5 * costs.verify[0]
-
-
-def test_a_draft_says_what_it_cannot_do() -> None:
-    class ChainsOnly(LookupDraft):
-        cannot = {"trees": "Such a draft cannot branch. Set tree=None."}
-
-    target = tiny("llama")
-    assistant = assisted_by(ChainsOnly(), target, tree="dyspec")
-    with pytest.raises(ValueError, match="cannot branch"):
-        target.generate(REPEATING, assistant_model=assistant, max_new_tokens=4)
+# A draft that is not a model a step. ----------------------------------------------------------------------------------
 
 
 def test_one_price_makes_the_rule_draft_the_whole_block() -> None:
@@ -225,40 +162,10 @@ def test_one_price_makes_the_rule_draft_the_whole_block() -> None:
     drafted = {}
     for block in (1, BLOCK):
         costs = {"draft": 0.4, "branch": 0.0, "block": block, "verify": [1.0]}
-        assistant = assisted_by(BlockDraft(target, 0.5), target, rule="throughput", costs=costs)
-        target.generate(REPEATING, assistant_model=assistant, max_new_tokens=60, do_sample=False)
+        speculation = SpeculationConfig("throughput", costs=costs)
+        assistant = SpecDecPPAssistant(SpecDecPPConfig(), BlockDraft(target, 0.5), speculation=speculation)
+        assistant.attach(target)
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=60, do_sample=False)
         stats = assistant.stats
         drafted[block] = stats.drafted / max(stats.rounds - stats.idle_rounds, 1)
     assert drafted[BLOCK] > drafted[1]
-
-
-def test_readings_keep_no_tensor_of_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round that drafts nothing asks nothing of the draft."""
-    target = tiny("llama")
-    draft = BlockDraft(target)
-    assistant = assisted_by(draft, target, rule="throughput", costs={"draft": 9.0, "verify": [1.0, 9.0]})
-    monkeypatch.setattr("hf_specdecpp.throughput.plan.Plan.starts", lambda *_: False)
-    target.generate(REPEATING, assistant_model=assistant, max_new_tokens=8, do_sample=False)
-    assert draft.forwards == 0
-
-
-def logits_of(reading: Any, depth: int) -> Tensor:
-    found = reading.step([torch.tensor(0)] * depth)
-    assert found is not None
-    return found[0]
-
-
-def test_q_by_depth_is_that_of_the_chain() -> None:
-    """A tree's nodes of a depth have the distribution that a chain has there."""
-    from hf_specdecpp.trees.tree import DraftTree
-
-    target = tiny("llama")
-    reading = BlockDraft(target).session(48)
-    reading.begin_round(REPEATING, 0)
-    tree = DraftTree(9)
-    tree.add(0, 4)
-    tree.add(0, 5)
-    logits, _ = reading.expand(tree, [0, 1, 2])
-    assert torch.equal(logits[1], logits[2])
-    assert [torch.equal(logits[i], logits_of(reading, depth)) for i, depth in ((0, 0), (1, 1))] == [True, True]
-    assert reading.passes == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.released_heads import ReleasedHead
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -50,32 +51,13 @@ def probability(head: AcceptanceHead, step: DraftStep) -> float:
     return answer.item()
 
 
-class PaperBlock(nn.Module):
-    """The paper's residual block, as reference/specdecpp.md describes it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE)
-        self.act = nn.SiLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.act(self.linear(x))
-
-
-def paper_head(num_layers: int, tied: bool) -> nn.Sequential:
-    """The released code repeats one block object (`[ResBlock(h)] * num_layers`); its fork makes one a layer."""
-    blocks = [PaperBlock()] * num_layers if tied else [PaperBlock() for _ in range(num_layers)]
-    return nn.Sequential(*blocks, nn.Linear(SIZE, 2))
-
-
 # The paper's head ("after"). ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("depth", range(5))
 def test_the_after_head_is_the_papers(depth: int, tied: bool) -> None:
-    torch.manual_seed(depth)
-    paper, ours = paper_head(depth, tied), AcceptanceHead(SIZE, num_blocks=depth, tied=tied)
+    paper, ours = ReleasedHead(depth, tied, SIZE, depth).model, AcceptanceHead(SIZE, num_blocks=depth, tied=tied)
     with torch.no_grad():
         for index in range(depth):
             block: Any = paper[index]
@@ -156,10 +138,6 @@ def test_the_before_head_is_q_plus_scalars_plus_correction(blocks: int, rank: in
     trunk = linear("from_scalars.2", silu(linear("from_scalars.0", scalars)))[0]
     expected = (step.q[4].logit() + trunk + correction).sigmoid()
     assert_close(head.estimate(step), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_the_before_head_judges_the_first_candidate_too() -> None:
-    assert 0.0 < probability(make_head(inputs="before", rank=4), make_step(index=0)) < 1.0
 
 
 def test_embeddings_may_have_another_size() -> None:

@@ -1,9 +1,10 @@
-"""The exact distribution of whole generations with EAGLE-3 drafts, Gemma 4 assistants and multi-token layers.
+"""The exact distribution of whole generations with EAGLE-3 drafts, Gemma 4 assistants and multi-token layers, and with
+drafts that have a temperature of their own.
 
 Everything is product code and transformers' own classes, from the files that layers are read from and the hooks that
 catch the target's states to the caches that are rolled back; only the random numbers are replaced by a `Replay`.
-Mutants: a q of another temperature, one as if the draft could have proposed all tokens, one that is told as that of the
-next candidate, and candidates that are dropped because of what they are.
+Mutants: a q of another temperature, or told without its own, one as if the draft could have proposed all tokens, one
+that is told as that of the next candidate, and candidates that are dropped because of what they are.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ def mtp(family: str, num_layers: int) -> Pair:
         return target, assist(target, "mtp", default=False)
 
 
+def early_exit() -> Pair:
+    target = tiny("llama", 7, vocab_size=VOCAB, num_hidden_layers=3)
+    return target, SpecDecPPAssistant.from_early_exit(target, 2)
+
+
 PAIRS: dict[str, Callable[[], Pair]] = {
     "eagle3, all": partial(eagle3, None),
     "eagle3, some": partial(eagle3, [1, 3]),
@@ -80,14 +86,17 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "mtp": partial(mtp, "glm4_moe", 1),
     "mtp, two layers": partial(mtp, "glm4_moe", 2),
     "mtp, hybrid target": partial(mtp, "qwen3_5_text", 1),
+    "early exit, colder": early_exit,
+    "early exit, hotter": early_exit,
 }
+TEMPERATURES = {"early exit, colder": 0.6, "early exit, hotter": 1.5}  # of the draft; it has the target's otherwise
 NO_TREES = ("mtp, two layers", "mtp, hybrid target")
 CASES = [(name, shape) for name in PAIRS for shape in SHAPES if shape.startswith("chain") or name not in NO_TREES]
 
 
 def pair(name: str, **speculation: Any) -> Pair:
     target, assistant = PAIRS[name]()
-    return target, told(assistant, **speculation)
+    return target, told(assistant, **speculation, draft_temperature=TEMPERATURES.get(name, 1.0))
 
 
 @pytest.mark.takes(5)
@@ -149,6 +158,13 @@ def test_another_q_of_trees_of_multi_token_layers_is_caught(
 ) -> None:
     tell_another_q(monkeypatch, hotter)
     assert_caught(*pair("mtp", **SHAPES["dyspec, block"]), enumerate_torch)
+
+
+def test_a_draft_s_own_temperature_that_is_not_told_is_caught(
+    enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell_another_q(monkeypatch, lambda scores: scores * 0.6)
+    assert_caught(*pair("early exit, colder", **SHAPES["chain, block"]), enumerate_torch)
 
 
 @pytest.mark.takes(4)

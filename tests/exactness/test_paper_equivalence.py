@@ -133,26 +133,6 @@ def test_the_drafts_tokens_are_drawn_from_q() -> None:
 # Mutants --------------------------------------------------------------------------------------------------------------
 
 
-def every_position_counts(item: Batch, **_: Any) -> Batch:
-    return {**item, "mask": torch.ones_like(item["mask"])}
-
-
-def labels_of_the_next_position(item: Batch, **_: Any) -> Batch:
-    return {**item, "label": item["label"].roll(-1, 0)}
-
-
-def labels_of_the_position_before(item: Batch, **_: Any) -> Batch:
-    return {**item, "label": item["label"].roll(1, 0)}
-
-
-def states_that_q_came_from(item: Batch, **_: Any) -> Batch:
-    return {**item, "hidden": item["hidden"].roll(1, 0)}
-
-
-def hard_labels(item: Batch, **_: Any) -> Batch:
-    return {**item, "label": item["label"].round()}
-
-
 def states_of_the_unmixed_text(item: Batch, draft: Any, ids: Tensor) -> Batch:
     with torch.no_grad():
         return {**item, "hidden": Drafter(draft).hidden_states(ids)[0, PROMPT_LENGTH:]}
@@ -164,21 +144,21 @@ def states_of_the_draft_text(item: Batch, draft: Any, ids: Tensor) -> Batch:
         return {**item, "hidden": Drafter(draft).hidden_states(text[None])[0, PROMPT_LENGTH:]}
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        every_position_counts,
-        labels_of_the_next_position,
-        labels_of_the_position_before,
-        states_that_q_came_from,
-        hard_labels,
-        states_of_the_unmixed_text,
-        states_of_the_draft_text,
-    ],
-)
-def test_wrong_features_are_noticed(mutant: Callable[..., Batch], case: Any, tmp_path: Path) -> None:
+FEATURES: dict[str, Callable[..., Batch]] = {
+    "every position counts": lambda item, **_: {**item, "mask": torch.ones_like(item["mask"])},
+    "labels of the next position": lambda item, **_: {**item, "label": item["label"].roll(-1, 0)},
+    "labels of the position before": lambda item, **_: {**item, "label": item["label"].roll(1, 0)},
+    "states that q came from": lambda item, **_: {**item, "hidden": item["hidden"].roll(1, 0)},
+    "hard labels": lambda item, **_: {**item, "label": item["label"].round()},
+    "states of the unmixed text": states_of_the_unmixed_text,
+    "states of the draft text": states_of_the_draft_text,
+}
+
+
+@pytest.mark.parametrize("mutant", FEATURES)
+def test_wrong_features_are_noticed(mutant: str, case: Any, tmp_path: Path) -> None:
     target, draft, head, texts, items = case
-    wrong = [mutant(item, draft=draft, ids=ids) for item, ids in zip(items, texts, strict=True)]
+    wrong = [FEATURES[mutant](item, draft=draft, ids=ids) for item, ids in zip(items, texts, strict=True)]
     assert distance(our_loss((target, draft, head, texts, wrong), tmp_path), papers_loss(case)) > VISIBLE
 
 

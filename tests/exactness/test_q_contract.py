@@ -132,19 +132,10 @@ def assert_q_is_the_distribution(ear: Ear, vocab: int = VOCAB) -> None:
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_q_is_the_law_of_the_draw(name: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = small(0)
-    draft = partly_agreeing(target, mix=0.8)
-    ear = Ear(monkeypatch)
-    output = generate(target, assistant_for(target, draft, door), **OPTIONS[name])
-    assert_q_is_the_distribution(ear)
-    assert output.shape[1] > PROMPT.shape[1]
-
-
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_q_is_what_transformers_computes(name: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every candidate's q sees its own prefix: the emitted text, then the candidates before it."""
+def test_q_is_what_was_drawn_from_and_what_transformers_computes(
+    name: str, door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And every candidate's q sees its own prefix: the emitted text, then the candidates before it."""
     target = small(0)
     draft = partly_agreeing(target, mix=0.8)
     ear = Ear(monkeypatch)
@@ -158,7 +149,9 @@ def test_q_is_what_transformers_computes(name: str, door: str, monkeypatch: pyte
         return chain
 
     monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", hear_text)
-    generate(target, assistant_for(target, draft, door), **OPTIONS[name])
+    output = generate(target, assistant_for(target, draft, door), **OPTIONS[name])
+    assert output.shape[1] > PROMPT.shape[1]
+    assert_q_is_the_distribution(ear)
     assert len(texts) == len(ear.rounds) >= 3
     for text, (candidates, _, q) in zip(texts, ear.rounds, strict=True):
         for place, row in enumerate(q):

@@ -95,15 +95,20 @@ def test_the_joint_law_adds_up() -> None:
 @pytest.mark.takes(6)
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
-    "kind",
-    ["attached", pytest.param("attached, in order", marks=pytest.mark.slow), "attached, as on a device", "unattached"],
+    ("kind", "number"),
+    [
+        *((kind, 400) for kind in ("attached", "attached, as on a device", "unattached")),
+        pytest.param("attached, in order", 400, marks=pytest.mark.slow),
+        *(pytest.param(kind, 2500, marks=pytest.mark.slow) for kind in ("plain", "attached", "unattached")),
+    ],
 )
-def test_the_texts_follow_the_target(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_texts_follow_the_target(kind: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "attached, as on a device":
         pretend_that_reads_are_slow(monkeypatch)
     target = make_target()
     processors = [Unchanging()] if kind == "attached, in order" else []
-    counts = sample(target, 400, make_assistant(target, kind != "unattached"), logits_processor=processors)
+    assistant = None if kind == "plain" else make_assistant(target, kind != "unattached")
+    counts = sample(target, number, assistant, logits_processor=processors)
     assert p_value(counts, joint_distribution(target)) > SUSPICIOUS
 
 
@@ -125,12 +130,3 @@ def test_a_wrong_verifier_is_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rounds_verification, "verify_sampled", mutant)
     counts = sample(target, 400, make_assistant(target, attached=True))
     assert p_value(counts, joint_distribution(target)) < SUSPICIOUS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "attached", "unattached"])
-def test_many_texts_follow_the_target(kind: str) -> None:
-    target = make_target()
-    assistant = None if kind == "plain" else make_assistant(target, kind == "attached")
-    counts = sample(target, 2500, assistant)
-    assert p_value(counts, joint_distribution(target)) > SUSPICIOUS

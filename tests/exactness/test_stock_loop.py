@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
 from support.stock_rounds import PROMPT, VOCAB, small, target_distribution
+from support.whole_generations import assert_exactly_p
 from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers.generation.utils import _speculative_sampling
 
@@ -90,23 +91,4 @@ def test_generate_emits_exactly_p(door: str, rule: str, enumerate_torch: Any) ->
     """
     target, draft = small(7), small(107)
     assistant = assistant_for(draft, rule, target if door == "attached" else None)
-    paths = 0
-
-    def program(replay: Replay) -> Tokens:
-        nonlocal paths
-        paths += 1
-        enumerate_torch(replay)
-        assistant.memory.clear()  # every path begins alike
-        # With four tokens the attached loop has room for a round of two after the prompt's own token.
-        options = {"temperature": 0.8, "top_k": 2, "repetition_penalty": 1.7, "max_new_tokens": 4}
-        output = target.generate(PROMPT, assistant_model=assistant, do_sample=True, **options)
-        return tuple(output[0, PROMPT.shape[1] :].tolist())
-
-    distribution = exact_distribution(program)
-    p = target_distribution(target, 0.8, 2, penalty=1.7)
-    assert worst_error(distribution, p, VOCAB) < TOLERANCE
-    for tokens, weight in distribution.items():
-        joint = torch.stack([p(tokens[:place])[token] for place, token in enumerate(tokens)]).prod()
-        assert weight == pytest.approx(float(joint), abs=TOLERANCE)
-    assert {len(tokens) for tokens in distribution} == {4}
-    assert paths > 2 * len(distribution), f"{paths} paths to {len(distribution)} texts: few candidates were rejected"
+    assert assert_exactly_p(target, assistant, enumerate_torch, penalty=1.7) > 2, "few candidates were rejected"

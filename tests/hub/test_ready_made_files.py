@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoints import in_shards
 from support.eagle3_files import VARIANTS, Checkpoint
-from support.eagle3_loading import DIALECTS, drafted, in_shards, publish
+from support.eagle3_loading import DIALECTS, drafted, publish
 from support.hub_server import HubServer
 from support.models import tiny
 from support.repos import files_of, save_model

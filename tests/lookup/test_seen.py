@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -171,18 +170,3 @@ def test_memory_a_token() -> None:
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert taken / len(seen) < 100
-
-
-def test_a_round_at_8000_tokens_takes_microseconds() -> None:
-    """Far below a pass of any model; `examples/lookup_cost.py` says how many."""
-    tokens = like_text(9000)
-    lookup = TextLookup()
-    lookup.read_prompt(tokens[:8000])
-    fastest = 1.0
-    for begin in range(8000, 9000, 50):
-        start = time.process_time()
-        for token in tokens[begin : begin + 50]:
-            lookup.read(token)
-            lookup.ahead(10)
-        fastest = min(fastest, (time.process_time() - start) / 50)
-    assert fastest < 60e-6

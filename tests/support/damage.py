@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +94,14 @@ def _independent(folder: Path) -> Sound:
     return Sound(folder, target, load)
 
 
-def _lookup(folder: Path) -> Sound:
-    target = tiny("llama")
-    return _ours(assist(target, "lookup", default=False), target, folder)
+def _of(make: Callable[[CausalLM], SpecDecPPAssistant]) -> Callable[[Path], Sound]:
+    """Of a target that is the same for all."""
 
+    def made(folder: Path) -> Sound:
+        target = tiny("llama")
+        return _ours(make(target), target, folder)
 
-def _conditioned(folder: Path) -> Sound:
-    target = tiny("llama")
-    return _ours(SpecDecPPAssistant.from_conditioned(target, [2], fusion=random_fusion(target)), target, folder)
-
-
-def _layer(folder: Path) -> Sound:
-    target = tiny("llama")
-    return _ours(SpecDecPPAssistant.from_eagle3(target, random_layer(target)), target, folder)
+    return made
 
 
 def _block(folder: Path) -> Sound:
@@ -117,28 +112,27 @@ def _block(folder: Path) -> Sound:
     return _ours(made, target, folder)
 
 
-def _eagle3(variant: str, dialect: str) -> Callable[[Path], Sound]:
-    def make(folder: Path) -> Sound:
-        return Sound(eagle3_files.VARIANTS[variant].save(folder, dialect), tiny("llama"), from_pretrained)
+def _of_others(save: Callable[[Path], object], target: Callable[[], CausalLM]) -> Callable[[Path], Sound]:
+    def made(folder: Path) -> Sound:
+        save(folder)
+        return Sound(folder, target(), from_pretrained)
 
-    return make
-
-
-def _dflash(variant: str, dialect: str) -> Callable[[Path], Sound]:
-    def make(folder: Path) -> Sound:
-        saved = dflash_files.VARIANTS[variant].save(folder, dialect)
-        return Sound(saved, dflash_files.target_for("llama"), from_pretrained)
-
-    return make
+    return made
 
 
-def _gemma4(variant: str) -> Callable[[Path], Sound]:
-    def make(folder: Path) -> Sound:
-        made = gemma4_files.VARIANTS[variant]
-        made.theirs().save_pretrained(folder)
-        return Sound(folder, gemma4_files.target_for(made.of), from_pretrained)
+def _eagle3(variant: str, dialect: str = "original") -> Callable[[Path], Sound]:
+    return _of_others(partial(eagle3_files.VARIANTS[variant].save, dialect=dialect), partial(tiny, "llama"))
 
-    return make
+
+def _dflash(variant: str, dialect: str = "original") -> Callable[[Path], Sound]:
+    return _of_others(partial(dflash_files.VARIANTS[variant].save, dialect=dialect), dflash_files.target_for)
+
+
+def _gemma4(name: str) -> Callable[[Path], Sound]:
+    variant = gemma4_files.VARIANTS[name]
+    return _of_others(
+        lambda folder: variant.theirs().save_pretrained(folder), partial(gemma4_files.target_for, variant.of)
+    )
 
 
 def _mtp(family: str) -> Callable[[Path], Sound]:
@@ -166,18 +160,18 @@ MAKERS: dict[str, Callable[[Path], Sound]] = {
     "early exit": _early_exit,
     "head": _head,
     "independent": _independent,
-    "lookup": _lookup,
-    "conditioned": _conditioned,
-    "trained layer": _layer,
+    "lookup": _of(lambda target: assist(target, "lookup", default=False)),
+    "conditioned": _of(lambda target: SpecDecPPAssistant.from_conditioned(target, [2], fusion=random_fusion(target))),
+    "trained layer": _of(lambda target: SpecDecPPAssistant.from_eagle3(target, random_layer(target))),
     "trained block": _block,
-    "EAGLE-3": _eagle3("plain", "original"),
-    "EAGLE-3, all tokens": _eagle3("all tokens", "original"),
-    "EAGLE-3.1": _eagle3("eagle-3.1", "original"),
-    "EAGLE-3, two layers": _eagle3("two layers", "original"),
-    "EAGLE-3 with the final state": _eagle3("final state", "original"),
-    "EAGLE-3 with embeddings": _eagle3("own embeddings", "original"),
+    "EAGLE-3": _eagle3("plain"),
+    "EAGLE-3, all tokens": _eagle3("all tokens"),
+    "EAGLE-3.1": _eagle3("eagle-3.1"),
+    "EAGLE-3, two layers": _eagle3("two layers"),
+    "EAGLE-3 with the final state": _eagle3("final state"),
+    "EAGLE-3 with embeddings": _eagle3("own embeddings"),
     "EAGLE-3 of speculators": _eagle3("qwen3", "speculators"),
-    "DFlash": _dflash("scaled", "original"),
+    "DFlash": _dflash("scaled"),
     "DFlash of transformers": _dflash("windows", "transformers"),
     "DFlash of speculators": _dflash("windows", "speculators"),
     "Gemma 4": _gemma4("values are keys"),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.drafts.dflash.kind import read_model
+from hf_specdecpp.drafts.kind import Parts
+from hf_specdecpp.drafts.known import DFLASH, read_config
+from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
-from support.models import tiny
+from support.checkpoints import written
+from support.models import tiny, told
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, EPSILON, DEPTH = 32, 4, 2, 8, 48, 12, 1e-6, 4
 MASK = 11
@@ -26,12 +30,9 @@ class Checkpoint:
     """What is written to a folder.
 
     Attributes:
-        layer_types: of the draft.
-        window: of those with one.
         reads: layers of the target whose outputs are read.
         is_causal: of the original dialect's config; `None` leaves it out.
         scale, multiplier, cap: of embeddings and logits.
-        samples_anchor, theta: as their names say.
     """
 
     layer_types: tuple[str, ...] = (FULL, FULL)
@@ -116,20 +117,9 @@ class Checkpoint:
             **({} if self.is_causal is None else {"is_causal": self.is_causal}),
         }  # fmt: skip
 
-    def save(self, folder: Path, dialect: str = "original", shards: int = 1, **changes: Any) -> Path:
-        """Write the files, the config with these changes (`...` takes a value out)."""
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = self.tensors(dialect)
-        if shards == 1:
-            save_file(tensors, folder / "model.safetensors")
-        else:
-            where = {name: f"model-{place % shards}.safetensors" for place, name in enumerate(tensors)}
-            for shard in set(where.values()):
-                save_file({name: tensors[name] for name in where if where[name] == shard}, folder / shard)
-            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-        config = {**self.config(dialect), **changes}
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-        return folder
+    def save(self, folder: Path, dialect: str = "original", **changes: Any) -> Path:
+        """Write both files, the config with these changes (`...` takes a value out)."""
+        return written(folder, self.tensors(dialect), {**self.config(dialect), **changes})
 
     def reach(self, dialect: str) -> int:
         """How far back a row of a layer with a window sees."""
@@ -166,3 +156,12 @@ VARIANTS: dict[str, Checkpoint] = {
 def target_for(family: str = "llama", **overrides: Any) -> CausalLM:
     """A target of few tokens, so that a random draft guesses some of them."""
     return tiny(family, vocab_size=VOCAB, num_hidden_layers=DEPTH, **{"head_dim": 8, **overrides})
+
+
+def assisted(target: CausalLM, checkpoint: Checkpoint, **settings: Any) -> SpecDecPPAssistant:
+    """An assistant with a checkpoint in memory, as `from_draft` makes it of transformers' class."""
+    module = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
+    config = read_config(checkpoint.config(), DFLASH, Repository("org/draft"), None)
+    assistant: SpecDecPPAssistant = told(SpecDecPPAssistant(config, None, None, Parts(module=module)), **settings)
+    assistant.attach(target)
+    return assistant

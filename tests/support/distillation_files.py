@@ -19,10 +19,10 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.files import save_text
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training import models
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
+from support.formulas import states_of
 from support.models import VOCAB_SIZE, quiet_later_layers, tiny
 from support.repos import save_model
 
@@ -79,24 +79,13 @@ def report_of(config: TrainingConfig) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def states_of(target: CausalLM, fusion: StateReader, ids: Tensor) -> Tensor:
-    """What a draft reads of its target along a text."""
-    with TargetStates(target, fusion) as caught:
-        target(ids)
-        states = caught.take()
-    assert states is not None
-    return states
-
-
-@torch.no_grad()
 def measured(assistant: SpecDecPPAssistant, target: CausalLM) -> float:
     """Mean acceptance of the first candidate on the held-out answers, text by text."""
     drafter, chances = assistant.ready_drafter(), []
-    assert drafter.fusion is not None
     for row in rows(16, seed=2):
         ids = torch.tensor([row["input_ids"]])
         p = target(ids).logits[0].softmax(-1)
-        hidden = next(iter(unrolled(drafter, ids, states_of(target, drafter.fusion, ids), 1)))[0]
+        hidden = next(iter(unrolled(drafter, ids, states_of(target, drafter, ids), 1)))[0]
         q = drafter.logits(hidden, VOCAB_SIZE).softmax(-1)
         chances.append(torch.minimum(p, q).sum(-1)[max(PROMPT_LENGTH - 1, 3) : -1])
     return float(torch.cat(chances).mean())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
+
+from support.checkpoints import written
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, DRAFT_VOCAB, EPSILON = 32, 4, 2, 8, 48, 48, 20, 1e-6
 READS = [1, 0, 2]  # not in order: it is kept
@@ -21,12 +21,9 @@ class Checkpoint:
 
     Attributes:
         flags: `norm_before_residual`, `norm_before_fc`, `fc_norm`, `norm_output`.
-        layers: of the draft.
-        head_dim: of its attention.
         target_size: of the target's states.
         num_reads: states that it reads; 0 for the final one.
         vocab: tokens that it may propose.
-        own_embeddings, qwen3, theta: as their names say.
     """
 
     flags: dict[str, bool] = field(default_factory=dict)
@@ -119,14 +116,10 @@ class Checkpoint:
 
     def save(self, folder: Path, dialect: str = "original", **changes: Any) -> Path:
         """Write both files, the config with these changes."""
-        folder.mkdir(parents=True, exist_ok=True)
         tensors = self.tensors()
         if dialect == "speculators":
             tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-        save_file(tensors, folder / "model.safetensors")
-        config = {**self.config(dialect), **changes}
-        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-        return folder
+        return written(folder, tensors, {**self.config(dialect), **changes})
 
 
 VARIANTS: dict[str, Checkpoint] = {

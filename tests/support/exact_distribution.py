@@ -7,7 +7,8 @@ torch's generators; here it is a `Replay`, which replays a list of choices and n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,3 +96,8 @@ def worst_error(probs: Probs, p: Callable[[Tokens], Tensor], vocab: int) -> floa
         for length, token in enumerate(emitted):
             masses[emitted[:length]][token] += weight
     return max(float((mass / mass.sum() - p(prefix)).abs().max()) for prefix, mass in masses.items())
+
+
+def largest_error(rounds: Iterable[Any]) -> float:
+    """Of several programs, each a round on models that say `p` and have a `vocab`."""
+    return max(worst_error(exact_distribution(each), each.models.p, each.models.vocab) for each in rounds)

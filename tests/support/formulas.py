@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.target_states import TargetStates
+from hf_specdecpp.models.target_states import StateReader, TargetStates
 
 EPSILON = 1e-6  # of all norms
 
@@ -28,10 +29,26 @@ def rotated(x: Tensor, places: Tensor, theta: float) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
+def attended(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """What heads that share keys and values find, `[rows, heads * size]`.
+
+    Args:
+        q: `[rows, heads, size]`; `k`, `v`: `[places, shared heads, size]`.
+        seen: bool `[rows, places]`.
+    """
+    k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v).flatten(1)
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
 @torch.no_grad()
 def states_of(target: CausalLM, draft: Any, text: Tensor) -> Tensor:
-    """What a draft reads of a target along a text, `[batch, n, width]`."""
-    with TargetStates(target, draft.reads) as caught:
+    """What a draft, or a reader of states, reads of a target along a text, `[batch, n, width]`."""
+    with TargetStates(target, draft if isinstance(draft, StateReader) else draft.reads) as caught:
         target(text)
         states = caught.take()
     assert states is not None

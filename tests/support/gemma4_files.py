@@ -129,22 +129,3 @@ def begun(draft: Any, target: CausalLM, text: Tensor) -> Any:
         states: Any = caught.take()
     session.begin_round(text, 0, states)
     return session
-
-
-class Heard:
-    """What transformers' generator drafted in each round: the text, the rows that it read, the candidates, logits."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rounds: list[tuple[Tensor, int, list[int], Tensor]] = []
-        theirs = GENERATOR.get_candidates
-
-        def hear(generator: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            ids, logits = theirs(generator, input_ids, *args, **kwargs)
-            if logits is not None:
-                outputs = kwargs["model_outputs"]
-                rows = min(outputs.shared_kv_states[FULL][0].shape[2], input_ids.shape[1])
-                found = ids[0, input_ids.shape[1] :].tolist()
-                self.rounds.append((input_ids.clone(), rows, found, logits[0].clone()))
-            return ids, logits
-
-        monkeypatch.setattr(GENERATOR, "get_candidates", hear)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -177,6 +175,11 @@ class Files:
         return load(self.save(folder), self.dtype)
 
 
+def dense(num_layers: int = 1, seed: int = 7, **more: Any) -> Files:
+    """Without experts, which are slow."""
+    return Files("glm4_moe", num_layers, seed, overrides={"first_k_dense_replace": DEPTH}, **more)
+
+
 def maker(family: str) -> Any:
     return AutoModelForImageTextToText if family in SEEING else AutoModelForCausalLM
 
@@ -189,33 +192,3 @@ def load(folder: Path | str, dtype: torch.dtype = torch.float64) -> CausalLM:
         r"^mtp\."
     ]
     return model
-
-
-def change_config(folder: Path, **fields: Any) -> None:
-    """Set fields of the folder's `config.json`; `None` drops one."""
-    path = folder / "config.json"
-    raw = {**json.loads(path.read_text()), **fields}
-    path.write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
-
-
-def change_tensors(folder: Path, drop: str = "$^", **added: Tensor) -> None:
-    """Drop the tensors whose names match a pattern, and add some."""
-    path = folder / "model.safetensors"
-    kept = {name: tensor for name, tensor in load_file(path).items() if not re.search(drop, name)}
-    save_file({**kept, **added}, path, {"format": "pt"})
-
-
-def into_shards(folder: Path) -> list[str]:
-    """Write the weights as three files with an index; the multi-token layers are in the last one. Their names."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    path.unlink()
-    extra = re.compile(rf"^mtp\.|layers\.[{DEPTH}-9]\.")
-    names = [[n for n in tensors if not extra.search(n)][0::2], [n for n in tensors if not extra.search(n)][1::2]]
-    names.append([name for name in tensors if extra.search(name)])
-    files = [f"model-{place:05}-of-00003.safetensors" for place in (1, 2, 3)]
-    for file, own in zip(files, names, strict=True):
-        save_file({name: tensors[name] for name in own}, folder / file, {"format": "pt"})
-    where = {name: file for file, own in zip(files, names, strict=True) for name in own}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    return files

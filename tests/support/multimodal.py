@@ -10,9 +10,14 @@ import transformers
 from torch import Tensor
 
 from hf_specdecpp.models.causal_lm import CausalLM
-from support.families import IMAGE, MIXED, SIGLIP, SIZES, VISION, WINDOW
-from support.models import prompt
+from support.families import IMAGE, WINDOW
+from support.models import COMMON, ROTARY, prompt
+from support.zoo import LAYERS, MIXED
 
+SIZES: dict[str, Any] = {**COMMON, **ROTARY, "num_hidden_layers": LAYERS, "max_position_embeddings": 512}
+VISION = {**dict.fromkeys(("hidden_size", "intermediate_size"), 32), "num_hidden_layers": 1, "num_attention_heads": 4}
+VISION |= {"image_size": 16, "patch_size": 8}  # four places an image
+SIGLIP = {"model_type": "siglip_vision_model", **VISION}
 VIDEO, BEGIN, END = 46, 45, 44  # ids of further placeholders, and around an image
 LLAMA = {"model_type": "llama", **SIZES}
 QWEN2 = {"model_type": "qwen2", **SIZES}
@@ -64,11 +69,10 @@ def _patches() -> dict[str, Tensor]:
             "mm_token_type_ids": (ids == IMAGE).int()}  # fmt: skip
 
 
-# The class of the model, that of its config, its sizes, and its prompt.
-MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Tensor]]] = {
+# How names of its classes begin, its sizes, and its prompt.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
     "gemma3": (
-        "Gemma3ForConditionalGeneration",
-        "Gemma3Config",
+        "Gemma3",
         {
             "text_config": {**SIZES, "head_dim": 8, "sliding_window": WINDOW, "layer_types": MIXED},
             "vision_config": SIGLIP,
@@ -80,8 +84,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Tensor]]] = {
         {**_image(), "token_type_ids": (_ids(4) == IMAGE).long()},
     ),
     "glm4v": (
-        "Glm4vForConditionalGeneration",
-        "Glm4vConfig",
+        "Glm4v",
         {
             "text_config": TEXT,
             "vision_config": PATCHES,
@@ -94,8 +97,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Tensor]]] = {
         _patches(),
     ),
     "internvl": (
-        "InternVLForConditionalGeneration",
-        "InternVLConfig",
+        "InternVL",
         {
             "text_config": QWEN2,
             "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4]},
@@ -105,8 +107,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Tensor]]] = {
         _image(),
     ),
     "llava": (
-        "LlavaForConditionalGeneration",
-        "LlavaConfig",
+        "Llava",
         {
             "text_config": LLAMA,
             "vision_config": {"model_type": "clip_vision_model", **VISION, "projection_dim": 32},
@@ -117,8 +118,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Tensor]]] = {
         _image(),
     ),
     "mistral3": (
-        "Mistral3ForConditionalGeneration",
-        "Mistral3Config",
+        "Mistral3",
         {
             "text_config": {"model_type": "mistral", **SIZES, "head_dim": 8, "sliding_window": None},
             "vision_config": {"model_type": "pixtral", **VISION, "head_dim": 8},
@@ -129,8 +129,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Tensor]]] = {
         {**_image(), "image_sizes": torch.tensor([[16, 16]])},
     ),
     "qwen2 audio": (
-        "Qwen2AudioForConditionalGeneration",
-        "Qwen2AudioConfig",
+        "Qwen2Audio",
         {
             "text_config": QWEN2,
             "audio_config": {
@@ -149,27 +148,16 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Tensor]]] = {
             "feature_attention_mask": torch.ones(1, 32, dtype=torch.long),
         },
     ),
-    "qwen2 vl": (
-        "Qwen2VLForConditionalGeneration",
-        "Qwen2VLConfig",
-        {"text_config": TEXT, "vision_config": PATCHES, **PLACEHOLDERS, **AROUND},
-        _patches(),
-    ),
-    "qwen2.5 vl": (
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen2_5_VLConfig",
-        {"text_config": TEXT, "vision_config": PATCHES, **PLACEHOLDERS, **AROUND},
-        _patches(),
-    ),
-    "qwen3 vl": (
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLConfig",
-        {"text_config": {**TEXT, "head_dim": 8}, "vision_config": PATCHES, **PLACEHOLDERS, **AROUND},
-        _patches(),
-    ),
+    **{
+        name: (base, {"text_config": text, "vision_config": PATCHES, **PLACEHOLDERS, **AROUND}, _patches())
+        for name, base, text in (
+            ("qwen2 vl", "Qwen2VL", TEXT),
+            ("qwen2.5 vl", "Qwen2_5_VL", TEXT),
+            ("qwen3 vl", "Qwen3VL", {**TEXT, "head_dim": 8}),
+        )
+    },
     "voxtral": (
-        "VoxtralForConditionalGeneration",
-        "VoxtralConfig",
+        "Voxtral",
         {
             "text_config": {**LLAMA, "head_dim": 8},
             "audio_config": {
@@ -189,10 +177,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Tensor]]] = {
 
 def multimodal(name: str) -> tuple[CausalLM, dict[str, Tensor]]:
     """A random float64 model, and a prompt with an image or a sound."""
-    model_class, config_class, sizes, inputs = MODELS[name]
-    config = getattr(transformers, config_class)(**copy.deepcopy(sizes))
+    base, sizes, inputs = MODELS[name]
+    config = getattr(transformers, f"{base}Config")(**copy.deepcopy(sizes))
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = getattr(transformers, model_class)._from_config(config)
+        model = getattr(transformers, f"{base}ForConditionalGeneration")._from_config(config)
     inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
     return model.to(torch.float64).eval(), inputs

@@ -53,10 +53,10 @@ STOP = {"eos_token_id": [1, 2, 3, 4, 5], "pad_token_id": 0}  # of 48 tokens, so 
 
 
 class NoRepeat(LogitsProcessor):
-    """A user's processor that depends on the prefix: never the same token twice in a row."""
+    """A user's processor that depends on the prefix: never the same token twice in a row, written in place."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores[:, input_ids[0, -1]] = float("-inf")  # in place, as many users write them
+        scores[:, input_ids[0, -1]] = float("-inf")
         return scores
 
 

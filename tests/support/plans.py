@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_specdecpp.benchmark.replay.chains import Drawn
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.throughput.chains import BatchPlan, ChainPlan
+from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.trees import TreePlan
 
@@ -13,10 +13,6 @@ from hf_specdecpp.throughput.trees import TreePlan
 def chain_plan(costs: Costs, most: int, lag: int = 0) -> ChainPlan:
     """Of chains, with costs that stay."""
     return ChainPlan(KnownCosts(costs, follows=False), most, lag)
-
-
-def batch_plan(costs: Costs, most: int) -> BatchPlan:
-    return BatchPlan(KnownCosts(costs, follows=False), most, 0)
 
 
 def tree_plan(costs: Costs, most: int) -> TreePlan:

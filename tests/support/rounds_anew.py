@@ -1,8 +1,9 @@
-"""What each round of a draft proposes first, beside what the same draft proposes that reads the whole text anew."""
+"""What rounds propose: of a draft, beside what the same draft proposes that reads the whole text anew; and of
+transformers' own generators of candidates."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -84,3 +85,29 @@ def check_rounds(target: CausalLM, assistant: Any, text: Tensor, monkeypatch: py
     assert torch.equal(target.generate(text, assistant_model=assistant, **how), expected)
     assert assistant.stats.drafted > 0
     ear.check(target)
+
+
+class Proposed(NamedTuple):
+    """What transformers' own generator proposed after a text `[1, n]`: the logits `[candidates, vocab]` are of their
+    places, and `given` is what it was passed besides."""
+
+    text: Tensor
+    candidates: list[int]
+    logits: Tensor
+    given: dict[str, Any]
+
+
+def proposed(monkeypatch: pytest.MonkeyPatch, generator: Any) -> list[Proposed]:
+    """Of each round with candidates from now on, by the class of the generator."""
+    found: list[Proposed] = []
+    theirs = generator.get_candidates
+
+    def hear(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        ids, logits = theirs(self, input_ids, *args, **kwargs)
+        if logits is not None:
+            candidates = ids[0, input_ids.shape[1] :].tolist()
+            found.append(Proposed(input_ids.clone(), candidates, logits[0].clone(), kwargs))
+        return ids, logits
+
+    monkeypatch.setattr(generator, "get_candidates", hear)
+    return found

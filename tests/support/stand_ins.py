@@ -1,7 +1,7 @@
-"""Two small kinds of draft that are not models of their own: a block, and a lookup. They show what the interface asks.
+"""A small kind of draft that is not a model of its own. It shows what the interface asks.
 
-`BlockDraft` gives the distributions of several places with one pass of a tiny model; `LookupDraft` copies what followed
-the last token where it stood before, for nothing. Neither knows more of a generation than its `Reading`.
+`BlockDraft` gives the distributions of several places with one pass of a tiny model, and knows no more of a generation
+than its `Reading`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class BlockDraft(Draft):
     model: CausalLM
 
     def __init__(self, model: CausalLM, sharpness: float = 1.0) -> None:
-        self.model, self.sharpness, self.forwards = model, sharpness, 0
+        self.model, self.sharpness = model, sharpness
 
     def session(self, vocab_size: int) -> Reading:
         return TextReading(self, vocab_size)
@@ -89,7 +89,6 @@ class BlockDraft(Draft):
         return {"kind": "block", "places": BLOCK}
 
     def propose(self, text: list[int], vocab_size: int) -> tuple[list[Tensor], int]:
-        self.forwards += 1
         with torch.inference_mode():
             ids = torch.tensor([text])
             rows = [self.model(ids).logits[0, -1, :vocab_size]]
@@ -97,25 +96,6 @@ class BlockDraft(Draft):
                 ids = torch.cat((ids, rows[-1].argmax().view(1, 1)), dim=1)
                 rows.append(self.model(ids).logits[0, -1, :vocab_size])
         return [self.sharpness * row for row in rows], 1
-
-
-class LookupDraft(Draft):
-    """Point masses: the tokens that followed the latest earlier place of the last token."""
-
-    model = None
-    block = 64
-    places = 8
-
-    def session(self, vocab_size: int) -> Reading:
-        return TextReading(self, vocab_size)
-
-    def describe(self) -> dict[str, Any]:
-        return {"kind": "lookup"}
-
-    def propose(self, text: list[int], vocab_size: int) -> tuple[list[Tensor], int]:
-        places = [place for place in range(len(text) - 1) if text[place] == text[-1]]
-        following = text[places[-1] + 1 :][: self.places] if places else []
-        return [point_mass(token, vocab_size) for token in following], 0
 
 
 def point_mass(token: int, vocab_size: int) -> Tensor:

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
 from torch import Tensor, nn
 from transformers import (
-    PreTrainedTokenizerFast,
     StoppingCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.generation import decoding
-from support.models import VOCAB_SIZE
+from support.repos import letter_tokenizer
 
 
 @lru_cache
 def tokenizer() -> Any:
     """A letter a token, so that stop strings may span tokens."""
-    letters = string.ascii_letters[: VOCAB_SIZE - 1] + " "
-    words = Tokenizer(WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=letters[0]))
-    words.pre_tokenizer = Split("", "isolated")
-    words.decoder = Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=words)
+    return letter_tokenizer()
 
 
 class Collector(BaseStreamer):

@@ -24,9 +24,9 @@ Enumerate = Callable[[Replay], None]
 
 
 def generations(
-    target: CausalLM, assistant: SpecDecPPAssistant, use: Enumerate, count: int = NEW_TOKENS
+    target: CausalLM, assistant: SpecDecPPAssistant, use: Enumerate, count: int = NEW_TOKENS, penalty: float = 1.0
 ) -> tuple[Probs, int]:
-    """What `generate()` emits, and how many ways there are to it."""
+    """What `generate()` emits, and how many ways there are to it; with a penalty on repetitions unless it is 1."""
     paths = 0
 
     def program(replay: Replay) -> Tokens:
@@ -35,22 +35,26 @@ def generations(
         use(replay)
         assistant.memory.clear()  # every path begins alike
         options: Any = {"temperature": 0.8, "top_k": 2, "do_sample": True, "max_new_tokens": count}
+        options["repetition_penalty"] = None if penalty == 1.0 else penalty
         output = target.generate(PROMPT, assistant_model=assistant, **options)
         return tuple(output[0, PROMPT.shape[1] :].tolist())
 
     return exact_distribution(program), paths
 
 
-def assert_exactly_p(target: CausalLM, assistant: SpecDecPPAssistant, use: Enumerate, count: int = NEW_TOKENS) -> None:
-    """What is emitted has the target's distribution, and some candidates were rejected."""
-    distribution, paths = generations(target, assistant, use, count)
-    p = target_distribution(target, 0.8, 2)
+def assert_exactly_p(
+    target: CausalLM, assistant: SpecDecPPAssistant, use: Enumerate, count: int = NEW_TOKENS, penalty: float = 1.0
+) -> float:
+    """What is emitted has the target's distribution, and some candidates were rejected. Returns the ways to a text."""
+    distribution, paths = generations(target, assistant, use, count, penalty)
+    p = target_distribution(target, 0.8, 2, penalty)
     assert worst_error(distribution, p, VOCAB) < TOLERANCE
     for tokens, weight in distribution.items():
         joint = torch.stack([p(tokens[:place])[token] for place, token in enumerate(tokens)]).prod()
         assert weight == pytest.approx(float(joint), abs=TOLERANCE)
     assert {len(tokens) for tokens in distribution} == {count}
     assert paths > len(distribution), "no candidate was rejected"
+    return paths / len(distribution)
 
 
 def assert_caught(target: CausalLM, assistant: SpecDecPPAssistant, use: Enumerate) -> None:

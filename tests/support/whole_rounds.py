@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
-from hf_specdecpp.drafts.dflash.kind import read_model
-from hf_specdecpp.drafts.kind import Parts
-from hf_specdecpp.drafts.known import DFLASH, read_config
-from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN
-from support.dflash_files import VARIANTS, Checkpoint, target_for
+from support.dflash_files import VARIANTS, Checkpoint, assisted, target_for
 from support.gemma4_files import VARIANTS as GEMMA4
 from support.gemma4_files import target_for as gemma4_target
-from support.models import assistant_of, prompt, quiet_later_layers, tiny, told
-from support.mtp_files import DEPTH, Files
+from support.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.mtp_files import dense
 
 Made = tuple[CausalLM, SpecDecPPAssistant]
 TREE: dict[str, Any] = {"rule": "fixed", "tree": "dyspec", "tree_budget": 15}
@@ -31,15 +27,12 @@ KINDS = ["independent", "early_exit", "conditioned", "eagle3", "mtp 1", "mtp 3",
 
 
 def dflash(checkpoint: Checkpoint, device: str = "cpu", **settings: Any) -> Made:
-    target, config = target_for().to(device), read_config(checkpoint.config(), DFLASH, Repository("org/draft"), None)
-    module = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
-    assistant = told(SpecDecPPAssistant(config, None, None, Parts(module=module)), **settings)
-    assistant.attach(target)
-    return target, assistant
+    target = target_for().to(device)
+    return target, assisted(target, checkpoint, **settings)
 
 
 def mtp(folder: Path, num_layers: int, device: str = "cpu", **settings: Any) -> Made:
-    target = Files("glm4_moe", num_layers, 7, overrides={"first_k_dense_replace": DEPTH}).load(folder).to(device)
+    target = dense(num_layers).load(folder).to(device)
     return target, assist(target, "mtp", speculation=SpeculationConfig(**settings), default=False)
 
 

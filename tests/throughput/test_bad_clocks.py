@@ -14,14 +14,14 @@ import pytest
 import torch
 from support.models import assistant_of, prompt, tiny
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist, files
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.clocks import first_sensible, typical
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput import known_costs
 from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.round_times import Drafting, RoundTimes, as_expected, corrected
+from hf_specdecpp.throughput.round_times import Drafting, as_expected, corrected
 from hf_specdecpp.throughput.target_passes import passes_of
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -133,29 +133,3 @@ def test_rounds_of_no_sensible_time_change_nothing(seconds: float) -> None:
     passes, drafts = {1: [seconds] * 9, 4: [seconds] * 9}, [(Drafting(steps), seconds) for steps in (1, 2, 2)]
     assert as_expected(MEASURED, passes) == []
     assert corrected(MEASURED, passes, drafts) == MEASURED.known_for(3)
-
-
-def test_costs_of_zero_are_refused() -> None:
-    with pytest.raises(ValueError, match="each must be positive"):
-        Costs(0.1, (1.0, 0.0))
-    with pytest.raises(ValueError, match="each must be positive"):
-        SpeculationConfig(rule="throughput", costs={"draft": 0.1, "verify": [1.0, 0.0]}).validate()
-
-
-def test_a_file_of_deeply_nested_lists(cache: Path) -> None:
-    of = {"a": 1}
-    files.remember("costs", of, {})
-    (path,) = cache.glob("*.json")
-    path.write_text("[" * 100_000)
-    assert files.recall("costs", of) is None
-
-
-def test_a_round_that_ends_before_it_began() -> None:
-    moments = iter([3.0, 2.0, 1.0])
-    times = RoundTimes(lambda: next(moments))
-    times.begin()
-    times.drafted(Drafting(1))
-    times.end(16, 1)
-    known = KnownCosts(MEASURED)
-    assert known.learn(times) == []
-    assert known.at(16) == MEASURED

@@ -6,7 +6,7 @@ from statistics import mean
 
 import numpy as np
 import pytest
-from support.plans import batch_plan, tell
+from support.plans import tell
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import pays_to_go_on
@@ -18,6 +18,10 @@ ROWS, LENGTH, MOST = 8, 64, 6
 # Milliseconds of passes over 1 to 7 tokens of each row: of one row, and of eight.
 ALONE = np.array([30.0, 33.0, 34.0, 35.0, 36.0, 37.0, 38.0])
 ALL = np.array([44.0, 65.0, 80.0, 90.0, 101.0, 112.0, 123.0])
+
+
+def batch_plan(costs: Costs, most: int) -> BatchPlan:
+    return BatchPlan(KnownCosts(costs, follows=False), most, 0)
 
 
 class Row(BatchThroughput):

@@ -220,6 +220,14 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     assert learned.rates is rates
     assert isinstance(learned.plan, ChainPlan)
     assert len(learned.plan.seconds) == 4
+    told(assistant, **cheap(), tree="dyspec")
+    generate(0)
+    assert len(assistant.memory.learned[target]) == 3, "trees have states of their own, too"
+    texts = []
+    for _ in range(2):
+        assistant.memory.clear()
+        texts.append([generate(0), generate(1)])
+    assert texts[0] == texts[1]
 
 
 def test_an_assistant_is_collected_with_its_memory() -> None:

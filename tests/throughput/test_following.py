@@ -13,7 +13,6 @@ from torch import Tensor
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput import known_costs
 from hf_specdecpp.throughput.plan import Plan
@@ -59,22 +58,6 @@ def test_costs_follow_the_rounds(kind: str) -> None:
     assert seen[0] == plan_of(assistant, target).known._form(WRONG), "the first text reckons with what was known"
     assert all(later.verify[0] < 0.85 * earlier.verify[0] for earlier, later in zip(seen, seen[1:], strict=False))
     assert all(later.draft < 0.85 * earlier.draft for earlier, later in zip(seen, seen[1:], strict=False))
-
-
-def test_another_process_goes_on_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny("llama")
-    for _ in range(3):
-        assistant = assistant_for(target, rule="throughput", max_tokens=4)
-        before = plan_costs(target, assistant)
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
-        monkeypatch.setattr(known_costs, "_known", {})
-        assert plan_costs(target, assistant).verify[0] < 0.85 * before.verify[0]
-
-
-def plan_costs(target: CausalLM, assistant: SpecDecPPAssistant) -> Costs:
-    """What this process knows."""
-    rounds = known_costs.Rounds(target, assistant.setup().drafter, DraftProbability(), 4, products="own")
-    return known_costs.costs_of(rounds).at(0)
 
 
 def test_static_caches_are_timed_by_the_widths_that_are_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ def test_they_are_kept_once_rounds_were_timed(cache: Path, monkeypatch: pytest.M
     [
         "",
         "{",
+        "[" * 100_000,
         "[]",
         '{"costs": null}',
         '{"costs": {"draft": 1, "verify": [1]}}',

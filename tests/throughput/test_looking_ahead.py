@@ -78,7 +78,7 @@ def test_seconds_of_a_round() -> None:
         ({"draft": -0.1, "verify": [1.0]}, "none negative"),
         ({"draft": 0.1, "verify": ["1"]}, "none negative"),
         ({"draft": 0.1, "verify": []}, "must list"),
-        ({"draft": 0.1, "verify": [0.0]}, "must be positive"),
+        ({"draft": 0.1, "verify": [1.0, 0.0]}, "must be positive"),
     ],
 )
 def test_bad_costs_are_refused(costs: dict[str, Any], message: str) -> None:

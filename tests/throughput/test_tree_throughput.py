@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import assistant_for, partly_agreeing, prompt, tiny, told
+from support.models import assistant_for, partly_agreeing, tiny, told
 from support.plans import tree_plan
 from support.repos import head_for
 from support.toy_trees import RandomDraft
 from support.tree_generation import PROMPT, sharp
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
@@ -171,13 +171,6 @@ def test_bad_luck_does_not_end_speculation_and_a_draft_may_become_good(greedy: b
     assert simulation.rate > 2.0
 
 
-def test_a_text_that_the_draft_has_not_read_is_part_of_a_probe_s_price() -> None:
-    rule = tree_plan(Costs(2.0, (1.0,), read=0.1), 64)
-    assert not rule.pays
-    assert rule.starts(unread=1)
-    assert not rule.starts(unread=1000)
-
-
 def test_a_threshold_is_a_lower_bound() -> None:
     rule = tree_plan(GPU, 64)
     growth = Growth(RandomDraft("mixed", seed=0), DraftProbability(), TorchRandomness(), 0, 12, valuation=rule)
@@ -212,27 +205,6 @@ CHEAP: dict[str, Any] = {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.2, 1.25]}
 
 def knobs(**changes: Any) -> dict[str, Any]:
     return {"rule": "throughput", "tree": "dyspec", "costs": CHEAP, **changes}
-
-
-@pytest.mark.takes(2)
-def test_a_seeded_run_can_be_repeated() -> None:
-    target = sharp(tiny("llama"))
-    assistant = assistant_for(target, mix=0.9, **knobs())
-
-    def generate(seed: int, do_sample: bool = True) -> tuple[list[int], int]:
-        torch.manual_seed(seed)
-        text = target.generate(prompt(), assistant_model=assistant, max_new_tokens=60, do_sample=do_sample)
-        return text[0].tolist(), assistant.stats.drafted
-
-    first = generate(0), generate(1)
-    (learned,) = assistant.memory.learned[target].values()
-    assert learned.rates.rounds > assistant.stats.rounds, "it knows both generations"
-    assistant.memory.clear()
-    assert (generate(0), generate(1)) == first
-    generate(0, do_sample=False)
-    assistant.speculation = SpeculationConfig("throughput", costs=CHEAP)
-    generate(0)
-    assert len(assistant.memory.learned[target]) == 3, "greedy decoding and chains have states of their own"
 
 
 def test_a_head_values_slots() -> None:

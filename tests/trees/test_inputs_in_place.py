@@ -70,30 +70,20 @@ def test_additive_masks() -> None:
     torch.testing.assert_close(*passes(model, 26, 0), rtol=1e-4, atol=1e-5)
 
 
-def shows_padding(given: dict[str, Any]) -> dict[str, Any]:
-    return given | {"prompt": Prompt(torch.ones((1, ROOM), dtype=torch.bool), given["prompt"].offset)}
+ALL_SHOWN = torch.ones((1, ROOM), dtype=torch.bool)
+MUTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "shows padding": lambda given: {"prompt": Prompt(ALL_SHOWN, given["prompt"].offset)},
+    "rows as positions": lambda given: {"prompt": Prompt(given["prompt"].shown, torch.zeros(1, 1, dtype=torch.long))},
+    "sees siblings": lambda given: {"ancestors": given["ancestors"].cummax(dim=1).values},
+    "stands in rows": lambda _: {"depths": torch.arange(8), "places": torch.arange(5)},
+    "one row short": lambda given: {"num_prefix": given["num_prefix"] - 1},
+}
 
 
-def rows_as_positions(given: dict[str, Any]) -> dict[str, Any]:
-    return given | {"prompt": Prompt(given["prompt"].shown, torch.zeros(1, 1, dtype=torch.long))}
-
-
-def sees_siblings(given: dict[str, Any]) -> dict[str, Any]:
-    return given | {"ancestors": given["ancestors"].cummax(dim=1).values}
-
-
-def stands_in_rows(given: dict[str, Any]) -> dict[str, Any]:
-    return given | {"depths": torch.arange(8), "places": torch.arange(5)}
-
-
-def one_row_short(given: dict[str, Any]) -> dict[str, Any]:
-    return given | {"num_prefix": given["num_prefix"] - 1}
-
-
-@pytest.mark.parametrize("mutant", [shows_padding, rows_as_positions, sees_siblings, stands_in_rows, one_row_short])
+@pytest.mark.parametrize("mutant", MUTANTS)
 @torch.no_grad()
-def test_inputs_that_are_wrong_are_noticed(mutant: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    found, expected = passes(tiny("gpt2"), 6, 3, mutant)
+def test_inputs_that_are_wrong_are_noticed(mutant: str) -> None:
+    found, expected = passes(tiny("gpt2"), 6, 3, lambda given: given | MUTANTS[mutant](given))
     assert not torch.allclose(found, expected, atol=1e-3)
 
 

@@ -140,15 +140,6 @@ def test_depth_and_ends_of_sequences() -> None:
     assert len(nothing.tree) == nothing.tree.passes == 0
 
 
-def test_a_small_support_ends_the_growth() -> None:
-    draft = RandomDraft("sharp", seed=0)
-    draft.at = lambda path: torch.full((VOCAB,), float("-inf")).index_fill(0, torch.tensor([3, 5]), 0.0)  # type: ignore
-    for randomness in (None, TorchRandomness()):
-        tree_growth = growth(draft, depth=2, randomness=randomness)
-        grow_by_level(tree_growth, 64, ThresholdSchedule())
-        assert sorted(tree_growth.tree.tokens[1:]) == [3, 3, 3, 5, 5, 5]
-
-
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("support", [[3, 5], []])
 def test_a_shape_larger_than_the_support(support: list[int], randomness: TreeRandomness | None) -> None:
@@ -158,17 +149,6 @@ def test_a_shape_larger_than_the_support(support: list[int], randomness: TreeRan
     tree_growth = growth(draft, randomness=randomness)
     grow_shape(tree_growth, from_expansions([3, 3]))
     assert sorted(tree_growth.tree.tokens[1:]) == sorted(3 * support)
-
-
-@pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("judge", ["draft probability", "before"])
-def test_a_draft_that_can_propose_nothing_gets_no_tree(judge: str, randomness: TreeRandomness | None) -> None:
-    draft = RandomDraft("sharp", seed=0)
-    draft.at = lambda path: torch.full((VOCAB,), float("-inf"))  # type: ignore[method-assign]
-    for grow in (lambda g: grow_by_level(g, 8, ThresholdSchedule()), lambda g: grow_exactly(g, 8)):
-        tree_growth = growth(draft, randomness=randomness, estimator=make_estimator(judge, seed=0))
-        grow(tree_growth)
-        assert len(tree_growth.tree) == 0
 
 
 # Shapes. --------------------------------------------------------------------------------------------------------------

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
+from support.dflash_files import VARIANTS, VOCAB, Checkpoint, assisted, target_for
 from support.formulas import states_of
 from support.models import prompt
 from torch import Tensor
 
 from hf_specdecpp.drafting.unrolling import in_blocks
-from hf_specdecpp.drafts.dflash.kind import meet, read_model
 from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
 
@@ -20,11 +19,9 @@ TEXTS = 1 + torch.cat((prompt(17), prompt(17, 5))) % (VOCAB - 1)
 ANCHORS = torch.tensor([[3, 9, 10, 16], [12, 1, 4, 11]])
 
 
-def drafting(checkpoint: Checkpoint) -> tuple[DFlashDraft, CausalLM]:
+def drafting(checkpoint: Checkpoint) -> tuple[Any, CausalLM]:
     target = target_for()
-    model = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
-    meet(model, target, "The draft")
-    return DFlashDraft(model, target), target
+    return assisted(target, checkpoint).ready_drafter(), target
 
 
 @torch.no_grad()

@@ -5,13 +5,11 @@ And beside transformers' own class and generator, with the same weights, where t
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from support.dflash_files import (
     DEPTH,
     DIALECTS,
@@ -25,14 +23,15 @@ from support.dflash_files import (
     Checkpoint,
     target_for,
 )  # fmt: skip
-from support.formulas import rms, rotated, states_of
+from support.formulas import attended, close, rms, rotated, states_of
 from support.models import prompt
+from support.rounds_anew import proposed
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafting.draft import Reading
-from hf_specdecpp.models.causal_lm import CausalLM, cache_argument
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
 TEXT = 1 + prompt(17) % (VOCAB - 1)  # no 0, which would be padding
@@ -86,16 +85,13 @@ def formulas(checkpoint: Checkpoint, dialect: str, target: CausalLM, length: int
         v = (seen @ t[name + "self_attn.v_proj.weight"].T).view(-1, KV_HEADS, HEAD_DIM)
         q = rotated(rms(q, t[name + "self_attn.q_norm.weight"]), places[length - 1 :], checkpoint.theta)
         k = rotated(rms(k, t[name + "self_attn.k_norm.weight"]), places, checkpoint.theta)
-        k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (k, v))
         back = places[length - 1 :, None] - places
         visible = torch.ones_like(back, dtype=torch.bool)
         if not checkpoint.sees_later_rows(kind, dialect):
             visible &= back >= 0
         if kind == WINDOWED:
             visible &= back.abs() <= checkpoint.reach(dialect)
-        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(HEAD_DIM)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-        state = state + torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ t[name + "self_attn.o_proj.weight"].T
+        state = state + attended(q, k, v, visible) @ t[name + "self_attn.o_proj.weight"].T
         x = rms(state, t[name + "post_attention_layernorm.weight"])
         gate = F.silu(x @ t[name + "mlp.gate_proj.weight"].T)
         state = state + (gate * (x @ t[name + "mlp.up_proj.weight"].T)) @ t[name + "mlp.down_proj.weight"].T
@@ -103,10 +99,6 @@ def formulas(checkpoint: Checkpoint, dialect: str, target: CausalLM, length: int
     if checkpoint.cap is not None:
         logits = torch.tanh(logits / checkpoint.cap) * checkpoint.cap
     return logits if checkpoint.samples_anchor else logits[1:]
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=3e-6, atol=3e-6)
 
 
 def rows(session: Reading, places: int) -> Tensor:
@@ -185,65 +177,29 @@ def test_a_head_that_is_narrower_than_the_targets_logits(tmp_path: Path) -> None
 # transformers' own. ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("as_folder", [False, True], ids=["object", "folder"])
+def generator() -> Any:
+    """The class; the test is skipped where there is none."""
+    return pytest.importorskip("transformers.generation.candidate_generator").DFlashTokenCandidateGenerator
+
+
 @pytest.mark.parametrize("name", ["plain", "windows", "windows alone", "the last layer read"])
-@torch.no_grad()
-def test_the_class_of_transformers(name: str, as_folder: bool, tmp_path: Path) -> None:
-    """Its own forward over the whole text, with the very weights."""
-    theirs, target = VARIANTS[name].theirs(), target_for()
-    given: Any = theirs
-    if as_folder:
-        theirs.save_pretrained(tmp_path)
-        given = tmp_path
-    before = {key: tensor.clone() for key, tensor in theirs.state_dict().items()}
-    draft = SpecDecPPAssistant.from_draft(given, target=target).ready_drafter()
-    hidden = target(TEXT[:, :-1], output_hidden_states=True).hidden_states
-    context = torch.cat([hidden[read + 1] for read in VARIANTS[name].reads], -1)
-    ids = torch.tensor([[int(TEXT[0, -1])] + [MASK] * 4])
-    embeds = target.get_input_embeddings()(ids)
-    cache = transformers.cache_utils.DFlashCache(config=theirs.config)
-    cache.set_previous_accepted_tokens(context.shape[1])
-    kwargs = {cache_argument(theirs): cache}
-    final = theirs(noise_embeds=embeds, context_hidden_states=context, **kwargs).last_hidden_state
-    expected = target.get_output_embeddings()(final)[0, 1:]
-    session = begun(draft, states_of(target, draft, TEXT), ROUNDS)
-    close(rows(session, 4), expected)
-    assert all(torch.equal(tensor, before[key]) for key, tensor in theirs.state_dict().items())
-
-
-class Heard:
-    """What transformers' generator proposed in each round: the text, the candidates, the logits of their places."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rounds: list[tuple[Tensor, list[int], Tensor]] = []
-        kind = pytest.importorskip("transformers.generation.candidate_generator").DFlashTokenCandidateGenerator
-        theirs = kind.get_candidates
-
-        def hear(generator: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-            ids, logits = theirs(generator, input_ids, *args, **kwargs)
-            if logits is not None:
-                self.rounds.append((input_ids.clone(), ids[0, input_ids.shape[1] :].tolist(), logits[0].clone()))
-            return ids, logits
-
-        monkeypatch.setattr(kind, "get_candidates", hear)
-
-
-@pytest.mark.parametrize("name", ["plain", "windows", "windows alone"])
 def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block that transformers drafts in a greedy generation is ours, token for token and in its logits."""
     theirs, target = VARIANTS[name].theirs(), target_for()
-    heard = Heard(monkeypatch)
+    before = {key: tensor.clone() for key, tensor in theirs.state_dict().items()}
+    heard = proposed(monkeypatch, generator())
     options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
     output = target.generate(TEXT, assistant_model=theirs, speculation_type="dflash", **options)
     assert torch.equal(output, target.generate(TEXT, **options))
     draft = SpecDecPPAssistant.from_draft(theirs, target=target).ready_drafter()
-    assert len(heard.rounds) > 5
-    for text, candidates, logits in heard.rounds:
+    assert len(heard) > 5
+    for text, candidates, logits, _ in heard:
         session = draft.session(VOCAB)
         session.begin_round(text, 0, states_of(target, draft, text[:, :-1]))
         ours = rows(session, 4)
         close(ours, logits)
         assert ours.argmax(-1).tolist() == candidates
+    assert all(torch.equal(tensor, before[key]) for key, tensor in theirs.state_dict().items())
 
 
 def muse_target() -> CausalLM:
@@ -262,13 +218,14 @@ def muse_target() -> CausalLM:
 def test_the_target_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens as its generator, whose logits lack the target's scale: so q is flatter here, as p is."""
     theirs, target = VARIANTS["windows"].theirs(), muse_target()
-    heard, options = Heard(monkeypatch), {"max_new_tokens": 20, "do_sample": False}
+    heard, options = proposed(monkeypatch, generator()), {"max_new_tokens": 20, "do_sample": False}
     output = target.generate(TEXT, assistant_model=theirs, speculation_type="dflash", **options)
-    assistant = SpecDecPPAssistant.from_draft(theirs, target=target)
+    fixed = SpeculationConfig("fixed", num_tokens=4)
+    assistant = SpecDecPPAssistant.from_draft(theirs, target=target, speculation=fixed)
     draft, text = assistant.ready_drafter(), target.config.get_text_config()
     assert torch.equal(output, target.generate(TEXT, assistant_model=assistant, **options))
     assert assistant.stats.drafted > 0
-    for ids, candidates, logits in heard.rounds:
+    for ids, candidates, logits, _ in heard:
         session = draft.session(VOCAB)
         session.begin_round(ids, 0, states_of(target, draft, ids[:, :-1]))
         ours, cap = rows(session, 4), text.final_logit_softcapping

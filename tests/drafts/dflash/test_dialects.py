@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from support.checkpoints import edited
 from support.dflash_files import FULL, HIDDEN, MASK, VARIANTS, VOCAB, Checkpoint, target_for
 from support.models import prompt
 from torch import Tensor
@@ -89,17 +89,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
 }
 
 
-def with_tensors(folder: Path, **more: Tensor) -> Path:
-    file = folder / "model.safetensors"
-    save_file({**load_file(file), **more}, file)
-    return folder
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_relatives(name: str, tmp_path: Path) -> None:
     nested, tensors, reason = REFUSED[name]
     changes: dict[str, Any] = {"dflash_config": {**PLAIN.config()["dflash_config"], **nested}}
-    folder = with_tensors(PLAIN.save(tmp_path, **changes), **tensors)
+    folder = edited(PLAIN.save(tmp_path, **changes), **tensors)
     with pytest.raises(ValueError, match=f"{reason}.*cannot draft with"):
         SpecDecPPAssistant.from_pretrained(folder, target=target_for())
 
@@ -137,7 +131,7 @@ def test_copies_of_the_target_s_are_left_out(dialect: str, prefix: str, tmp_path
     target = target_for()
     expected, without = drafted(PLAIN.save(tmp_path / "without", dialect), target)
     parts = {f"{prefix}{name}": tensor for name, tensor in parts_of(target).items()}
-    found, assistant = drafted(with_tensors(PLAIN.save(tmp_path / "with", dialect), **parts), target)
+    found, assistant = drafted(edited(PLAIN.save(tmp_path / "with", dialect), **parts), target)
     assert torch.equal(found, expected)
     drafter, other = assistant.ready_drafter(), without.ready_drafter()
     assert drafter.embeddings is target.get_input_embeddings()
@@ -152,7 +146,7 @@ def test_parts_of_its_own_are_used(name: str, tmp_path: Path) -> None:
     plain = target.generate(prompt(6) % VOCAB, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     before, _ = drafted(PLAIN.save(tmp_path / "without"), target)
     own = 2.0 * parts_of(target)[name] + 0.1 * torch.arange(VOCAB)[:, None]
-    folder = with_tensors(PLAIN.save(tmp_path / "with"), **{name: own})
+    folder = edited(PLAIN.save(tmp_path / "with"), **{name: own})
     found, assistant = drafted(folder, target)
     assert not torch.allclose(found, before)
     drafter = assistant.ready_drafter()
@@ -175,4 +169,4 @@ def test_a_mask_token_of_its_own_embeddings(tmp_path: Path) -> None:
     folder = PLAIN.save(tmp_path, **changes)
     with pytest.raises(ValueError, match="the mask token 12, and there are 12 embeddings"):
         drafted(folder, target_for())
-    drafted(with_tensors(folder, **{"embed_tokens.weight": torch.ones(VOCAB + 1, HIDDEN)}), target_for())
+    drafted(edited(folder, **{"embed_tokens.weight": torch.ones(VOCAB + 1, HIDDEN)}), target_for())

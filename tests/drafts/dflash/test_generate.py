@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.dflash_files import VARIANTS, VOCAB, Checkpoint, target_for
-from support.models import prompt, told
+from support.dflash_files import VARIANTS, VOCAB, assisted, target_for
+from support.models import prompt
 from support.rounds_anew import check_rounds
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
 )
 
-from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.drafts.dflash.kind import read_model
-from hf_specdecpp.drafts.kind import Parts
-from hf_specdecpp.drafts.known import DFLASH, read_config
-from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.target_states import RETURNS_CHOSEN
 
 TEXT = 1 + prompt(9) % (VOCAB - 1)
 
 
+OWN_ROWS: dict[str, Any] = {"draft_successors": False}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 9},
     "dyspec": {"tree": "dyspec", "tree_budget": 8},
 }
-
-
-def assisted(target: CausalLM, checkpoint: Checkpoint | None = None, **settings: Any) -> SpecDecPPAssistant:
-    """An assistant with a checkpoint in memory, as `from_draft` makes it of transformers' class."""
-    checkpoint = checkpoint or VARIANTS["windows"]
-    module = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
-    config = read_config(checkpoint.config(), DFLASH, Repository("org/draft"), None)
-    assistant = SpecDecPPAssistant(config, None, None, Parts(module=module))
-    told(assistant, **(settings or SETTINGS["fixed"]), draft_successors=False)  # the block's own rows
-    assistant.attach(target)
-    return assistant
-
-
-@pytest.mark.skipif(not RETURNS_CHOSEN, reason="such drafts leave the target uncaptured")
-@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
-def test_a_target_that_is_captured(settings: str, pretended: Counter[str]) -> None:
-    """The same text and candidates as beside the uncaptured one."""
-    target = target_for()
-    how: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
-    expected = target.generate(TEXT, **how)
-    assistant = assisted(target, adapt=False, **SETTINGS[settings])
-    found = []
-    for graphs in ("off", "auto"):
-        assert pretended["captured"] == 0
-        assistant.speculation.graphs = graphs
-        assert torch.equal(target.generate(TEXT, assistant_model=assistant, **how), expected)
-        found.append(assistant.stats.accepted)
-    assert pretended["captured"] > 0
-    assert found[0] == found[1] > 0
 
 
 HYBRID: dict[str, Any] = {
@@ -92,13 +57,13 @@ PAIRS: dict[str, tuple[Callable[[], CausalLM], str]] = {
 def test_variants_and_other_targets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, variant = PAIRS[name]
     target = make()
-    check_rounds(target, assisted(target, VARIANTS[variant]), TEXT, monkeypatch)
+    check_rounds(target, assisted(target, VARIANTS[variant], **SETTINGS["fixed"], **OWN_ROWS), TEXT, monkeypatch)
 
 
 @pytest.mark.parametrize("is_attached", [False, True])
 def test_transformers_own_is_left_alone(is_attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, target = VARIANTS["plain"].theirs(), target_for()
-    assistant = assisted(target) if is_attached else None
+    assistant = assisted(target, VARIANTS["windows"]) if is_attached else None
     how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     output = target.generate(TEXT, assistant_model=theirs, speculation_type="dflash", **how)
     assert torch.equal(output, target.generate(TEXT, **how))

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import edited
 from support.eagle3_files import DRAFT_VOCAB, HIDDEN, VARIANTS, VOCAB, Checkpoint
-from support.eagle3_loading import DIALECTS, PLAIN, edited, load, refused
+from support.eagle3_loading import DIALECTS, PLAIN, load, refused
 from support.models import tiny
 from torch import Tensor
 

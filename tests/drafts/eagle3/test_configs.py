@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkpoints import edited, in_shards
 from support.eagle3_files import HIDDEN, READS, VARIANTS
-from support.eagle3_loading import DIALECTS, PLAIN, edited, in_shards, load, refused, settings_of
+from support.eagle3_loading import DIALECTS, PLAIN, load, refused, settings_of
 from support.models import tiny
-from support.repos import change_json, save_model
+from support.repos import change_json
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafts.eagle3.meeting import readings
@@ -230,16 +231,6 @@ def test_overrides_win(tmp_path: Path) -> None:
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
-def renamed(folder: Path, *pairs: tuple[str, str]) -> Path:
-    path, found = folder / "model.safetensors", {}
-    for name, tensor in load_file(path).items():
-        for old, new in pairs:
-            name = name.replace(old, new)
-        found[name] = tensor
-    save_file(found, path)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("variant", "pairs"),
     [
@@ -254,7 +245,10 @@ def renamed(folder: Path, *pairs: tuple[str, str]) -> Path:
 )
 def test_other_names_of_the_same_tensors(tmp_path: Path, variant: str, pairs: list[tuple[str, str]]) -> None:
     one = load(VARIANTS[variant].save(tmp_path / "a"))
-    other = load(renamed(VARIANTS[variant].save(tmp_path / "b"), *pairs))
+    folder = VARIANTS[variant].save(tmp_path / "b")
+    found = load_file(folder / "model.safetensors")
+    renamed = {functools.reduce(lambda name, pair: name.replace(*pair), pairs, each): found[each] for each in found}
+    other = load(edited(folder, **{**dict.fromkeys(found), **renamed}))
     assert one.settings == other.settings
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
     assert one.token_ids.tolist() == other.token_ids.tolist()
@@ -280,12 +274,6 @@ def test_ids_may_stand_on_top(tmp_path: Path) -> None:
 
 
 # Several files --------------------------------------------------------------------------------------------------------
-
-
-@DIALECTS
-def test_shards(tmp_path: Path, dialect: str) -> None:
-    one, other = load(PLAIN.save(tmp_path / "a", dialect)), load(in_shards(PLAIN.save(tmp_path / "b", dialect)))
-    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
 
 
 def test_shards_that_are_no_whole(tmp_path: Path) -> None:
@@ -345,21 +333,6 @@ def test_ids_of_speculators_count_inputs(tmp_path: Path) -> None:
     for ids, reads in (([3, 1, 2], [2, 0, 1]), ([1, 2, 2], [1, 2, 2])):
         folder = PLAIN.save(tmp_path / str(ids), "speculators", eagle_aux_hidden_state_layer_ids=ids)
         assert load(folder).reader.reads == reads
-
-
-@pytest.mark.parametrize("better", [[1, 1, 0], [2, 2, 1]])
-def test_agreement_settles_ids_that_may_mean_either(
-    tmp_path: Path, better: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = PLAIN.save(tmp_path / "draft", eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 2, 1]})
-    monkeypatch.setattr(
-        "hf_specdecpp.drafts.eagle3.meeting.Heard.agreement",
-        lambda _, model: [float(model.reader.reads == better), 0.0],
-    )
-    target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
-    with caplog.at_level("INFO", "hf_specdecpp"):
-        assert load(folder, target).reader.reads == better
-    assert f"means the outputs of layers {better}" in caplog.text
 
 
 def test_without_a_tokenizer_ids_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.distillation_files import prepare
 from support.eagle3_files import VARIANTS, Checkpoint
+from support.formulas import states_of
 from support.models import prompt, tiny
 from support.repos import save_model
 from torch import Tensor
@@ -20,7 +21,6 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.training import models
 from hf_specdecpp.training.distillation import stage as distillation
 
@@ -30,14 +30,9 @@ LLAMA = [name for name in VARIANTS if name != "qwen3"]
 def logits(assistant: SpecDecPPAssistant, target: CausalLM, steps: int = 2) -> list[Tensor]:
     """Along a text, as the first candidate of a round and as the second."""
     drafter, text = assistant.ready_drafter(), prompt(9)
-    with torch.no_grad(), TargetStates(target, drafter.fusion) as caught:
-        target(text)
-        states = caught.take()
-        assert states is not None
-        return [
-            drafter.logits(hidden[0, step:], 48)
-            for step, hidden in enumerate(unrolled(drafter, text, states, steps), 1)
-        ]
+    with torch.no_grad():
+        rows = enumerate(unrolled(drafter, text, states_of(target, drafter, text), steps), 1)
+        return [drafter.logits(hidden[0, step:], 48) for step, hidden in rows]
 
 
 @pytest.mark.every(5)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.eagle3_files import VOCAB, Checkpoint
+from support.formulas import states_of
 from support.models import tiny
 from support.repos import change_json, letter_tokenizer
 from torch.nn.functional import cross_entropy
@@ -23,7 +24,6 @@ from hf_specdecpp.drafts.eagle3 import meeting
 from hf_specdecpp.drafts.eagle3.checkpoint import tensors_of
 from hf_specdecpp.drafts.eagle3.meeting import TEXT, better, compare
 from hf_specdecpp.files import load_tensors, save_tensors
-from hf_specdecpp.models.target_states import TargetStates
 
 RIGHT = [2, 1, 3]  # of five layers
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what config.json says, and the override that mends it
@@ -46,9 +46,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     assistant = SpecDecPPAssistant.from_pretrained(draft, target=target, eagle3={"reads": RIGHT})
     drafter = assistant.ready_drafter()
     ids = letters(TEXT, return_tensors="pt")["input_ids"]
-    with torch.no_grad(), TargetStates(target, drafter.fusion) as caught:
+    states = states_of(target, drafter, ids)
+    with torch.no_grad():
         said = target(ids).logits[0].argmax(-1)
-        states: Any = caught.take()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         optimizer = torch.optim.Adam(drafter.model.requires_grad_(True).parameters(), lr=1e-2)

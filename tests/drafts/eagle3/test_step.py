@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.checkpoints import edited
 from support.eagle3_files import DRAFT_VOCAB, HEADS, HIDDEN, KV_HEADS, READS, VARIANTS, Checkpoint
-from support.formulas import rms, rotated, states_of
+from support.formulas import attended, close, rms, rotated, states_of
 from support.models import prompt, tiny
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.session import DraftSession
@@ -91,10 +90,7 @@ class Formulas:
         if self.checkpoint.qwen3:
             q, k = rms(q, self.t[f"{name}self_attn.q_norm.weight"]), rms(k, self.t[f"{name}self_attn.k_norm.weight"])
         q, k = (rotated(part, positions, self.checkpoint.theta) for part in (q, k))
-        k, v = (part.repeat_interleave(HEADS // KV_HEADS, dim=1) for part in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(size)
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ self.t[f"{name}self_attn.o_proj.weight"].T
+        return attended(q, k, v, seen) @ self.t[f"{name}self_attn.o_proj.weight"].T
 
     def chain(self, states: Tensor, candidates: list[int]) -> list[Tensor]:
         """Logits after the text, after its first candidate, ...: each step with all rows before it."""
@@ -107,10 +103,6 @@ class Formulas:
             if candidate is not None:
                 tokens, g = [*tokens, candidate], torch.cat((g, after[-1:]))
         return found
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
 
 
 def of_draft(logits: Tensor, checkpoint: Checkpoint) -> Tensor:
@@ -219,28 +211,12 @@ def test_the_formulas_tell_mutants(mutant: str, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_offsets_are_not_ids(tmp_path: Path) -> None:
     """A file whose d2t holds ids is told from one with offsets, and both mean the same tokens."""
-    from safetensors.torch import load_file, save_file
-
     checkpoint = VARIANTS["plain"]
     drafter, _ = loaded(checkpoint, tmp_path / "offsets")
-    folder = checkpoint.save(tmp_path / "ids")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["d2t"] = torch.tensor(checkpoint.ids)
-    save_file(tensors, folder / "model.safetensors")
+    folder = edited(checkpoint.save(tmp_path / "ids"), d2t=torch.tensor(checkpoint.ids))
     absolute = SpecDecPPAssistant.from_pretrained(folder, target=target_for(checkpoint)).ready_drafter()
     assert drafter.draft_vocab.tolist() == checkpoint.ids == absolute.draft_vocab.tolist()
     assert len(checkpoint.ids) == DRAFT_VOCAB
-
-
-@torch.no_grad()
-def test_a_cache_is_what_recomputing_gives(tmp_path: Path) -> None:
-    """Two passes over a text, and one."""
-    drafter, target = loaded(VARIANTS["two layers"], tmp_path)
-    states = states_of(target, drafter, TEXT)[:, :-1]
-    whole = drafter.hidden_states(TEXT[:, 1:], None, states)
-    cache = DynamicCache(config=drafter.text_config)
-    parts = [drafter.hidden_states(TEXT[:, 1:][:, at], cache, states[:, at]) for at in (slice(0, 5), slice(5, None))]
-    close(torch.cat(parts, 1), whole)
 
 
 def test_states_that_are_as_wide_as_the_drafts_own_are_refused(tmp_path: Path) -> None:

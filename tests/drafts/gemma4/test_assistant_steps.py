@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from support.formulas import close
 from support.gemma4_files import (
     FULL,
+    GENERATOR,
     SLIDING,
     VARIANTS,
     VOCAB,
     WINDOW,
     WITH_GENERATOR,
-    Heard,
     begun,
     read_by,
     target_for,
 )
 from support.models import prompt
+from support.rounds_anew import Proposed, proposed
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
@@ -27,10 +29,6 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
 TEXT = prompt(9) % VOCAB
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=3e-6, atol=3e-6)
 
 
 def drafted_by(theirs: CausalLM, target: CausalLM) -> Any:
@@ -102,6 +100,11 @@ def test_what_a_step_reads() -> None:
     assert sources(target_for("shares its own").config) == {SLIDING: 0, FULL: 1}
 
 
+def rows_read(each: Proposed) -> int:
+    """Of the target's cache, by transformers' generator."""
+    return min(each.given["model_outputs"].shared_kv_states[FULL][0].shape[2], each.text.shape[1])
+
+
 @pytest.mark.every(3)
 @WITH_GENERATOR
 @pytest.mark.parametrize("name", VARIANTS)
@@ -111,13 +114,13 @@ def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatc
     variant = VARIANTS[name]
     changes = {"sliding_window": 64}
     theirs, target = variant.theirs(seed=3, **changes), target_for(variant.of, **changes)
-    heard, how = Heard(monkeypatch), {"max_new_tokens": 40, "do_sample": False}
+    heard, how = proposed(monkeypatch, GENERATOR), {"max_new_tokens": 40, "do_sample": False}
     output = target.generate(TEXT, assistant_model=theirs, **how)
     assert torch.equal(output, target.generate(TEXT, **how))
     draft = drafted_by(theirs, target)
-    same = [each for each in heard.rounds if each[1] == each[0].shape[1] - 1]
-    assert same[0][0].shape[1] == TEXT.shape[1] + 1, "the first round"
-    for text, _, candidates, logits in same:
+    same = [each for each in heard if rows_read(each) == each.text.shape[1] - 1]
+    assert same[0].text.shape[1] == TEXT.shape[1] + 1, "the first round"
+    for text, candidates, logits, _ in same:
         with torch.no_grad():
             tokens, ours = chain(begun(draft, target, text), len(candidates))
         assert tokens == candidates

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.mtp_files import DEPTH, VOCAB, Files
+from support.mtp_files import VOCAB, dense
 from support.repos import WORDS, tokenizer
 from typer.testing import CliRunner, Result
 
@@ -18,8 +18,7 @@ QUICK = ["--max_new_tokens", "8"]
 
 @pytest.fixture
 def target(tmp_path: Path) -> str:
-    files = Files("glm4_moe", seed=7, dtype=torch.float32, overrides={"first_k_dense_replace": DEPTH})
-    folder = files.save(tmp_path / "target")
+    folder = dense(dtype=torch.float32).save(tmp_path / "target")
     tokenizer(WORDS[:VOCAB]).save_pretrained(folder)
     return str(folder)
 
@@ -46,7 +45,6 @@ def test_chat(target: str) -> None:
     result = run("chat", "--target", target, "--mtp", *QUICK, "--temperature", "0", said="w1 w2 w3\n")
     assert result.exit_code == 0, result.output
     assert f"assistant  multi-token layers of {target}\n" in result.output
-    assert "8 tokens in " in result.output
     assert result.output.splitlines()[-1] == f"measure it  specdecpp bench --target {target} --mtp --quick"
 
 
@@ -59,9 +57,7 @@ def test_bench(target: str, tmp_path: Path, options: tuple[str, ...]) -> None:
         "0", "--contestants", "plain,fixed 3", "--output", str(tmp_path / "bench"), "--device", "cpu",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    results = json.loads((tmp_path / "bench" / "results.json").read_text())
-    assert not results["mismatches"]
-    assert {row["contestant"] for row in results["summary"]} >= {"plain", "fixed 3"}
+    assert not json.loads((tmp_path / "bench" / "results.json").read_text())["mismatches"]
     assert f"multi-token layers of {target}" in (tmp_path / "bench" / "report.md").read_text()
     said = f"Without --assistant or --layers the draft is multi-token layers of {target}."
     assert (said in result.output) is not bool(options)
@@ -83,7 +79,7 @@ def test_bench_without_a_draft() -> None:
 
 @pytest.mark.parametrize("command", ["demo", "chat", "bench"])
 def test_a_target_without_such_layers(command: str, tmp_path: Path) -> None:
-    folder = Files("glm4_moe", dtype=torch.float32).save(tmp_path / "target", with_layers=False)
+    folder = dense(dtype=torch.float32).save(tmp_path / "target", with_layers=False)
     tokenizer(WORDS[:VOCAB]).save_pretrained(folder)
     result = run(command, "--target", str(folder), "--mtp")
     assert result.exit_code == 1

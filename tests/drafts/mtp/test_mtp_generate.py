@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import prompt
-from support.mtp_files import DEPTH, FAMILIES, HIDDEN, HYBRID, VOCAB, Files
+from support.mtp_files import FAMILIES, HIDDEN, HYBRID, VOCAB, Files, dense
 from transformers.generation import candidate_generator
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
@@ -21,11 +21,6 @@ from hf_specdecpp.throughput.known_costs import Rounds
 TEXT = 1 + prompt(9) % (VOCAB - 1)
 FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 5}
 DYSPEC: dict[str, Any] = {"rule": "threshold", "tree": "dyspec", "tree_budget": 8}
-
-
-def dense(num_layers: int = 1, seed: int = 7, **more: Any) -> Files:
-    """Without experts, which are slow."""
-    return Files("glm4_moe", num_layers, seed, overrides={"first_k_dense_replace": DEPTH}, **more)
 
 
 def check_equal(target: CausalLM, assistant: SpecDecPPAssistant) -> None:
@@ -67,20 +62,6 @@ def test_greedy_text_of_every_family(family: str, tmp_path: Path) -> None:
 
 
 # Refused, and left alone. ---------------------------------------------------------------------------------------------
-
-
-def test_several_layers_draft_no_trees(tmp_path: Path) -> None:
-    target = dense(2).load(tmp_path)
-    assistant = assisted(target, **DYSPEC)
-    with pytest.raises(ValueError, match="has 2 multi-token layers.*differ from path to path.*tree=None"):
-        target.generate(TEXT, assistant_model=assistant, max_new_tokens=4)
-
-
-def test_a_hybrid_target_reads_no_trees(tmp_path: Path) -> None:
-    target = Files("qwen3_next").load(tmp_path)
-    assistant = assisted(target, **DYSPEC)
-    with pytest.raises(ValueError, match="cannot read a token tree"):
-        target.generate(TEXT, assistant_model=assistant, max_new_tokens=4)
 
 
 @pytest.mark.skipif(

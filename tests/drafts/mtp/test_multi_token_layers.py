@@ -10,6 +10,7 @@ import torch
 from support.formulas import states_of
 from support.models import prompt
 from support.mtp_files import FAMILIES, HYBRID, VOCAB, Files
+from support.rounds_anew import proposed
 from torch import Tensor
 from transformers import generation, modeling_layers
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
@@ -58,47 +59,14 @@ def test_rounds_are_those_of_transformers(
     target = files.load(tmp_path)
     if getattr(target.config.get_text_config(), "num_mtp_layers", None) is None:
         pytest.skip("this transformers has no multi-token layers of this family")
-    rounds: list[tuple[Tensor, Tensor, Tensor]] = []
-    assert generator is not None
-    theirs = generator.get_candidates
-
-    def hear(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        ids, logits = theirs(self, input_ids, *args, **kwargs)
-        if logits is not None:
-            rounds.append((input_ids.clone(), ids[0, input_ids.shape[1] :].clone(), logits[0].clone()))
-        return ids, logits
-
-    monkeypatch.setattr(generator, "get_candidates", hear)
+    rounds = proposed(monkeypatch, generator)
     target.generate(TEXT, max_new_tokens=14, do_sample=False, use_mtp=True)
     draft = fixed(target).ready_drafter()
     assert len(rounds) >= 5
-    for text, candidates, logits in rounds:
-        ours = drafted(target, draft, text, candidates[:-1].tolist())
-        assert ours.argmax(-1).tolist() == candidates.tolist()
+    for text, candidates, logits, _ in rounds:
+        ours = drafted(target, draft, text, candidates[:-1])
+        assert ours.argmax(-1).tolist() == candidates
         torch.testing.assert_close(ours, logits.float(), rtol=1e-5, atol=1e-5)
-
-
-@of_transformers
-def test_the_first_block_of_a_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As both generate: what they propose first."""
-    target = Files("deepseek_v3", 3).load(tmp_path)
-    blocks: list[list[int]] = []
-    assert generator is not None
-    theirs = generator.get_candidates
-
-    def hear(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        ids, logits = theirs(self, input_ids, *args, **kwargs)
-        blocks.append(ids[0].tolist())
-        return ids, logits
-
-    monkeypatch.setattr(generator, "get_candidates", hear)
-    target.generate(TEXT, max_new_tokens=6, do_sample=False, use_mtp=True)
-    assistant = fixed(target, 3)
-    target.generate(TEXT, max_new_tokens=6, do_sample=False, assistant_model=assistant)
-    plain = target.generate(TEXT, max_new_tokens=1, do_sample=False)
-    path = blocks[1][TEXT.shape[1] + 1 :]
-    assert len(path) == 3
-    assert drafted(target, assistant.ready_drafter(), plain, path[:2]).argmax(-1).tolist() == path
 
 
 # Qwen's layers, which transformers does not serve: the step written out. ----------------------------------------------

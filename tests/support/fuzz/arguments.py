@@ -10,6 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from support.fuzz.cases import Case
 from support.models import VOCAB_SIZE
+from support.outputs import NoRepeat, only_neighbours
 from support.watchers import Collector, tokenizer
 
 PAD = 0
@@ -56,14 +57,6 @@ class FaultyStreamer(Collector):
         super().put(value)
         if self.puts[1:] and sum(map(len, self.puts[1:])) >= self.count:
             raise Fault("the streamer broke")
-
-
-class InPlace(LogitsProcessor):
-    """Never the same token twice in a row, written into the tensor that is passed."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores[:, input_ids[0, -1]] = float("-inf")
-        return scores
 
 
 class Counting(LogitsProcessor):
@@ -124,17 +117,13 @@ class Criterion(StoppingCriteria):
         return (input_ids[:, -1] % 6 == 1) & (input_ids.shape[1] % 2 == 0)
 
 
-def neighbours(_: int, input_ids: Tensor) -> list[int]:
-    return [(int(input_ids[-1]) + step) % VOCAB_SIZE for step in range(1, 9)]
-
-
 def grammar(_: int, input_ids: Tensor) -> list[int]:
     """Each third token must be one that a restricted draft cannot propose."""
     return list(range(3, VOCAB_SIZE, 4)) if input_ids.shape[0] % 3 == 0 else list(range(VOCAB_SIZE))
 
 
 EOS = {"eos_token_id": [2, 11, 17, 29, 35, 41], "pad_token_id": PAD}
-ALLOWED = {"neighbours": neighbours, "grammar": grammar}
+ALLOWED = {"neighbours": only_neighbours, "grammar": grammar}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.4},
     "no_repeat_ngram": {"no_repeat_ngram_size": 2},
@@ -152,7 +141,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "nan": {"remove_invalid_values": True},
 }
 OWN_PROCESSORS: dict[str, Any] = {
-    "in place": InPlace,
+    "in place": NoRepeat,
     "counting": Counting,
     "new tensor": NewTensor,
     "whole prefix": WholePrefix,
