@@ -331,8 +331,8 @@ def with_paths(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
     Args:
         text: `[texts, length]`.
         candidates: `[texts, n]`.
-        seen: `[texts, m, n]` bool, which of them each node sees. For the others stands a token of the text.
+        seen: `[texts, m, n]` bool, which of them each node sees. For the others stands the last of the text.
     """
     count = seen.shape[1]
-    path = torch.where(seen, candidates[:, None], text[:, :1, None])
+    path = torch.where(seen, candidates[:, None], text[:, -1:, None])
     return torch.cat((text[:, None].expand(-1, count, -1), path), dim=2)

@@ -157,49 +157,6 @@ def test_why_rounds_are_made_step_by_step(name: str, tmp_path: Path) -> None:
     assert assistant.stats.uncaptured is None
 
 
-# Processors that ask which tokens there were -------------------------------------------------------------------------
-
-PENALTY = {"repetition_penalty": 1.4}
-
-
-@pytest.mark.every(5)
-@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize(("length", "padding"), [(5, 0), (5, 4), (236, 0)])
-def test_a_repetition_penalty(length: int, padding: int, settings: dict[str, Any], tmp_path: Path) -> None:
-    target, assistant = made("independent", tmp_path, **settings)
-    for further in (24, 40):
-        how: dict[str, Any] = {"padding": padding, "max_new_tokens": further, **PENALTY}
-        assert torch.equal(generate(target, assistant, length, **how), generate(target, None, length, **how))
-        assert assistant.stats.decided["rounds"] == "captured"
-        assert assistant.stats.accepted > 0
-
-
-def knows_the_prompt_alone(rounds: Any, *_: Any) -> None:
-    """A mutant: what was emitted is not noted."""
-
-
-def knows_no_path(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
-    """A mutant: candidates see the text, and not one another."""
-    return text[:, None].expand(-1, seen.shape[1], -1)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "mutant"),
-    [
-        (captured_rounds.CapturedRounds, "_write", knows_the_prompt_alone),
-        (captured_rounds, "with_paths", knows_no_path),
-    ],
-    ids=["emitted", "path"],
-)
-def test_a_penalty_that_misses_tokens_is_noticed(
-    owner: Any, name: str, mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, mutant)
-    target, assistant = made("independent", tmp_path, **CHAIN)
-    how: dict[str, Any] = {"max_new_tokens": 60, "repetition_penalty": 2.0}
-    assert not torch.equal(generate(target, assistant, **how), generate(target, None, **how))
-
-
 # Batches -------------------------------------------------------------------------------------------------------------
 
 

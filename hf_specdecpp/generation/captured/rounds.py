@@ -97,8 +97,8 @@ class CapturedRounds:
             self.read = torch.zeros_like(self.report, device="cpu")
             if passes.device.type == "cuda":
                 self.read = self.read.pin_memory()
-        self._texts: dict[int, Tensor] = {}  # by room: all tokens, for processors that ask which there were
-        self._text: Tensor | None = None  # the one of these at hand
+        self._texts: dict[int, Tensor] = {}  # by room: all tokens of each, for processors that ask which there were
+        self._text: Tensor | None = None  # those at hand
         self._sizes: list[int] = []  # tokens that the target has read of each text
         self._active: list[int] = []
         self._has_begun = False
@@ -108,15 +108,16 @@ class CapturedRounds:
         own = [self.token, self.passes.text.cache.length, *self.draft.changes]
         return own if self._text is None else [*own, self._text]
 
-    def begin(self, texts: Sequence[Tensor], tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
-        """The rounds that follow are of other texts `[1, length]`, whose last tokens the target has not read.
+    def begin(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
+        """The rounds that follow are of other texts, whose last tokens the target has not read.
 
         Args:
+            texts: `[texts, length]`, as processors see them.
             tokens, states, padding: what the draft reads of them, as `CapturedDraft.begin`.
         """
-        self.token.copy_(torch.cat([text[:, -1:] for text in texts]))
+        self.token.copy_(texts[:, -1:])
         self._sizes, self._active = [self.passes.text.held] * len(texts), list(range(len(texts)))
-        self._first, self._text, self._has_begun = texts[0], None, False
+        self._first, self._text, self._has_begun = texts, None, False
         self.draft.source = self.passes.text  # of the draft's own, once it begins, unless it has none
         self.draft.begin(tokens, states, padding)
 
@@ -179,10 +180,10 @@ class CapturedRounds:
             known = self._first if self._text is None else self._text
             if room not in self._texts:
                 with lasting():
-                    self._texts[room] = known.new_zeros((1, room + self.draft.nodes + 2))
+                    self._texts[room] = known.new_zeros((len(known), room + self.draft.nodes + 2))
             self._text = self._texts[room]
             self._text[:, : known.shape[1]] = known
-            self._text[:, known.shape[1] :] = known[:, -1:]  # which is in the text anyway
+            self._text[:, known.shape[1] :] = known[:, -1:]  # which is in each text anyway
 
     def _launch(self, shape: RoundShape, rules: RoundRules) -> None:
         place = *self.passes.place, shape, rules.key
