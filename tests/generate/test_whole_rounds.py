@@ -22,6 +22,7 @@ from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundShape
+from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation.captured import rounds as captured_rounds
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing
@@ -136,6 +137,49 @@ def test_a_tree_brings_more_than_a_chain(tmp_path: Path) -> None:
         generate(target, assistant, max_new_tokens=96)
         accepted[name] = assistant.stats.tokens_per_pass
     assert accepted["tree"] > accepted["chain"]
+
+
+def judging(drafter: Any) -> AcceptanceHead:
+    """A head with random weights that matter to its verdict, which has nothing to do with q."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": drafter.hidden_size, "embedding_size": drafter.embedding_size}
+        head = AcceptanceHead(num_blocks=1, inputs="before", rank=4, **sizes)
+        head.output.weight.normal_(std=3.0)
+        head.from_embedding.weight.normal_()
+    return head
+
+
+def noted_trees(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Tokens and parents of the trees of rounds from now on."""
+    found: list[Any] = []
+    told = captured_rounds.CapturedRounds._told
+
+    def note(*arguments: Any) -> Any:
+        report = told(*arguments)
+        found.append((report.tree.tokens, report.tree.parents))
+        return report
+
+    patch.setattr(captured_rounds.CapturedRounds, "_told", note)
+    return found
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mtp 3"])
+def test_a_head_values_the_slots_of_trees(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
+    target, assistant = made(kind, tmp_path, **TREE)
+    plain, grown = generate(target, None), []
+    for head in (None, judging(assistant.ready_drafter())):
+        assistant.head = head
+        before = pretended.copy()
+        with pytest.MonkeyPatch.context() as patch:
+            trees = noted_trees(patch)
+            assert torch.equal(generate(target, assistant), plain)
+        assert assistant.stats.decided["rounds"] == "captured"
+        assert pretended["captured"] - before["captured"] == 2 + (head is None)  # a pass is compared first
+        grown.append(trees[0])
+        assert generate(target, assistant, **SAMPLED).shape == plain.shape
+    assert grown[0] != grown[1]
 
 
 REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

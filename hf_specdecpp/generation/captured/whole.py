@@ -12,7 +12,6 @@ from torch.nn import functional
 from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape
-from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.captured.rounds import CapturedRounds
 from hf_specdecpp.generation.text import Text, Verdict
 from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, Tiers, chains_up_to
@@ -102,7 +101,7 @@ def whole_rounds(texts: Sequence[Text], passes: CapturedTarget) -> WholeRounds:
     greedy = generator.randomness is None
     rules = RoundRules(
         greedy, generator.draft_processing.together(), generator.processing.together(),
-        None if speculation.rule == "fixed" or speculation.tree is not None else generator.setup.estimator,
+        generator.setup.estimator if speculation.rule != "fixed" or speculation.tree is not None else None,
         speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
         decisions.verification,
     )  # fmt: skip
@@ -167,8 +166,6 @@ def _why_no_tree(generator: Any) -> str | None:
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
     if speculation.tree != "dyspec":
         return "only trees of Algorithm 2 (tree='dyspec') are grown on the device"
-    if not isinstance(generator.setup.estimator, DraftProbability):
-        return "a head values the slots of trees on the host"
     fitting = [shape for shape in TREES if shape.levels <= min(decisions.tree_depth, generator.round_steps.most)]
     budgets = [shape.nodes for shape in fitting]
     if decisions.tree_threshold or speculation.tree_budget not in budgets:
