@@ -81,6 +81,7 @@ class CapturedRounds:
         seconds: that rounds take.
         tiers: what `rule="throughput"` knows of them.
         why_not: why a round was not captured, once that was seen.
+        is_drafting: whether the latest graph is of the draft.
     """
 
     def __init__(self, passes: CapturedTarget, draft: CapturedDraft) -> None:
@@ -88,6 +89,7 @@ class CapturedRounds:
         self.graphs, self.seconds = Graphs(passes.device), RoundSeconds()
         self.tiers: MostTokens | None = None
         self.why_not: str | None = None
+        self.is_drafting = False
         texts, levels = draft.estimates.shape
         with lasting():
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
@@ -194,6 +196,7 @@ class CapturedRounds:
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
         """Run a function by its graph; in the middle of a text one that cannot be captured runs as it is."""
+        self.is_drafting = key[0] != "verify"
         if self.why_not is not None and key not in self.graphs:
             return function()
         try:
