@@ -221,10 +221,8 @@ class Draft:
         now = [fuse, *identity(self.model)]
         if self.captured is None or self.captured[0] != now:
             self.captured = None  # of which the copy would have one, too
-            own, reason = None, self.why_not_captured()
-            if reason is None:
-                own = self.for_capture(fuse)
-            self.captured = now, own
+            reason = self.why_not_captured()
+            self.captured = now, self.for_capture(fuse) if reason is None else None
             if reason is not None:
                 self.give_up(reason)
 
