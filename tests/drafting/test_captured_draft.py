@@ -70,10 +70,9 @@ def differing(judge: str, greedy: bool) -> int:
     for seed in range(SEEDS):
         contents, estimator = Contents(seed), make_estimator(judge, seed)
         ours, theirs = (grow(contents, estimator, greedy) for grow in (captured, uncaptured))
+        values = [torch.tensor([each[2] for each in nodes]) for nodes in (ours, theirs)]
         is_same = [each[:2] for each in ours] == [each[:2] for each in theirs]
-        count += not (
-            is_same and torch.allclose(*(torch.tensor([each[2] for each in nodes]) for nodes in (ours, theirs)))
-        )
+        count += not (is_same and torch.allclose(values[0], values[1]))
     return count
 
 
