@@ -6,21 +6,25 @@
 Targets have the shapes of real models and random weights in bfloat16; the weights of all layers but the first are made
 so small that a draft of that one layer is right as often as asked. Texts are therefore meaningless, and times are not:
 what a pass takes depends on shapes alone. Contestants, one after the other on the same prompts: `generate()` as it is
-and compiled (`cache_implementation="static"`), transformers' assisted generation with the same draft, and ours: plain
-passes captured, chains of 3, 5 and 7, trees of 15 and 30, and `rule="throughput"`; in batches chains alone. The speed
-of plain `generate()` on the same captured passes is its own row, so what speculation adds can be told from what the
-graphs give.
+and compiled (`cache_implementation="static"`), transformers' assisted generation with the same draft, economize (PyPI)
+with it and with CUDA graphs, where it is installed (`pip install economize==0.3.2`), and ours: plain passes captured,
+chains of 3, 5 and 7, trees of 15 and 30, and `rule="throughput"`; in batches chains alone. The speed of plain
+`generate()` on the same captured passes is its own row, so what speculation adds can be told from what the graphs give.
 """
 
 import argparse
 import gc
+import importlib
+import importlib.util
 import platform
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +71,7 @@ DRY_RUN = [  # arguments that come first, so that others may follow
     "--ours", "ours, 3 candidates", "ours, tree of 15", "ours, throughput",
 ]  # fmt: skip
 PLAIN, COMPILED, CAPTURED = "plain generate()", "plain generate(), compiled", "plain passes, captured by us"
+ECONOMIZE = "economize, 5 candidates, its graphs"
 PROMPT, SAMPLE = 64, 128  # tokens
 
 
@@ -136,10 +141,14 @@ def set_agreement(target: CausalLM, rate: float) -> float:
 
 
 class Contest:
-    """One target and all who generate with it."""
+    """One target and all who generate with it.
 
-    def __init__(self, target: CausalLM, new_tokens: int, rows: int) -> None:
-        self.target, self.new_tokens, self.rows = target, new_tokens, rows
+    Args:
+        files: an empty folder, or where the draft of this target has been saved.
+    """
+
+    def __init__(self, target: CausalLM, new_tokens: int, rows: int, files: Path) -> None:
+        self.target, self.new_tokens, self.rows, self.files = target, new_tokens, rows, files
         generator = torch.Generator().manual_seed(0)
         vocab = target.config.vocab_size
         self.prompts = [
@@ -152,6 +161,25 @@ class Contest:
             min_new_tokens=self.new_tokens, **options,
         )  # fmt: skip
         return text.cpu()
+
+    def economize(self, repetitions: int) -> Result:
+        """economize with a chain of the same draft, which it reads from files, and with its CUDA graphs."""
+        if not any(self.files.iterdir()):
+            with_layers(self.target, [0]).save_pretrained(self.files)
+        package, technique = (importlib.import_module(f"economize{name}") for name in ("", ".techniques.draft_model"))
+        decoding = package.DecodeConfig(cycle_length=6, cuda_graphs=self.target.device.type == "cuda")
+        model = package.apply(self.target, technique.DraftModelConfig(model=str(self.files)), decoding=decoding)
+        seconds, texts, passes = [], [], 1
+        for number in range(-2, repetitions):
+            begin = time.perf_counter()
+            ids = self.prompts[number % len(self.prompts)]
+            found = model.decode_batch([*ids], self.new_tokens)
+            texts.append(torch.cat((ids.cpu(), torch.stack([each.tokens.cpu() for each in found])), dim=1))
+            seconds.append(time.perf_counter() - begin)
+            passes = sum(1 + len(each.acceptance) for each in found)
+        return Result(
+            None, seconds[0], seconds[2:], self.new_tokens * self.rows / passes, texts[2:], package.__version__
+        )
 
     def run(self, repetitions: int, assistant: SpecDecPPAssistant | None = None, **options: Any) -> Result:
         if assistant is not None:
@@ -199,6 +227,9 @@ def contestants(contest: Contest, compiles: bool, fuse: bool, ours: list[str]) -
         )
         draft.generation_config.assistant_confidence_threshold = 0.0
         found["transformers' assisted, 5 candidates"] = lambda n: contest.run(max(n // 2, 1), assistant_model=draft)
+    if importlib.util.find_spec("economize") is not None:
+        found[ECONOMIZE] = contest.economize
+    if contest.rows == 1:
         for name, fuses in ((CAPTURED, False), (f"{CAPTURED}, compile=True", True))[: 1 + fuse]:
             settings = SpeculationConfig(rule="fixed", compile=fuses)
             lookup = assist(target, "lookup", speculation=settings, default=False)
@@ -278,17 +309,18 @@ def main() -> None:
     print(f"# On a GPU\n\n{machine(options.device)}\n```console\n{' '.join(['python', *sys.argv])}\n```\n", flush=True)
     for shape in options.shapes:
         torch.manual_seed(0)
-        target = built(SHAPES[shape], options.device, dtype)
+        target, files = built(SHAPES[shape], options.device, dtype), TemporaryDirectory()
         for place, rate in enumerate(options.rates):
             found = set_agreement(target, rate)
             for rows in options.batch_sizes[: 1 if place else None]:
-                contest = Contest(target, options.new_tokens, rows)
+                contest = Contest(target, options.new_tokens, rows, Path(files.name))
                 compiles = not options.no_compile and place == 0 and rows == 1
                 print(f"## {shape}, the draft right {found:.2f} of the time, batch of {rows}\n", flush=True)
                 # At the other rates how little is lost where the draft is poor.
                 ours = [name for name in options.ours if place == 0 or name in AT_ALL_RATES]
                 everyone = contestants(contest, compiles, not options.no_compile and place == 0, ours)
                 print(measured(contest, everyone, options.repetitions, end), flush=True)
+        files.cleanup()
         del target, contest
         gc.collect()
         torch._dynamo.reset()

@@ -156,10 +156,11 @@ class AssistantModel(PreTrainedModel):
     def warm_up(self, max_length: int, target: CausalLM | None = None, **options: Any) -> float:
         """Capture all that single texts of up to `max_length` tokens need as CUDA graphs, so that no text waits for it.
 
-        A text is generated that makes what texts may make: a pass of the target of each width that `speculation` may
-        lead to, the draft's steps, in a cache of each size; with `rule="throughput"` costs are measured if they are
-        not known. Nothing is learned of it: statistics, estimates, known costs and torch's generators stay as they
-        are. Afterwards `generate()` captures nothing for texts of up to that length, with these options and settings.
+        A text is generated that makes what texts may make: rounds of each length and shape that `speculation` may lead
+        to, or passes of the target of each width, in a cache of each size; with `rule="throughput"` costs are measured
+        if they are not known. Nothing is learned of it: statistics, estimates, known costs and torch's generators stay
+        as they are. Afterwards `generate()` captures nothing for texts of up to that length, with these options and
+        settings.
 
         Args:
             max_length (tokens): of prompt and answer together, at most.

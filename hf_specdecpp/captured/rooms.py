@@ -195,7 +195,7 @@ class Rooms:
         self.num_layers, self.device = num_layers, device
         self._made: dict[Hashable, RoomCache] = {}
 
-    def empty(self, num_tokens: int, _text: RoomText, positions: torch.Size | None = None) -> RoomCache:
+    def empty(self, num_tokens: int, positions: torch.Size | None = None) -> RoomCache:
         """The one for so many tokens, emptied."""
         key = room_for(num_tokens), positions
         if key not in self._made:
@@ -214,40 +214,33 @@ class RoomText(CachedText):
     """A text in a room. As it grows, it goes on in a larger one that holds the same.
 
     Args:
-        empty: gives an empty cache with room for so many tokens, until the text, its second argument, is no more.
-        counts: whether passes hold what they read, so that `keep` takes back the rest; else nothing is held before it.
+        empty: gives an empty cache with room for so many tokens.
 
     Attributes:
         cache: a `RoomCache`, once there is a room.
         held (tokens): as `cache.length`, on the host.
     """
 
-    def __init__(self, empty: Callable[[int, RoomText], RoomCache], counts: bool = False) -> None:
-        self._empty, self._counts = empty, counts
-        self.cache, self.held, self._before = None, 0, 0
+    def __init__(self, empty: Callable[[int], RoomCache]) -> None:
+        self._empty = empty
+        self.cache, self.held = None, 0
 
     def with_room(self, num_tokens: int) -> RoomCache:
         """The cache, which has room for so many tokens."""
         if (smaller := self.cache) is None or smaller.room < num_tokens:
-            self.cache = self._empty(num_tokens, self)
+            self.cache = self._empty(num_tokens)
             if smaller is not None:
                 self.cache.copy_from(smaller)
         cache: RoomCache = self.cache
         return cache
 
-    def begin(self) -> None:
-        self._before = self.held
-
     def keep(self, count: int, of: int, path: PathRows | None = None) -> None:  # noqa: ARG002 - rows were moved before
-        self._hold(self.held + count - (of if self._counts else 0))
+        if count:
+            self.cache.length.add_(count)
+            self.held += count
 
     def back(self) -> None:
-        self._hold(self._before)
-
-    def _hold(self, num_tokens: int) -> None:
-        if num_tokens != self.held:
-            self.cache.length.add_(num_tokens - self.held)
-            self.held = num_tokens
+        """Nothing is held before it is kept."""
 
 
 def room_for(num_tokens: int) -> int:

@@ -68,7 +68,7 @@ class SpeculationConfig:
             with packed weights where memory allows, where they make the target's passes at least 1.05 times as fast;
             int8 copies of a draft that is a model of its own; attention that copies no shared keys and values. The
             first two round otherwise. `"off"`: PyTorch's own.
-        graphs: on CUDA. `"auto"`: passes of target and draft are captured as CUDA graphs where that can be done
+        graphs: on CUDA. `"auto"`: rounds or the target's passes are captured as CUDA graphs where that can be done
             (`stats.uncaptured` says why not); `"off"`: they run as ever.
         compile: compile small pieces of captured passes with `torch.compile`: on an H100 a pass took 10 to 28 % less,
             and the first text some seconds more (`docs/gpu.md`).

@@ -16,7 +16,8 @@ from hf_specdecpp.captured.rooms import Rooms, RoomText
 from hf_specdecpp.drafting.round_steps import Level, RoundSteps, Window
 from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator, lag_of
-from hf_specdecpp.sampling.on_device import best_slots, count_until, exponential, race, remaining
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.sampling.on_device import best_slots, count_until, exponential, race, remaining, slot_values
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.verification import Verification
 
@@ -41,7 +42,7 @@ class RoundRules:
     Attributes:
         greedy: whether likeliest tokens are taken.
         draft_processing, processing: what makes q and p of logits.
-        estimator: judges the candidates of chains, if anything looks at that.
+        estimator: judges candidates, if anything looks at that.
         threshold, min_tokens: of SpecDec++'s rule; `None` where all candidates are submitted.
         verification: of sampled chains.
     """
@@ -58,6 +59,11 @@ class RoundRules:
     def asks_for_text(self) -> bool:
         """Whether a processor asks which tokens there were."""
         return not (self.draft_processing.prefix_free and self.processing.prefix_free)
+
+    @property
+    def head_of_slots(self) -> AcceptanceHead | None:
+        """What values the slots of trees; the draft's own probability does, where that is `None`."""
+        return self.estimator if isinstance(self.estimator, AcceptanceHead) and not lag_of(self.estimator) else None
 
     def num_judged(self, count: int) -> int:
         """Estimates of a chain of so many candidates: a head that judges late has none of the last."""
@@ -266,14 +272,21 @@ class CapturedDraft:
             judged = None if judged is None else judged[:, 0]
             return Drawn(step.token, torch.zeros_like(step.token), values, None if times is None else q, judged)
         tokens = (q if times is None else q / times).topk(width).indices  # [texts, m, width], in order
+        head, rows = rules.head_of_slots, None
+        if head is not None or times is not None:
+            rows = remaining(step.q, tokens)
         probs = step.q.gather(-1, tokens)
-        chosen = best_slots(values, probs, width)
-        parents = chosen // width
-        values = values.gather(1, parents) * probs.flatten(1).gather(1, chosen)
-        rows = None
-        if times is not None:
-            rows = remaining(q, tokens).flatten(1, 2).gather(1, chosen[..., None].expand(-1, -1, scores.shape[-1]))
-        return Drawn(tokens.flatten(1).gather(1, chosen), parents, values, rows, None)
+        mass = functional.pad(probs[..., :-1].cumsum(-1), (1, 0))  # of earlier siblings
+        if head is None or rows is None:
+            chances = (probs / (1.0 - mass).clamp_min(torch.finfo(probs.dtype).tiny)).clamp_max(1.0)
+        else:
+            chances = head.estimate_siblings(step, tokens, rows, mass)
+        chosen = best_slots(values, chances, width, rules.greedy)
+        values = (slot_values(values, chances) * chances).flatten(1).gather(1, chosen)
+        if rows is not None:
+            rows = rows.flatten(1, 2).gather(1, chosen[..., None].expand(-1, -1, scores.shape[-1]))
+        rows = None if times is None else rows
+        return Drawn(tokens.flatten(1).gather(1, chosen), chosen // width, values, rows, None)
 
     def _count(self, shape: RoundShape, judged: list[Tensor | None], rules: RoundRules) -> Tensor:
         """How many candidates are submitted: the one at which the rule stops is."""
@@ -331,8 +344,8 @@ def with_paths(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
     Args:
         text: `[texts, length]`.
         candidates: `[texts, n]`.
-        seen: `[texts, m, n]` bool, which of them each node sees. For the others stands a token of the text.
+        seen: `[texts, m, n]` bool, which of them each node sees. For the others stands the last of the text.
     """
     count = seen.shape[1]
-    path = torch.where(seen, candidates[:, None], text[:, :1, None])
+    path = torch.where(seen, candidates[:, None], text[:, -1:, None])
     return torch.cat((text[:, None].expand(-1, count, -1), path), dim=2)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.captured.copies import for_capture, identity
@@ -24,6 +25,8 @@ NO_STATES = (
     "This assistant's draft reads hidden states of the target, which transformers' own loop does not hand over. Attach "
     "the assistant: assistant.attach(model)."
 )
+
+logger = logging.get_logger("hf_specdecpp")
 
 
 class SharedText(Protocol):
@@ -150,7 +153,7 @@ class Draft:
         cannot: what this draft cannot do, with the reason: `"unattached"`, `"trees"`, `"batches"`.
         suspect: its name, if others trained it and perhaps for another target (`SpeculationStats.verdict`).
         shares_cache: whether its sessions read the target's own cache (`Reading.share`).
-        is_captured: whether chains and trees are drafted with captured steps.
+        captured: what captured rounds were made of, and the copy of this draft that drafts in them, if one can.
     """
 
     model: CausalLM | None
@@ -159,6 +162,7 @@ class Draft:
     suspect: str | None = None
     blocks_after: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     shares_cache = False
+    captured: tuple[list[Any], Any] | None = None
 
     @property
     def max_length(self) -> float:
@@ -167,10 +171,6 @@ class Draft:
     @property
     def cannot(self) -> Mapping[str, str]:
         return {}
-
-    @property
-    def is_captured(self) -> bool:
-        return False
 
     @property
     def device(self) -> torch.device:
@@ -214,12 +214,43 @@ class Draft:
         """Bring copies of the target's weights up to date: it may be in training."""
 
     def capture_steps(self, wanted: bool, fuse: bool) -> None:
-        """Capture its steps as CUDA graphs where that can be done, with small pieces compiled, or no longer."""
+        """Let rounds be captured as CUDA graphs where that can be done, with small pieces compiled, or no longer."""
+        if self.model is None or not wanted or not graphs.can_capture(self.device):
+            self.captured = None
+            return
+        now = [fuse, *identity(self.model)]
+        if self.captured is None or self.captured[0] != now:
+            self.captured = None  # of which the copy would have one, too
+            reason = self.why_not_captured()
+            self.captured = now, self.for_capture(fuse) if reason is None else None
+            if reason is not None:
+                self.give_up(reason)
+
+    def why_not_captured(self) -> str | None:
+        """What is known of it that rules out captured rounds."""
+        return None
+
+    def for_capture(self, fuse: bool) -> Any:  # noqa: ARG002
+        """A copy of it whose model is captured."""
+        return None
+
+    def give_up(self, reason: str) -> None:
+        """Capture nothing of it, as it is now, any more."""
+        self.captured = None if self.captured is None else (self.captured[0], None)
+        logger.warning(
+            f"Rounds with {type(self.model).__name__} cannot be captured as CUDA graphs here ({reason}), so they run "
+            'one kernel after another: the same texts, more slowly. Set graphs="off", and nothing is tried.'
+        )
+
+    @property
+    def captured_copy(self) -> Any:
+        """The copy of it that drafts in captured rounds, or `None`."""
+        return None if self.captured is None else self.captured[1]
 
     def describe(self) -> dict[str, Any]:
         """All that decides what drafting costs, beside the model; JSON-able."""
         reads = None if self.reads is None else self.reads.to_config()
-        return {"reads": reads, "draft_vocab": None, "captured": self.is_captured}
+        return {"reads": reads, "draft_vocab": None}
 
     def check_can(self, what: str) -> None:
         """Raise `ValueError` if it cannot do this (`cannot`)."""
@@ -237,7 +268,6 @@ class StateDraft(Draft):
 
     Attributes:
         lacks: what it cannot do beside drafting unattached (`Draft.cannot`).
-        captured: what captured rounds were made of, and the copy of this draft that drafts in them.
     """
 
     model: Any
@@ -246,7 +276,6 @@ class StateDraft(Draft):
 
     def __init__(self, model: Any, reader: Any, target: CausalLM) -> None:
         self.model, self.reader, self.beside = model, reader, Beside(target)
-        self.captured: tuple[list[Any], Any] | None = None
 
     @property
     def cannot(self) -> Mapping[str, str]:
@@ -264,14 +293,10 @@ class StateDraft(Draft):
     def reads(self) -> Any:
         return self.reader
 
-    def capture_steps(self, wanted: bool, fuse: bool) -> None:
-        now = [fuse, *identity(self.model)] if wanted and graphs.can_capture(self.device) else None
-        if now is None:
-            self.captured = None
-        elif self.captured is None or self.captured[0] != now:
-            own = copy(self)
-            own.model = for_capture(self.model, fuse=fuse)
-            self.captured = now, own
+    def for_capture(self, fuse: bool) -> Any:
+        own = copy(self)
+        own.model = for_capture(self.model, fuse=fuse)
+        return own
 
     @property
     def hidden_size(self) -> int:

@@ -47,12 +47,6 @@ class DraftModel(Reader):
             _check_fusion(fusion, self)
         self.fusion = fusion
         self.made_for = (model.dtype, model.device)
-        self.steps: Any = None  # `drafting.captured.CapturedSteps`, where steps are captured
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether chains and trees are drafted with captured steps."""
-        return self.steps is not None and self.steps.works
 
     @property
     def shares_target(self) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_specdecpp.captured import graphs
-from hf_specdecpp.drafting.captured import CapturedSession, CapturedSteps
+from hf_specdecpp.captured.copies import for_capture
+from hf_specdecpp.captured.rooms import num_room_layers, why_not_in_place
 from hf_specdecpp.drafting.draft import NO_STATES, Draft, Reading
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.round_steps import ModelSteps
 from hf_specdecpp.drafting.session import BatchSession, DraftSession, RowSession
 from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.checks import check_tree
 
@@ -28,12 +29,10 @@ class Drafter(DraftModel, Draft):
         return self.fusion
 
     def session(self, vocab_size: int) -> Reading:
-        if self.is_captured:
-            return CapturedSession(self, vocab_size, self.steps)
         return DraftSession(self, vocab_size)
 
     def round_steps(self, vocab_size: int) -> ModelSteps | None:
-        return ModelSteps(self.steps, vocab_size) if self.is_captured else None
+        return None if self.captured_copy is None else ModelSteps(self.captured_copy, vocab_size)
 
     def row_session(self, vocab_size: int) -> RowSession:
         return RowSession(self, vocab_size)
@@ -52,12 +51,17 @@ class Drafter(DraftModel, Draft):
                 "and what was trained of the draft was not. Call assistant.detach() and assistant.attach(model)."
             )
 
-    def capture_steps(self, wanted: bool, fuse: bool) -> None:
-        if not wanted or not graphs.can_capture(self.device):
-            self.steps = None
-        elif self.steps is None or not self.steps.fits(self, fuse):
-            self.steps = None  # the steps copy what they are captured of
-            self.steps = CapturedSteps(self, fuse)
+    def for_capture(self, fuse: bool) -> Any:
+        return for_capture(self, self.model, fuse=fuse)
+
+    def why_not_captured(self) -> str | None:
+        if num_room_layers(self.text_config) is None:
+            return "not all of its layers are attention"
+        if getattr(self.model, "is_quantized", False):
+            return "it is quantised"
+        if not takes_positions(inner_decoder(self.model)):
+            return "it takes no position_ids"
+        return why_not_in_place(self.model)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"draft_vocab": None if self.draft_vocab is None else self.draft_vocab.numel()}

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_specdecpp.captured.rooms import RoomCache
-from hf_specdecpp.drafting.captured import CapturedSteps, hidden_states, read
+from hf_specdecpp.captured.copies import for_groups
+from hf_specdecpp.captured.rooms import RoomCache, num_room_layers
+from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.trees.attention import inputs_in_place
 
 
@@ -99,20 +100,20 @@ class ModelSteps(RoundSteps):
     """Of a draft model, or an early exit of the target, whose states it may read.
 
     Args:
-        captured: its steps.
+        drafter: whose model is captured.
         vocab_size: width of the target's logits.
     """
 
-    def __init__(self, captured: CapturedSteps, vocab_size: int) -> None:
-        self.drafter: Any = captured.drafter
-        fusion = self.drafter.fusion
-        super().__init__(self.drafter, vocab_size, id(captured), None if fusion is None else fusion.width)
-        self.num_layers = captured.num_layers or 0
+    def __init__(self, drafter: Any, vocab_size: int) -> None:
+        self.drafter = drafter
+        fusion = drafter.fusion
+        super().__init__(drafter, vocab_size, id(drafter), None if fusion is None else fusion.width)
+        self.num_layers = num_room_layers(drafter.text_config) or 0
 
     def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:
         drafter, begin = self.drafter, 0
-        tokens = drafter.known(window.tokens)
-        logits, hidden = (each[:, None] for each in read(drafter, cache, [tokens, *window[1:]], self.vocab_size))
+        window = window._replace(tokens=drafter.known(window.tokens))
+        logits, hidden = (each[:, None] for each in read(drafter, cache, window, self.vocab_size))
         num_prefix = cache.length.clone()
         while True:
             level = yield logits, hidden
@@ -127,3 +128,41 @@ class ModelSteps(RoundSteps):
             logits = drafter.logits(hidden, self.vocab_size)
             cache.length.add_(end - begin)
             begin = end
+
+
+def read(drafter: DraftModel, cache: RoomCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Read a window, of which dummies are not kept.
+
+    Returns:
+        Logits `[texts, vocab_size]` and hidden states `[texts, hidden_size]` after token number `last`.
+    """
+    hidden = at_last(read_chain(drafter, cache, window.tokens, window.states), window.last)
+    cache.length.add_(window.last + 1)
+    return drafter.logits(hidden, vocab_size), hidden
+
+
+def at_last(hidden: Tensor, last: Tensor) -> Tensor:
+    """`[texts, size]`, those of `hidden` `[texts, n, size]` at the places `last` `[texts]`."""
+    return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
+
+
+def read_chain(drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None) -> Tensor:
+    """Hidden states `[texts, n, hidden_size]` of a pass over tokens one after another, of which nothing is kept yet."""
+    span = torch.arange(tokens.shape[1], device=tokens.device)
+    seen = span <= span[:, None]
+    if cache.prompt is not None:  # padding sees itself, and nobody else sees it
+        own = cache.prompt.shown.gather(1, (cache.length[:, None] + span).clamp_max(cache.room - 1))
+        seen = seen & (own[:, None] | (span == span[:, None]))
+    inputs = inputs_in_place(drafter.model, cache.room, seen, span, span, cache.length, cache.prompt)
+    return hidden_states(drafter, cache, tokens, states, inputs)
+
+
+def hidden_states(
+    drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None, inputs: dict[str, Any]
+) -> Tensor:
+    """`[texts, n, hidden_size]` of a captured pass over `tokens` `[texts, n]` with these masks and positions."""
+    cache.begin_pass(tokens.shape[1])
+    inputs["attention_mask"] = for_groups(inputs["attention_mask"], drafter.model)
+    if drafter.max_length < float("inf"):  # of dummies, which may stand behind the last position that there is
+        inputs["position_ids"] = inputs["position_ids"].clamp_max(int(drafter.max_length) - 1)
+    return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)

@@ -30,12 +30,7 @@ class ModelReading(Reading):
 
     Args:
         vocab_size: width of the target's logits.
-
-    Attributes:
-        moves_rows: whether the rows of a tree's path can be moved up to the text.
     """
-
-    moves_rows = True
 
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__()
@@ -49,7 +44,6 @@ class ModelReading(Reading):
         self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._fed_candidates = 0
         self._own_states: dict[int, Tensor] = {}  # if it reads states: its own `[hidden_size]` after these nodes
-        self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
 
     @abstractmethod
     def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -68,8 +62,8 @@ class ModelReading(Reading):
             new_tokens, states = new_tokens[:, -known:], states[:, -known:]
         if self.length == 0 or not self.knows_all:
             new_tokens = self.drafter.known(new_tokens)
-        # A view would keep the whole text, one for each round; and compiled steps look at strides.
-        self._pending.append((new_tokens.clone(memory_format=torch.contiguous_format), states))
+        # A view would keep the whole text, one for each round.
+        self._pending.append((new_tokens.clone(), states))
         self.unread += new_tokens.shape[1]
         self._fed_candidates = self.passes = 0
 
@@ -89,43 +83,6 @@ class ModelReading(Reading):
         self._pending, self.unread = [], 0
         return tokens.to(self.device), states if states is None else states.to(self.device)
 
-    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """As in `Reading`: the root with all that is pending, of which it is the last; then nodes below fed ones."""
-        if nodes == [0]:
-            self._lineage = Lineage()
-            self._lineage.feed(tree, nodes)
-            logits, hidden = self.step([])
-            return logits[None], hidden[None]
-        if self._lineage is None:
-            raise ValueError("The root of a tree is fed first, by itself.")
-        states = None
-        if self.reads_states:
-            states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
-        logits, hidden = self._expand(self._lineage, tree, nodes, states)
-        self.passes += 1
-        self._own_states.update(zip(nodes, hidden, strict=True))
-        return logits, hidden
-
-    def keep(self, path: list[int]) -> None:
-        """As in `Reading`: of the accepted nodes those stay that were fed, or the root alone if they are read again.
-
-        On an accelerator they are: a pass over a few tokens more takes no longer there, and their rows would have to
-        be uploaded.
-        """
-        if self._lineage is None:  # nothing was drafted
-            return
-        again = self.reads_states or not self.moves_rows or self.waits
-        places = self._lineage.places
-        rows = [0] + [places[node] for node in path if node in places and not again]
-        self._keep(len(rows), len(self._lineage.nodes), rows)
-        self._fed_candidates, self._lineage = len(rows) - 1, None
-
-    def _expand(
-        self, lineage: Lineage, tree: DraftTree, nodes: list[int], states: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """As in `expand`, of nodes below fed ones, with the draft's own states `[1, n, hidden_size]` if any."""
-        raise NotImplementedError(f"{type(self).__name__} drafts chains.")
-
 
 class DraftSession(ModelReading):
     """The draft model's side of one generation: its KV cache, and the next step."""
@@ -135,6 +92,7 @@ class DraftSession(ModelReading):
         self.cache = DynamicCache(config=drafter.text_config)
         self.text = GrowingText(self.cache)
         self._recording = False
+        self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
 
     @property
     def length(self) -> int:
@@ -159,15 +117,40 @@ class DraftSession(ModelReading):
             self.reads_again = self.reads_states or self.text.mark is not None
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
-    def _expand(
-        self, lineage: Lineage, tree: DraftTree, nodes: list[int], states: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        num_prefix = self.cache.get_seq_length() - len(lineage.nodes)
-        fed = torch.tensor([[tree.tokens[node] for node in nodes]]), *lineage.feed(tree, nodes)
+    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        """As in `Reading`: the root with all that is pending, of which it is the last; then nodes below fed ones."""
+        if nodes == [0]:
+            self._lineage = Lineage()
+            self._lineage.feed(tree, nodes)
+            logits, hidden = self.step([])
+            return logits[None], hidden[None]
+        if self._lineage is None:
+            raise ValueError("The root of a tree is fed first, by itself.")
+        states = None
+        if self.reads_states:
+            states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
+        num_prefix = self.cache.get_seq_length() - len(self._lineage.nodes)
+        fed = torch.tensor([[tree.tokens[node] for node in nodes]]), *self._lineage.feed(tree, nodes)
         tokens, ancestors, depths = upload(fed, self.device)
         inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
         hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=self.knows_all, **inputs)[0]
+        self.passes += 1
+        self._own_states.update(zip(nodes, hidden, strict=True))
         return self.drafter.logits(hidden, self.vocab_size), hidden
+
+    def keep(self, path: list[int]) -> None:
+        """As in `Reading`: of the accepted nodes those stay that were fed, or the root alone if they are read again.
+
+        On an accelerator they are: a pass over a few tokens more takes no longer there, and their rows would have to
+        be uploaded.
+        """
+        if self._lineage is None:  # nothing was drafted
+            return
+        again = self.reads_states or self.waits
+        places = self._lineage.places
+        rows = [0] + [places[node] for node in path if node in places and not again]
+        self._keep(len(rows), len(self._lineage.nodes), rows)
+        self._fed_candidates, self._lineage = len(rows) - 1, None
 
 
 class RowSession(ModelReading):

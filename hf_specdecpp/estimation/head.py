@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_specdecpp.estimation.estimators import MODES, NUM_SCALARS, NUM_SIBLINGS, SIBLING_MASS, DraftStep
+from hf_specdecpp.estimation.estimators import (
+    MODES,
+    NUM_SCALARS,
+    NUM_SIBLINGS,
+    SIBLING_MASS,
+    DraftStep,
+    scalar_features,
+)
 
 # A head is a small part of a draft step. Sizes come from a repository's config, so they have bounds.
 MOST_BLOCKS, MOST_POSITIONS = 64, 1024
@@ -176,6 +183,20 @@ class AcceptanceHead(nn.Module):
             position = step.index - 1
             log_odds = self.forward(step.hidden)
         return self.probability(log_odds, position, step.greedy)
+
+    def estimate_siblings(self, step: DraftStep, tokens: Tensor, left: Tensor, mass: Tensor) -> Tensor:
+        """`[..., c]`, how likely each of the siblings `tokens` `[..., c]` is accepted if those before it are not
+        (`"before"`).
+
+        Args:
+            step: `[...]`, the nodes that they are drawn after.
+            left: `[..., c, vocab]`, what each is drawn from: q without those before it.
+            mass: `[..., c]`, q of these together.
+        """
+        numbers = torch.arange(tokens.shape[-1], device=tokens.device).expand_as(tokens)
+        scalars = scalar_features(left, tokens, step.greedy, mass, numbers)
+        log_odds = self.forward(step.hidden[..., None, :], step.embed(tokens), scalars)
+        return self.probability(log_odds, step.index, step.greedy)
 
     def probability(self, log_odds: Tensor, position: int | Tensor, greedy: bool) -> Tensor:
         """Calibrated probability of log-odds `[...]` at a position or several; 0 where they are not a number.

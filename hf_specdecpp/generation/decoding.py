@@ -25,7 +25,8 @@ class Drafts:
     def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:
         """A tree for each text; a chain has one branch, and an empty tree leaves the round to the target."""
         (text,) = texts
-        return [text.generator.propose(text.ids, target.room(text), text.states)]
+        with target.draft_attention:
+            return [text.generator.propose(text.ids, target.room(text), text.states)]
 
     def saw(self, rounds: Sequence[Round]) -> None:
         """Told what stands of a round."""

@@ -119,7 +119,7 @@ class DraftSetup:
         wanted = self.decisions.int8_draft
         if wanted is None:
             wanted = self.is_independent and self.speculation.cpu_products == "auto"
-        if not wanted or self.drafter.is_captured or not has_int8():
+        if not wanted or not has_int8():
             return False
         if "int8" not in self._found:
             self._found["int8"] = any(True for _ in large_layers(self.drafter.parts))
@@ -161,10 +161,9 @@ class DraftSetup:
         in_int8 = target is not None and self.drafts_in_int8
         if not in_int8:
             self.int8.clear()
-        is_apart = in_int8 or self.drafter.is_captured
         parts: list[Part] = []
         if self.speculation.cpu_products == "auto":
-            parts = parts_of(target, None if is_apart else self.drafter, other)
+            parts = parts_of(target, None if in_int8 else self.drafter, other)
         if not any("packed" in part.ways.products for part in parts):
             self.packed.clear()
         return FasterProducts(

@@ -58,6 +58,12 @@ class TargetSide(ABC):
         grows = self.device.type == "cuda" and self.captured.passes is None
         return without_cudnn() if grows else nullcontext()
 
+    @property
+    def draft_attention(self) -> AbstractContextManager[None]:
+        """The context in which a draft reads: where passes alone are captured, it reads uncaptured."""
+        grows = self.device.type == "cuda" and self.captured.passes is not None
+        return without_cudnn() if grows else nullcontext()
+
     @abstractmethod
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         """Read the prompts as plain `generate()` does: the `outputs` of the rounds."""

@@ -62,22 +62,34 @@ def remaining(q: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack(rows, dim=-2)
 
 
-def best_slots(values: Tensor, probs: Tensor, width: int) -> Tensor:
-    """The most valuable slots below the nodes of a level, `[texts, width]`: slot j of node i is number i * c + j.
+def slot_values(values: Tensor, chances: Tensor) -> Tensor:
+    """The values `[texts, m, c]` of the slots below the nodes of a level: a node's, times the chance that the earlier
+    siblings fail.
 
-    The value of a slot is that of its node times the chance that its earlier siblings fail: it is known before the
-    slot's own token is drawn, and no other slot's value that depends on this token is larger. So whether the slot is
-    among the best does not depend on what is drawn there (invariant of DySpec, section 4.1).
-
-    Example: nodes of the values 0.9 and 0.1 with first children of 0.8 and 0.3. The slots are 0.9, 0.18, 0.1 and 0.07:
-    of three, two are below the first node.
+    Example: nodes of the values 0.9 and 0.1 with first children of 0.8 and 0.3. The slots are 0.9, 0.18, 0.1 and 0.07.
 
     Args:
         values: `[texts, m]`, the chance that a node stands, as far as is known.
-        probs: `[texts, m, c]`, q of the children of each, in the order in which they were drawn.
+        chances: `[texts, m, c]`, that each child stands if those drawn before it fail.
     """
-    earlier = functional.pad(probs[..., :-1].cumsum(-1), (1, 0))
-    slots = values[..., None] * (1.0 - earlier).clamp_min(0.0)
+    return values[..., None] * functional.pad((1.0 - chances[..., :-1]).cumprod(-1), (1, 0), value=1.0)
+
+
+def best_slots(values: Tensor, chances: Tensor, width: int, greedy: bool = False) -> Tensor:
+    """The most valuable slots below the nodes of a level, `[texts, width]`: slot j of node i is number i * c + j.
+
+    The value of a slot is known before its own token is drawn, and no other slot's value that depends on this token is
+    larger. So whether the slot is among the best does not depend on what is drawn there (invariant of DySpec, section
+    4.1). For a greedy target nothing is drawn, and the chance of the slot's own token counts, too.
+
+    Example: in that of `slot_values` two of the best three slots are below the first node.
+
+    Args:
+        values, chances: as in `slot_values`.
+    """
+    slots = slot_values(values, chances)
+    if greedy:  # a sibling is taken after those before it
+        slots = (slots * chances).cummin(-1).values
     return slots.flatten(1).sort(descending=True, stable=True).indices[:, :width]
 
 

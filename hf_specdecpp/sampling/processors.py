@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -83,13 +83,24 @@ def for_row(processors: Sequence[LogitsProcessor], row: int, rows: int) -> list[
     return [each if isinstance(each, as_they_are) else OfRow(each, row, rows) for each in processors]
 
 
+def _of_all_rows(processor: Any) -> Any:
+    """What `for_row` was given."""
+    return processor.processor if isinstance(processor, OfRow) else processor
+
+
+def _ignored(processor: Any) -> Tensor | None:
+    """`[texts]`: up to where a penalty leaves out each text, which `generate()` tells it where prompts are padded."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    return ignored if type(processor) in ASKS_WHICH and isinstance(ignored, Tensor) else None
+
+
 class Processing:
     """The logits processors of one generation.
 
     Attributes:
         does_nothing: whether scores stay as they are.
         prefix_free: whether none looks at the tokens.
-        asks_which: whether none asks more of them than which there were.
+        asks_which: whether at most one looks at them, and that one asks no more of them than which there were.
         may_forbid_all: whether one may forbid every token that a draft with a vocabulary of its own can propose.
         in_order: those that must be called once for each emitted token, in the order of the text, and never otherwise.
 
@@ -109,7 +120,8 @@ class Processing:
         self.does_nothing = not self.processors
         self.in_order = [processor for processor in self.processors if not reads_prefix_only(processor)]
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
-        self.asks_which = all(type(processor) in PREFIX_FREE | ASKS_WHICH for processor in self.processors)
+        looks = [type(processor) for processor in self.processors if type(processor) not in PREFIX_FREE]
+        self.asks_which = len(looks) <= 1 and ASKS_WHICH.issuperset(looks)
         self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)
 
     def for_draft(self) -> Processing:
@@ -119,6 +131,22 @@ class Processing:
     def cooled(self, temperature: float) -> Processing:
         """With a temperature before all others."""
         return Processing([TemperatureLogitsWarper(temperature), *self.processors])
+
+    def together(self) -> Processing:
+        """For all texts of a call at once, as `shown` leaves them: with nothing of one call, so that it fits others."""
+        processors = map(_of_all_rows, self.processors)
+        return Processing([type(each)(each.penalty) if _ignored(each) is not None else each for each in processors])
+
+    def shown(self, texts: Tensor) -> Tensor:
+        """`[texts, length]`, with a text's last token in the place of padding that a penalty leaves out.
+
+        Example: `[[0, 0, 5, 6], [7, 8, 9, 8]]` with two tokens of padding and none are `[[6, 6, 5, 6], [7, 8, 9, 8]]`.
+        """
+        places = torch.arange(texts.shape[1], device=texts.device)
+        for processor in self.processors:
+            if (ignored := _ignored(_of_all_rows(processor))) is not None:
+                texts = torch.where(places < ignored.to(texts.device)[:, None], texts[:, -1:], texts)
+        return texts
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
         """Process `scores` (`[vocab]`) of the position after `input_ids` (`[1, length]`) and `candidates`."""
@@ -134,11 +162,8 @@ class Processing:
             texts: `[texts, n, length]`, the tokens before each; `None` where no processor looks at them.
         """
         rows = scores.flatten(0, 1)
-        if texts is None:
-            return self._apply(rows.new_zeros((len(rows), 1), dtype=torch.long), rows).view_as(scores)
-        before = texts.flatten(0, 1)
-        processed = [self._apply(before[row : row + 1], rows[row : row + 1]) for row in range(len(rows))]
-        return torch.cat(processed).view_as(scores)
+        before = rows.new_zeros((len(rows), 1), dtype=torch.long) if texts is None else texts.flatten(0, 1)
+        return self._apply(before, rows).view_as(scores)
 
     def forbids_all(self, scores: Tensor) -> bool:
         """Whether processed `scores` (`[vocab]`) leave no token. Waits for the device only where that may happen."""

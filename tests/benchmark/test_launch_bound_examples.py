@@ -76,3 +76,47 @@ def test_bench_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert [row[6] for row in rows[1][2:]] == ["1 of 1"] * 2
     assert all(" graphs made" in row[7] for row in [*rows[0][4:], *rows[1][3:]])
     assert all("rounds captured" in row[7] for row in [*rows[0][5:], *rows[1][3:]])
+
+
+STUB = """
+from types import SimpleNamespace
+
+__version__ = "9"
+
+
+class DecodeConfig(SimpleNamespace):
+    pass
+
+
+class Applied(SimpleNamespace):
+    def decode_batch(self, prompts, new_tokens):
+        texts = [self.target.generate(row[None], attention_mask=(row >= 0)[None], do_sample=False,
+                 max_new_tokens=new_tokens, min_new_tokens=new_tokens)[0] for row in prompts]
+        assert self.decoding.cycle_length == 6 and not self.decoding.cuda_graphs
+        return [SimpleNamespace(tokens=text[len(row):], acceptance=[5, 4]) for text, row in zip(texts, prompts)]
+
+
+def apply(target, technique, decoding):
+    return Applied(target=target, draft=technique.model, decoding=decoding)
+"""
+
+
+@pytest.mark.apart
+def test_bench_gpu_beside_economize(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it is installed it takes part, in batches too, with the draft in files."""
+    (tmp_path / "economize" / "techniques").mkdir(parents=True)
+    (tmp_path / "economize" / "__init__.py").write_text(STUB)
+    draft = "import os\n\n\nclass DraftModelConfig:\n    def __init__(self, model):\n"
+    draft += "        assert 'config.json' in os.listdir(model)\n        self.model = model\n"
+    (tmp_path / "economize" / "techniques" / "draft_model.py").write_text(draft)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pretend_graphs():
+        run("bench_gpu.py", monkeypatch, "--dry_run", "--batch_sizes", "1", "2", "--ours", SAMPLE=64)
+    for name in [name for name in sys.modules if name.split(".")[0] == "economize"]:
+        del sys.modules[name]
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| economize")]
+    assert [row.split("|")[1].strip() for row in rows] == ["economize, 5 candidates, its graphs"] * 2
+    assert [row.split("|")[6].strip() for row in rows] == ["4.00", "4.00"]
+    assert [row.split("|")[7].strip() for row in rows] == ["1 of 1"] * 2

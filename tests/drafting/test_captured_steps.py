@@ -1,4 +1,4 @@
-"""Captured steps of a draft: passes that are wrong would be noticed, caches are used again, a changed draft is seen."""
+"""A draft's steps in captured rounds: passes that are wrong would be noticed, a changed draft is seen."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from support.capturing import CHAIN, SETTINGS, drawn, generate
-from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny, told
+from support.capturing import CHAIN, drawn, generate
+from support.models import assistant_for, assistant_of, quiet_later_layers, tiny, told
+from support.whole_rounds import TREE
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.drafting import captured
-from hf_specdecpp.drafting.captured import CapturedSession
-from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.drafting import round_steps
+from hf_specdecpp.drafting.captured_draft import CapturedDraft
+from hf_specdecpp.drafting.draft import logger
 from hf_specdecpp.trees.attention import inputs_in_place
 
 pytestmark = pytest.mark.usefixtures("pretended")
 
 
-def forgets_nothing(session: CapturedSession, count: int, of: int, rows: Any = None) -> None:
-    session.text.held -= of - count
+def forgets_nothing(draft: CapturedDraft, read: Any, tokens: torch.Tensor, states: Any) -> None:
+    """What was emitted is read behind what the draft has read of candidates."""
+    draft.text.cache.length.add_(1)
+    FORGET(draft, read, tokens, states)
 
 
-def keeps_all(session: CapturedSession, path: list[int]) -> None:
-    session._lineage = None
+FORGET = CapturedDraft._forget
 
 
 def sees_siblings(model: Any, room: Any, ancestors: Any, *rest: Any) -> dict[str, Any]:
@@ -42,66 +44,26 @@ def stands_behind_all(*args: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("settings", "owner", "name", "mutant"),
     [
-        ("lookup", CapturedSession, "_keep", forgets_nothing),
-        ("static", CapturedSession, "keep", keeps_all),
-        ("static", captured, "inputs_in_place", sees_siblings),
-        ("static", captured, "inputs_in_place", stands_behind_all),
+        (CHAIN, CapturedDraft, "_forget", forgets_nothing),
+        (TREE, round_steps, "inputs_in_place", sees_siblings),
+        (TREE, round_steps, "inputs_in_place", stands_behind_all),
     ],
-    ids=["forgets nothing", "keeps all", "sees siblings", "stands behind all"],
+    ids=["forgets nothing", "sees siblings", "stands behind all"],
 )
 def test_passes_that_are_wrong_are_noticed(
-    settings: str, owner: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], owner: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In what is drafted: texts are verified."""
     target = quiet_later_layers(tiny("llama"))
-    assistant = assistant_of("independent", target, adapt=False, **SETTINGS[settings])
+    assistant = assistant_of("independent", target, adapt=False, **settings)
     monkeypatch.setattr("support.capturing.LENGTHS", (3, 12))
     expected, rounds = drawn(target, assistant, sampled=False)
     monkeypatch.setattr(owner, name, mutant)
-    assistant.ready_drafter().steps = None  # what is captured knows nothing of the mutant
+    assistant.ready_drafter().captured = None  # what is captured knows nothing of the mutant
     found, other_rounds = drawn(target, assistant, sampled=False)
+    assert assistant.stats.decided["rounds"] == "captured"
     assert all(map(torch.equal, found, expected))
     assert other_rounds != rounds
-
-
-def stepped(session: Any, length: int = 5) -> torch.Tensor:
-    session.begin_round(prompt(length), 0)
-    with torch.inference_mode():
-        logits: torch.Tensor = session.step([])[0]
-    return logits
-
-
-def test_caches_are_used_again() -> None:
-    target = tiny("llama")
-    assistant = assistant_of("early_exit", target, **CHAIN)
-    drafter: Any = assistant.setup().drafter
-    sessions = [CapturedSession(drafter, 48, drafter.steps) for _ in range(2)]
-    for session in sessions:
-        stepped(session)
-    first, second = (session.text.cache for session in sessions)
-    assert first is not None
-    assert first is not second
-    layer: Any = first.layers[0]
-    layer.keys.fill_(float("nan"))  # an overflow, which a hidden row would hand on
-    del sessions[0]
-    third = CapturedSession(drafter, 48, drafter.steps)
-    assert stepped(third).isfinite().all()
-    assert third.text.cache is first
-
-
-def test_the_latest_cache_is_the_first_to_be_used_again() -> None:
-    """Most has been captured for it."""
-    target = tiny("llama")
-    drafter: Any = assistant_of("early_exit", target, **CHAIN).setup().drafter
-    steps = drafter.steps
-    owners = [type("Owner", (), {})() for _ in range(3)]
-    small, large, last = (steps.lease(count, owner) for count, owner in zip((9, 300, 9), owners, strict=True))
-    assert (small.room, large.room, last.room) == (256, 512, 256)
-    while owners:
-        del owners[0]
-    assert steps.lease(20, target) is last
-    assert steps.lease(20, target) is small
-    assert steps.lease(20, target) is large
 
 
 @pytest.mark.takes(2)
@@ -109,50 +71,30 @@ def test_a_draft_in_another_dtype_gets_other_steps() -> None:
     target = tiny("llama", num_hidden_layers=2)
     assistant = assistant_of("early_exit", target, **CHAIN)
     generate(target, assistant)
-    steps = assistant.ready_drafter().steps
+    steps = assistant.ready_drafter().captured_copy
     assistant.detach()
     target.float()
     assistant.attach(target)
     assert torch.equal(generate(target, assistant), generate(target, None))
-    assert assistant.ready_drafter().steps is not steps
-    assert assistant.ready_drafter().steps.works
+    assert assistant.ready_drafter().captured_copy is not steps
+    assert assistant.ready_drafter().captured_copy is not None
 
 
 def test_a_changed_draft_gets_other_steps() -> None:
     """A graph does not look again at the modules that it was captured of."""
     target = tiny("llama", num_hidden_layers=1)
     assistant = assistant_of("independent", target, **CHAIN)
-    drafter: Any = assistant.ready_drafter()
     generate(target, assistant)
-    for layer in drafter.model.model.layers:
+    for layer in assistant.ready_drafter().model.model.layers:
         layer.mlp = torch.nn.Identity()
     assert torch.equal(generate(target, assistant), generate(target, None))
     found = []
-    for session in (DraftSession(drafter, 48), CapturedSession(drafter, 48, drafter.steps)):
-        stepped(session)
-        with torch.inference_mode():
-            found.append(session.step([torch.tensor(7)])[0])
-    torch.testing.assert_close(*found)
-
-
-def test_texts_of_several_threads_do_not_meet() -> None:
-    """Each has its own cache, and what its steps read and return."""
-    target = quiet_later_layers(tiny("llama"))
-    drafter: Any = assistant_of("independent", target, **CHAIN).setup().drafter
-    alone, beside, other = (CapturedSession(drafter, 48, drafter.steps) for _ in range(3))
-    for session, length in ((alone, 9), (beside, 9), (other, 4)):
-        stepped(session, length)
-    taken: list[list[torch.Tensor]] = [[], []]
-    with torch.inference_mode():
-        for count in (1, 2, 3):
-            for place, session in enumerate((alone, beside)):
-                taken[place].append(session.step([torch.tensor(7)] * count)[0])
-            other.step([torch.tensor(3)] * count)
-    for ours, theirs in zip(*taken, strict=True):
-        torch.testing.assert_close(ours, theirs)
-    slots = drafter.steps._slots.values()
-    places = [each.data_ptr() for slot in slots for each in (*slot.arguments[:1], *slot.outputs)]
-    assert len(places) == len(set(places)) > 6
+    for graphs in ("auto", "off"):
+        assistant.speculation.graphs = graphs
+        found.append(generate(target, assistant))
+        found.append(assistant.stats.accepted)
+    assert torch.equal(found[0], found[2])
+    assert found[1] == found[3] > 0
 
 
 @pytest.mark.takes(3)
@@ -169,7 +111,7 @@ def test_one_draft_for_two_targets(pretended: Counter[str]) -> None:
 
 def test_what_rules_captured_steps_out_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(captured.logger, "warning", said.append)
+    monkeypatch.setattr(logger, "warning", said.append)
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     draft, target = tiny("llama", rope_parameters=rope), tiny("llama")
     assistant = told(SpecDecPPAssistant.from_draft(draft, target), **CHAIN)
@@ -177,5 +119,4 @@ def test_what_rules_captured_steps_out_is_said_once(monkeypatch: pytest.MonkeyPa
         assistant.setup()
     assert len(said) == 1
     assert "rotary frequencies change" in said[0]
-    assert not assistant.ready_drafter().steps.works
-    assert not assistant.ready_drafter().is_captured
+    assert assistant.ready_drafter().captured_copy is None

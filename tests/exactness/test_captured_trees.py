@@ -8,6 +8,7 @@ rounding. Wrong versions of the functions must not pass.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,14 +16,38 @@ import pytest
 import torch
 from support.next_tokens import VOCAB, Path, distributions, texts_of_plain
 from torch import Tensor
+from torch.nn import functional
 
 from hf_specdecpp.sampling import on_device
-from hf_specdecpp.sampling.on_device import best_slots, last_on_path, remaining, stands_greedily, stands_sampled
+from hf_specdecpp.sampling.on_device import (
+    best_slots,
+    last_on_path,
+    remaining,
+    slot_values,
+    stands_greedily,
+    stands_sampled,
+)
 
 LEVELS, WIDTH = 2, 2
 NODES = LEVELS * WIDTH
 Tests = Callable[..., tuple[Tensor, Tensor]]
 Slots = Callable[[Tensor, Tensor, int], Tensor]
+Judge = Callable[[list[Path], Tensor, Tensor], Tensor]
+
+
+def by_q(_: list[Path], tokens: Tensor, q: Tensor) -> Tensor:
+    """The chance of each sibling among those that are left."""
+    probs = q.gather(-1, tokens)
+    return probs / (1.0 - functional.pad(probs[..., :-1].cumsum(-1), (1, 0))).clamp_min(1e-12)
+
+
+def by_a_head(paths: list[Path], tokens: Tensor, _: Tensor) -> Tensor:
+    """Anything that depends on the path to each sibling and on its earlier siblings."""
+    found = [
+        [random.Random(repr((path, of_node[: place + 1]))).random() for place in range(len(of_node))]
+        for path, of_node in zip(paths, tokens[0].tolist(), strict=True)
+    ]
+    return torch.tensor([found], dtype=torch.float64)
 
 
 def orders(q: Tensor) -> Iterator[tuple[float, Path]]:
@@ -45,7 +70,9 @@ class Grown:
         q: `[nodes, vocab]`.
     """
 
-    def __init__(self, q: Callable[[Path], Tensor], drawn: dict[Path, tuple[float, Path]], slots: Slots) -> None:
+    def __init__(
+        self, q: Callable[[Path], Tensor], drawn: dict[Path, tuple[float, Path]], slots: Slots, judge: Judge
+    ) -> None:
         self.chance, self.tokens, self.parents, self.paths = 1.0, [], [], [()]
         rows: list[Tensor] = []
         above, values = [0], torch.ones(1, 1, dtype=torch.float64)
@@ -55,9 +82,9 @@ class Grown:
             for chance, _ in order:
                 self.chance *= chance
             tokens = torch.tensor([[each for _, each in order]])
-            probs = here.gather(-1, tokens)
-            chosen = slots(values, probs, WIDTH)
-            values = values.gather(1, chosen // WIDTH) * probs.flatten(1).gather(1, chosen)
+            chances = judge([self.paths[node] for node in above], tokens, here)
+            chosen = slots(values, chances, WIDTH)
+            values = (slot_values(values, chances) * chances).flatten(1).gather(1, chosen)
             rows.append(remaining(here, tokens).flatten(1, 2)[0, chosen[0]])
             level = []
             for slot in chosen[0].tolist():
@@ -77,12 +104,12 @@ class Grown:
         return seen[None]
 
 
-def trees(q: Callable[[Path], Tensor], slots: Slots = best_slots) -> Iterator[Grown]:
+def trees(q: Callable[[Path], Tensor], slots: Slots = best_slots, judge: Judge = by_q) -> Iterator[Grown]:
     """All trees, each with its chance. What is drawn below a node of which nobody asks is left open."""
     for first in orders(q(())):
         firsts = [(token,) for token in first[1]]
         for below in itertools.product(*(orders(q(path)) for path in firsts)):
-            yield Grown(q, {(): first, **dict(zip(firsts, below, strict=True))}, slots)
+            yield Grown(q, {(): first, **dict(zip(firsts, below, strict=True))}, slots, judge)
 
 
 def texts_of_rounds(p: Callable[[Path], Tensor], grown: Iterator[Grown], tests: Tests) -> dict[Path, float]:
@@ -108,19 +135,20 @@ def texts_of_rounds(p: Callable[[Path], Tensor], grown: Iterator[Grown], tests: 
     return found
 
 
-def error(tests: Tests = on_device.tree_tests, slots: Slots = best_slots, seeds: int = 4) -> float:
+def error(tests: Tests = on_device.tree_tests, slots: Slots = best_slots, seeds: int = 4, judge: Judge = by_q) -> float:
     """The largest difference of a text's chance."""
     largest = 0.0
     for seed in range(seeds):
         p, q = (distributions(each, LEVELS, spread=1.5, every=4) for each in (seed, 100 + seed))
-        plain, ours = texts_of_plain(p, LEVELS + 1), texts_of_rounds(p, trees(q, slots), tests)
+        plain, ours = texts_of_plain(p, LEVELS + 1), texts_of_rounds(p, trees(q, slots, judge), tests)
         largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
     return largest
 
 
 @pytest.mark.takes(4)
-def test_the_distribution_is_the_targets() -> None:
-    assert error() < 1e-12
+@pytest.mark.parametrize("judge", [by_q, by_a_head], ids=lambda each: each.__name__)
+def test_the_distribution_is_the_targets(judge: Judge) -> None:
+    assert error(judge=judge) < 1e-12
 
 
 def with_q_of_the_first(
@@ -152,15 +180,22 @@ def test_mutants_of_verification_are_noticed(mutant: Tests) -> None:
     assert error(mutant) > 1e-3
 
 
-def by_its_own_token(values: Tensor, probs: Tensor, width: int) -> Tensor:
+def by_its_own_token(values: Tensor, chances: Tensor, width: int) -> Tensor:
     """A mutant: slots are chosen by what was drawn there."""
-    return (values[..., None] * probs).flatten(1).sort(descending=True, stable=True).indices[:, :width]
+    return (values[..., None] * chances).flatten(1).sort(descending=True, stable=True).indices[:, :width]
+
+
+def as_for_greedy_targets(values: Tensor, chances: Tensor, width: int) -> Tensor:
+    """A mutant: the same, and no sibling before earlier ones."""
+    return best_slots(values, chances, width, greedy=True)
 
 
 @pytest.mark.takes(4)
-def test_a_mutant_of_growth_is_noticed() -> None:
+@pytest.mark.parametrize("judge", [by_q, by_a_head], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("mutant", [by_its_own_token, as_for_greedy_targets], ids=lambda each: each.__name__)
+def test_a_mutant_of_growth_is_noticed(mutant: Slots, judge: Judge) -> None:
     """A drawn token would be dropped because of what it is."""
-    assert error(slots=by_its_own_token) > 1e-3
+    assert error(slots=mutant, judge=judge) > 1e-3
 
 
 def test_slots_before_their_siblings() -> None:
@@ -170,8 +205,9 @@ def test_slots_before_their_siblings() -> None:
         values, probs = torch.rand(2, 3), torch.rand(2, 3, 4)
         probs = probs / probs.sum(-1, keepdim=True)
         probs[:, 0] = torch.tensor([1.0, 0.0, 0.0, 0.0])
-        for row in best_slots(values, probs, 5).tolist():
-            assert all(slot % 4 == 0 or slot - 1 in row[:place] for place, slot in enumerate(row))
+        for greedy in (False, True):
+            for row in best_slots(values, probs, 5, greedy).tolist():
+                assert all(slot % 4 == 0 or slot - 1 in row[:place] for place, slot in enumerate(row))
 
 
 def test_greedy_trees() -> None:

@@ -27,7 +27,7 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.captured.target import CapturedTarget
-from hf_specdecpp.drafting import captured
+from hf_specdecpp.drafting.draft import logger
 from hf_specdecpp.models.causal_lm import CausalLM
 
 pytestmark = pytest.mark.usefixtures("pretended")
@@ -304,7 +304,7 @@ def test_a_width_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_draft_that_cannot_be_captured_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(captured.logger, "warning", told.append)
+    monkeypatch.setattr(logger, "warning", told.append)
     target = quiet_later_layers(tiny("llama"))
     assistant = assistant_of("independent", target, **CHAIN)
     model: Any = assistant.ready_drafter().model

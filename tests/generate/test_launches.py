@@ -57,7 +57,7 @@ def texts(ids: Tensor, target: Any, assistant: Any, **how: Any) -> Tensor:
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("rule", RULES)
 def test_two_launches_and_one_read(rule: str, how: str, rows: int, rounds: list[tuple[int, int, int, int]]) -> None:
-    if rows > 1 and (rule == "tree" or how == "repetition penalty"):
+    if rows > 1 and rule == "tree":
         return  # which are captured for one text
     target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
     ids = torch.cat([prompt(9, seed=row) for row in range(rows)])
@@ -76,3 +76,19 @@ def test_two_launches_and_one_read(rule: str, how: str, rows: int, rounds: list[
         assert read == 1
         # Beside the replays: what is emitted is put behind each text, and an estimate's calibration goes to the device.
         assert launched - replayed <= 3 * rows + 1
+
+
+def test_a_draft_beside_captured_passes_leaves_out_cudnns_attention() -> None:
+    """Where rounds are made step by step the draft's text grows, uncaptured."""
+    target, seen = quiet_later_layers(tiny("llama", num_hidden_layers=2)), []
+    with pretend_graphs_on_devices():
+        on_device(target)
+        assistant = assistant_of("independent", target, **RULES["fixed"], lookup=True)
+        inner: Any = assistant.ready_drafter().model.get_decoder()
+        inner.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+        texts(on_device(prompt(9)), target, assistant)
+        assert "lookups" in assistant.stats.decided["rounds"]
+        assert assistant.stats.uncaptured is None
+    assert len(seen) > 4
+    assert not any(seen)
+    assert torch.backends.cuda.cudnn_sdp_enabled()

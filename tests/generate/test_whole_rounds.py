@@ -22,6 +22,7 @@ from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundShape
+from hf_specdecpp.estimation.head import AcceptanceHead
 from hf_specdecpp.generation.captured import rounds as captured_rounds
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing
@@ -138,6 +139,49 @@ def test_a_tree_brings_more_than_a_chain(tmp_path: Path) -> None:
     assert accepted["tree"] > accepted["chain"]
 
 
+def judging(drafter: Any) -> AcceptanceHead:
+    """A head with random weights that matter to its verdict, which has nothing to do with q."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": drafter.hidden_size, "embedding_size": drafter.embedding_size}
+        head = AcceptanceHead(num_blocks=1, inputs="before", rank=4, **sizes)
+        head.output.weight.normal_(std=3.0)
+        head.from_embedding.weight.normal_()
+    return head
+
+
+def noted_trees(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Tokens and parents of the trees of rounds from now on."""
+    found: list[Any] = []
+    told = captured_rounds.CapturedRounds._told
+
+    def note(*arguments: Any) -> Any:
+        report = told(*arguments)
+        found.append((report.tree.tokens, report.tree.parents))
+        return report
+
+    patch.setattr(captured_rounds.CapturedRounds, "_told", note)
+    return found
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mtp 3"])
+def test_a_head_values_the_slots_of_trees(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
+    target, assistant = made(kind, tmp_path, **TREE)
+    plain, grown = generate(target, None), []
+    for head in (None, judging(assistant.ready_drafter())):
+        assistant.head = head
+        before = pretended.copy()
+        with pytest.MonkeyPatch.context() as patch:
+            trees = noted_trees(patch)
+            assert torch.equal(generate(target, assistant), plain)
+        assert assistant.stats.decided["rounds"] == "captured"
+        assert pretended["captured"] - before["captured"] == 2 + (head is None)  # a pass is compared first
+        grown.append(trees[0])
+        assert generate(target, assistant, **SAMPLED).shape == plain.shape
+    assert grown[0] != grown[1]
+
+
 REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "lookups": ({**CHAIN, "lookup": True}, {}, "lookups are made on the host"),
     "another budget": ({**TREE, "tree_budget": 12}, {}, "trees that are grown on the device have 15 or 30 candidates"),
@@ -155,49 +199,6 @@ def test_why_rounds_are_made_step_by_step(name: str, tmp_path: Path) -> None:
     generate(target, assistant, **how)
     assert reason in assistant.stats.decided["rounds"]
     assert assistant.stats.uncaptured is None
-
-
-# Processors that ask which tokens there were -------------------------------------------------------------------------
-
-PENALTY = {"repetition_penalty": 1.4}
-
-
-@pytest.mark.every(5)
-@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize(("length", "padding"), [(5, 0), (5, 4), (236, 0)])
-def test_a_repetition_penalty(length: int, padding: int, settings: dict[str, Any], tmp_path: Path) -> None:
-    target, assistant = made("independent", tmp_path, **settings)
-    for further in (24, 40):
-        how: dict[str, Any] = {"padding": padding, "max_new_tokens": further, **PENALTY}
-        assert torch.equal(generate(target, assistant, length, **how), generate(target, None, length, **how))
-        assert assistant.stats.decided["rounds"] == "captured"
-        assert assistant.stats.accepted > 0
-
-
-def knows_the_prompt_alone(rounds: Any, *_: Any) -> None:
-    """A mutant: what was emitted is not noted."""
-
-
-def knows_no_path(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
-    """A mutant: candidates see the text, and not one another."""
-    return text[:, None].expand(-1, seen.shape[1], -1)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "mutant"),
-    [
-        (captured_rounds.CapturedRounds, "_write", knows_the_prompt_alone),
-        (captured_rounds, "with_paths", knows_no_path),
-    ],
-    ids=["emitted", "path"],
-)
-def test_a_penalty_that_misses_tokens_is_noticed(
-    owner: Any, name: str, mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, name, mutant)
-    target, assistant = made("independent", tmp_path, **CHAIN)
-    how: dict[str, Any] = {"max_new_tokens": 60, "repetition_penalty": 2.0}
-    assert not torch.equal(generate(target, assistant, **how), generate(target, None, **how))
 
 
 # Batches -------------------------------------------------------------------------------------------------------------

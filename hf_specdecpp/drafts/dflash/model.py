@@ -220,7 +220,7 @@ class DFlashDraft(StateDraft):
         return [self.model, self.head]
 
     def round_steps(self, vocab_size: int) -> BlockSteps | None:
-        return None if self.captured is None else BlockSteps(self.captured[1], vocab_size)
+        return None if self.captured_copy is None else BlockSteps(self.captured_copy, vocab_size)
 
     def session(self, vocab_size: int) -> BlockReading:
         return BlockReading(self, vocab_size)

@@ -107,7 +107,7 @@ class Gemma4Draft(StateDraft):
         return int(self.own.hidden_size)
 
     def round_steps(self, vocab_size: int) -> SharedSteps | None:
-        return None if self.captured is None else SharedSteps(self.captured[1], vocab_size)
+        return None if self.captured_copy is None else SharedSteps(self.captured_copy, vocab_size)
 
     def rows_in(self, cache: RoomCache) -> SharedRows:
         """What it sees of a text in a target's room."""

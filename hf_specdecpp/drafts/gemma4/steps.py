@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.captured.rooms import RoomCache
-from hf_specdecpp.drafting.captured import at_last
-from hf_specdecpp.drafting.round_steps import RoundSteps, Unrolled, Window
+from hf_specdecpp.drafting.round_steps import RoundSteps, Unrolled, Window, at_last
 from hf_specdecpp.models.reader import as_wide_as
 
 

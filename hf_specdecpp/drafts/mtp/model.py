@@ -197,10 +197,12 @@ class MtpDraft(StateDraft):
         for layer in self.layers:
             layer.capture_steps(wanted, fuse)
 
+    def give_up(self, reason: str) -> None:
+        self.first.give_up(reason)
+
     def round_steps(self, vocab_size: int) -> LayerSteps | None:
-        if not all(layer.is_captured for layer in self.layers):
-            return None
-        return LayerSteps([layer.steps for layer in self.layers], vocab_size)
+        copies = [layer.captured_copy for layer in self.layers]
+        return None if None in copies else LayerSteps(copies, vocab_size)
 
     def describe(self) -> dict[str, Any]:
         return {**self.first.describe(), "multi_token_layers": len(self.layers)}

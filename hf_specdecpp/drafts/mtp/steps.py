@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.captured.rooms import RoomCache
-from hf_specdecpp.drafting.captured import CapturedSteps, at_last, read, read_chain
-from hf_specdecpp.drafting.round_steps import RoundSteps, Unrolled, Window
+from hf_specdecpp.drafting.round_steps import RoundSteps, Unrolled, Window, at_last, read, read_chain
 
 
 class LayerSteps(RoundSteps):
@@ -22,14 +21,14 @@ class LayerSteps(RoundSteps):
     When e and f stand and g follows, the next window is d e f g: the second layer reads e, f, g and a candidate.
 
     Args:
-        layers: in the order in which they draft.
+        layers: in the order in which they draft; their models are captured.
         vocab_size: width of the target's logits.
     """
 
     draws_trees = False
 
-    def __init__(self, layers: Sequence[CapturedSteps], vocab_size: int) -> None:
-        self.layers: list[Any] = [layer.drafter for layer in layers]
+    def __init__(self, layers: Sequence[Any], vocab_size: int) -> None:
+        self.layers = layers
         super().__init__(self.layers[0], vocab_size, tuple(map(id, layers)), self.layers[0].fusion.width)
         self.num_layers, self.again, self.least = len(layers), len(layers) - 1, len(layers)
 
@@ -44,6 +43,6 @@ class LayerSteps(RoundSteps):
             tokens = tokens.scatter(1, window.last[:, None] + 1 + place, level.tokens)
         cache.length.add_(window.last + 1)
         while True:
-            own = [layer.known(level.tokens), hidden[:, None], window.last.new_zeros(len(hidden))]
+            own = Window(layer.known(level.tokens), hidden[:, None], window.last.new_zeros(len(hidden)))
             logits, hidden = read(layer, part, own, self.vocab_size)
             level = yield logits[:, None], hidden[:, None]

@@ -15,7 +15,6 @@ from transformers.generation import GenerationMode
 from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.captured.rooms import LEAST_ROOM, room_for
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
-from hf_specdecpp.drafting.captured import LEAST_NODES, LEAST_WIDTH, SEVERAL, CapturedSession
 from hf_specdecpp.drafting.captured_draft import RoundShape
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.text import CapturedText
@@ -29,7 +28,7 @@ from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, longest_text
 from hf_specdecpp.throughput.memory import Memory
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.throughput.tiers import SPARE
 
 PROMPT, ROUNDS = 8, 2  # tokens; of the assistant's own, in each room
 
@@ -60,23 +59,23 @@ class RehearsedDecoding(AssistedDecoding):
         self.most = self.generator.setup.most_tokens
 
     def _make_rounds(self) -> None:
-        session, target = self.generator.session, self.target
-        if not target.prefix.is_captured and not isinstance(session, CapturedSession):
+        target = self.target
+        if not isinstance(target.prefix, CapturedText):
             raise ValueError(
                 f"Nothing can be captured here, so there is nothing to warm up. Of {type(target.model).__name__}: "
-                f"{self.text.stats.uncaptured or 'SpeculationConfig.graphs is off'}; nor can the draft's steps."
+                f"{self.text.stats.uncaptured or 'SpeculationConfig.graphs is off'}."
             )
         whole = target.captured.rounds
         if whole is not None:
             whole.begin(self.texts)
         self.generator.times = None  # these rounds are unlike others
-        further = 2 * width_of(self.most + 1) + SEVERAL
+        further = 2 * width_of(self.most + 1) + SPARE
         room = LEAST_ROOM
         while room <= room_for(target.config.max_length + further):
             if whole is not None:
                 self._make_whole_rounds(whole, room)
             else:
-                self._make_passes(room)
+                self._read_target(target.prefix, room)
             room *= 2
 
     def _make_whole_rounds(self, whole: WholeRounds, room: int) -> None:
@@ -86,17 +85,8 @@ class RehearsedDecoding(AssistedDecoding):
         for shape in {RoundShape(0), *whole.tiers.shapes}:
             whole.rounds.time(shape, whole.rules)
 
-    def _make_passes(self, room: int) -> None:
-        """Passes of the target and of the draft, and some rounds."""
-        if isinstance(self.target.prefix, CapturedText):
-            self._read_target(self.target.prefix, room)
-        if isinstance(self.generator.session, CapturedSession):
-            self._read_draft(self.generator.session, room)
-        for _ in range(ROUNDS):
-            self.round()
-
     def _read_target(self, text: CapturedText, room: int) -> None:
-        """A pass of each width; of trees a path of each, too."""
+        """A pass of each width, of trees a path of each, too; and some rounds."""
         text.passes.text.with_room(room)
         target = self.target
         left = text.most_candidates(self.text.ids)
@@ -105,23 +95,8 @@ class RehearsedDecoding(AssistedDecoding):
             target.try_pass(count)
             if self.generator.draws_trees:
                 text.passes.keep(0, torch.arange(count + 1, device=target.device))
-
-    @torch.inference_mode()
-    def _read_draft(self, session: CapturedSession, room: int) -> None:
-        """Steps over one token and over several; of trees levels of each width."""
-        session.text.with_room(room)
-        tokens, states = self.text.ids[:, -2:], self.target.states.found
-        token = int(tokens[0, -1])
-        is_tree = self.generator.draws_trees
-        for sizes in [[], *(levels(self.most) if is_tree else [])]:
-            for count in (2, 1, 2):
-                own = None if states is None else states[:, -1:].expand(-1, count, -1)
-                session.begin_round(tokens[:, -count:], 0, own)
-                if is_tree:
-                    _grow(session, token, sizes)
-                else:
-                    for place in range(3):
-                        session.step([tokens[0, -1]] * place)
+        for _ in range(ROUNDS):
+            self.round()
 
 
 def filling(most: int, room: int) -> list[int]:
@@ -133,34 +108,6 @@ def filling(most: int, room: int) -> list[int]:
     while counts[-1] < most and 2 * counts[-1] + 1 <= room:
         counts.append(2 * counts[-1] + 1)
     return counts
-
-
-def _grow(session: CapturedSession, token: int, sizes: list[int]) -> None:
-    """A tree of which levels of so many nodes are read."""
-    tree, nodes = DraftTree(token), [0]
-    for size in (*sizes, 0):
-        session.expand(tree, nodes)
-        nodes = [tree.add(0, token) for _ in range(size)]
-    session.keep([])
-
-
-def levels(most: int) -> list[list[int]]:
-    """Sizes of levels below the root so that a draft reads one of each width, among as many nodes as trees of `most`
-    candidates may have.
-
-    Example: for trees of up to 12 one of 1 (the width is 4), one of 5 (8) and one of 9 (16).
-    """
-    found, nodes = [], LEAST_NODES
-    while nodes < 2 * (most + 1) or nodes == LEAST_NODES:
-        width = LEAST_WIDTH
-        while width <= nodes:
-            least = 1 if width == LEAST_WIDTH else width // 2 + 1
-            before = max(nodes // 2 - least, 0) if nodes > LEAST_NODES else 0  # nodes, beside the root
-            if before + least < max(most, 2):
-                found.append([before, least] if before else [least])
-            width *= 2
-        nodes *= 2
-    return found
 
 
 def warm_up(setup: DraftSetup, target: CausalLM, max_length: int, options: dict[str, Any]) -> float:

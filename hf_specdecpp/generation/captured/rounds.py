@@ -81,6 +81,7 @@ class CapturedRounds:
         seconds: that rounds take.
         tiers: what `rule="throughput"` knows of them.
         why_not: why a round was not captured, once that was seen.
+        is_drafting: whether the latest graph is of the draft.
     """
 
     def __init__(self, passes: CapturedTarget, draft: CapturedDraft) -> None:
@@ -88,6 +89,7 @@ class CapturedRounds:
         self.graphs, self.seconds = Graphs(passes.device), RoundSeconds()
         self.tiers: MostTokens | None = None
         self.why_not: str | None = None
+        self.is_drafting = False
         texts, levels = draft.estimates.shape
         with lasting():
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
@@ -97,8 +99,8 @@ class CapturedRounds:
             self.read = torch.zeros_like(self.report, device="cpu")
             if passes.device.type == "cuda":
                 self.read = self.read.pin_memory()
-        self._texts: dict[int, Tensor] = {}  # by room: all tokens, for processors that ask which there were
-        self._text: Tensor | None = None  # the one of these at hand
+        self._texts: dict[int, Tensor] = {}  # by room: all tokens of each, for processors that ask which there were
+        self._text: Tensor | None = None  # those at hand
         self._sizes: list[int] = []  # tokens that the target has read of each text
         self._active: list[int] = []
         self._has_begun = False
@@ -108,15 +110,16 @@ class CapturedRounds:
         own = [self.token, self.passes.text.cache.length, *self.draft.changes]
         return own if self._text is None else [*own, self._text]
 
-    def begin(self, texts: Sequence[Tensor], tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
-        """The rounds that follow are of other texts `[1, length]`, whose last tokens the target has not read.
+    def begin(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
+        """The rounds that follow are of other texts, whose last tokens the target has not read.
 
         Args:
+            texts: `[texts, length]`, as processors see them.
             tokens, states, padding: what the draft reads of them, as `CapturedDraft.begin`.
         """
-        self.token.copy_(torch.cat([text[:, -1:] for text in texts]))
+        self.token.copy_(texts[:, -1:])
         self._sizes, self._active = [self.passes.text.held] * len(texts), list(range(len(texts)))
-        self._first, self._text, self._has_begun = texts[0], None, False
+        self._first, self._text, self._has_begun = texts, None, False
         self.draft.source = self.passes.text  # of the draft's own, once it begins, unless it has none
         self.draft.begin(tokens, states, padding)
 
@@ -179,10 +182,10 @@ class CapturedRounds:
             known = self._first if self._text is None else self._text
             if room not in self._texts:
                 with lasting():
-                    self._texts[room] = known.new_zeros((1, room + self.draft.nodes + 2))
+                    self._texts[room] = known.new_zeros((len(known), room + self.draft.nodes + 2))
             self._text = self._texts[room]
             self._text[:, : known.shape[1]] = known
-            self._text[:, known.shape[1] :] = known[:, -1:]  # which is in the text anyway
+            self._text[:, known.shape[1] :] = known[:, -1:]  # which is in each text anyway
 
     def _launch(self, shape: RoundShape, rules: RoundRules) -> None:
         place = *self.passes.place, shape, rules.key
@@ -193,6 +196,7 @@ class CapturedRounds:
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
         """Run a function by its graph; in the middle of a text one that cannot be captured runs as it is."""
+        self.is_drafting = key[0] != "verify"
         if self.why_not is not None and key not in self.graphs:
             return function()
         try:

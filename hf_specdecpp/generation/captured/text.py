@@ -167,9 +167,11 @@ class Captured:
         try:
             self.rounds.round(texts, self.side)
         except CannotCaptureError as error:  # of the first
-            self.rounds = None
+            if self.rounds.rounds.is_drafting:
+                self.generator.setup.drafter.give_up(str(error))
+            self.rounds, reason = None, f"a round cannot be captured ({error})"
             for text in self.texts:
-                text.stats.uncaptured = f"a round cannot be captured ({error})"
+                text.stats.uncaptured, text.stats.decided["rounds"] = reason, f"step by step: {reason}"
                 text.generator.begin_again()
             if self._rounds_alone:
                 self.side.leave_rooms()

@@ -12,7 +12,6 @@ from torch.nn import functional
 from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape
-from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.captured.rounds import CapturedRounds
 from hf_specdecpp.generation.text import Text, Verdict
 from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, Tiers, chains_up_to
@@ -46,9 +45,11 @@ class WholeRounds:
         states = [functional.pad(each, (0, 0, count, 0)) for (_, each), count in zip(read, further, strict=True)
                   if each is not None]  # fmt: skip
         self.rounds.begin(
-            [text.ids for text in texts], torch.cat(tokens), torch.cat(states) if states else None,
+            self.generator.processing.shown(torch.cat([text.ids for text in texts])),
+            torch.cat(tokens),
+            torch.cat(states) if states else None,
             torch.tensor(further, device=tokens[0].device),
-        )  # fmt: skip
+        )
         if isinstance(self.tiers, MostTokens):
             device = self.rounds.passes.device
             with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a seed is for the text alone
@@ -99,8 +100,8 @@ def whole_rounds(texts: Sequence[Text], passes: CapturedTarget) -> WholeRounds:
     steps: Any = generator.round_steps  # or there would be no whole rounds
     greedy = generator.randomness is None
     rules = RoundRules(
-        greedy, generator.draft_processing, generator.processing,
-        None if speculation.rule == "fixed" or speculation.tree is not None else generator.setup.estimator,
+        greedy, generator.draft_processing.together(), generator.processing.together(),
+        generator.setup.estimator if speculation.rule != "fixed" or speculation.tree is not None else None,
         speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
         decisions.verification,
     )  # fmt: skip
@@ -154,8 +155,8 @@ def why_not_whole(texts: Sequence[Text]) -> str | None:
         return "costs that are given or assumed are reckoned with on the host"
     if any(text.records.logits is not None or text.records.scores is not None for text in texts):
         return "scores or logits are asked for"
-    for processing in (generator.processing, generator.draft_processing):
-        if not (processing.prefix_free or (processing.asks_which and len(texts) == 1)) or processing.may_forbid_all:
+    for processing in (generator.processing.together(), generator.draft_processing.together()):
+        if not processing.asks_which or processing.may_forbid_all:
             return "a logits processor runs on the host"
     return None if speculation.tree is None else _why_no_tree(generator)
 
@@ -165,8 +166,6 @@ def _why_no_tree(generator: Any) -> str | None:
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
     if speculation.tree != "dyspec":
         return "only trees of Algorithm 2 (tree='dyspec') are grown on the device"
-    if not isinstance(generator.setup.estimator, DraftProbability):
-        return "a head values the slots of trees on the host"
     fitting = [shape for shape in TREES if shape.levels <= min(decisions.tree_depth, generator.round_steps.most)]
     budgets = [shape.nodes for shape in fitting]
     if decisions.tree_threshold or speculation.tree_budget not in budgets:

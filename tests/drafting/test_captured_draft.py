@@ -1,0 +1,114 @@
+"""Levels of candidates that captured rounds draw, beside the growth of uncaptured trees."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.toy_rounds import HIDDEN_SIZE, make_estimator
+from torch import Tensor, nn
+
+from hf_specdecpp.drafting import captured_draft
+from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules
+from hf_specdecpp.estimation.estimators import DraftStep, Estimator
+from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.sampling.without_replacement import Ranked
+from hf_specdecpp.trees.slots import Growth, Level
+
+VOCAB, WIDTH, SEEDS = 30, 3, 12
+
+
+class Contents:
+    """What a draft says after each node of two levels, and the numbers that its children are drawn with."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.scores = [2.0 * torch.randn(1, count, VOCAB) for count in (1, WIDTH)]
+        self.hidden = [torch.randn(1, count, HIDDEN_SIZE) for count in (1, WIDTH)]
+        self.times = [torch.empty(1, count, VOCAB).exponential_() for count in (1, WIDTH)]
+        self.embed = nn.Embedding(VOCAB, HIDDEN_SIZE)
+
+
+Nodes = list[tuple[int, int, float]]  # of the second level: place of the parent, token, chance that it stands
+
+
+def captured(contents: Contents, estimator: Estimator, greedy: bool) -> Nodes:
+    rules = RoundRules(greedy, Processing([]), Processing([]), estimator, None, 0, "token")
+    draft: Any = SimpleNamespace(device=torch.device("cpu"))
+    values = torch.ones(1, 1)
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        for level in range(2):
+            patch.setattr(captured_draft, "exponential", lambda *_, level=level, **__: contents.times[level])
+            step = DraftStep(level, contents.scores[level], contents.hidden[level], contents.embed, greedy)
+            drawn = CapturedDraft._draw(draft, step, values, rules, WIDTH)
+            values = drawn.values
+    return list(zip(drawn.parents[0].tolist(), drawn.tokens[0].tolist(), values[0].tolist(), strict=True))
+
+
+def uncaptured(contents: Contents, estimator: Estimator, greedy: bool) -> Nodes:
+    def expand(tree: Any, nodes: list[int]) -> Level:
+        level = tree.levels
+        return Level(contents.scores[level][0], contents.hidden[level][0], contents.embed)
+
+    randomness: Any = SimpleNamespace(siblings=lambda q: Ranked(q, q / contents.times[len(q) > 1][0]))
+    growth = Growth(expand, estimator, None if greedy else randomness, root=0, max_depth=3)
+    growth.expand([0])
+    firsts = [growth.draw_best() for _ in range(WIDTH)]
+    growth.open.clear()  # a level has as many nodes as the others
+    growth.expand([node for node in firsts if node is not None])
+    found = [growth.draw_best() for _ in range(WIDTH)]
+    return [(firsts.index(growth.tree.parents[node]), growth.tree.tokens[node], growth.leaves[node])
+            for node in found if node is not None]  # fmt: skip
+
+
+def differing(judge: str, greedy: bool) -> int:
+    """How many of some trees have other second levels than uncaptured ones."""
+    count = 0
+    for seed in range(SEEDS):
+        contents, estimator = Contents(seed), make_estimator(judge, seed)
+        ours, theirs = (grow(contents, estimator, greedy) for grow in (captured, uncaptured))
+        values = [torch.tensor([each[2] for each in nodes]) for nodes in (ours, theirs)]
+        is_same = [each[:2] for each in ours] == [each[:2] for each in theirs]
+        count += not (is_same and torch.allclose(values[0], values[1]))
+    return count
+
+
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("judge", ["q", "before"])
+def test_slots_are_valued_as_in_uncaptured_trees(judge: str, greedy: bool) -> None:
+    assert differing(judge, greedy) == 0
+
+
+def told_of_q(head: AcceptanceHead, step: DraftStep, tokens: Tensor, left: Tensor, mass: Tensor) -> Tensor:
+    """A mutant: what earlier siblings have taken is not left out."""
+    own = step.q[..., None, :].expand_as(left)
+    return JUDGE(head, step, tokens, own, mass)
+
+
+def told_of_no_siblings(head: AcceptanceHead, step: DraftStep, tokens: Tensor, left: Tensor, mass: Tensor) -> Tensor:
+    """A mutant: their mass is not told."""
+    return JUDGE(head, step, tokens, left, torch.zeros_like(mass))
+
+
+JUDGE = AcceptanceHead.estimate_siblings
+
+
+@pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    [
+        (RoundRules, "head_of_slots", None),
+        (AcceptanceHead, "estimate_siblings", told_of_q),
+        (AcceptanceHead, "estimate_siblings", told_of_no_siblings),
+        (captured_draft, "slot_values", lambda values, chances: values[..., None].expand_as(chances)),
+    ],
+    ids=["by q alone", "by all of q", "no siblings", "siblings do not count"],
+)
+def test_other_values_are_noticed(
+    owner: Any, name: str, mutant: Any, greedy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, mutant)
+    assert differing("before", greedy) > SEEDS / 2

@@ -1,0 +1,177 @@
+"""Rounds that are captured whole with processors that ask which tokens there were; on pretended graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.capturing import CHAIN, generate
+from support.whole_rounds import SAMPLED, TREE, batch, made, together
+from torch import Tensor
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+from hf_specdecpp.drafting import captured_draft
+from hf_specdecpp.generation.captured import rounds as captured_rounds
+from hf_specdecpp.sampling.processors import OfRow, Processing, for_row
+
+pytestmark = [pytest.mark.usefixtures("pretended"), pytest.mark.takes(6)]
+PENALTY = {"repetition_penalty": 1.4}
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(("length", "padding"), [(5, 0), (5, 4), (236, 0)])
+def test_a_repetition_penalty(length: int, padding: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    target, assistant = made("independent", tmp_path, **settings)
+    for further in (24, 40):
+        how: dict[str, Any] = {"padding": padding, "max_new_tokens": further, **PENALTY}
+        assert torch.equal(generate(target, assistant, length, **how), generate(target, None, length, **how))
+        assert assistant.stats.decided["rounds"] == "captured"
+        assert assistant.stats.accepted > 0
+
+
+def knows_the_prompt_alone(rounds: Any, *_: Any) -> None:
+    """A mutant: what was emitted is not noted."""
+
+
+def knows_no_path(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
+    """A mutant: candidates see the text, and not one another."""
+    return text[:, None].expand(-1, seen.shape[1], -1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    [
+        (captured_rounds.CapturedRounds, "_write", knows_the_prompt_alone),
+        (captured_rounds, "with_paths", knows_no_path),
+    ],
+    ids=["emitted", "path"],
+)
+def test_a_penalty_that_misses_tokens_is_noticed(
+    owner: Any, name: str, mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, mutant)
+    target, assistant = made("independent", tmp_path, **CHAIN)
+    how: dict[str, Any] = {"max_new_tokens": 60, "repetition_penalty": 2.0}
+    assert not torch.equal(generate(target, assistant, **how), generate(target, None, **how))
+
+
+# Of batches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize("kind", ["independent", "conditioned", "mtp 3"])
+@pytest.mark.parametrize("shortest", [4, 230])
+def test_a_batch(shortest: int, kind: str, rows: int, tmp_path: Path, pretended: Counter[str]) -> None:
+    """Rows of other lengths, greedy, and drawn where one token alone is possible; the second outgrows its room."""
+    target, assistant = made(kind, tmp_path, **CHAIN)
+    ids, mask = batch(rows, shortest, vocab=target.config.vocab_size)
+    for how in (PENALTY, {"do_sample": True, "top_k": 1, **PENALTY}):
+        expected = together(target, None, ids, mask, **how)
+        for graphs in ("auto", "off"):
+            assistant.speculation.graphs = graphs
+            assert torch.equal(together(target, assistant, ids, mask, **how), expected)
+            assert assistant.stats.accepted > 0
+            assert (assistant.stats.decided.get("rounds") == "captured") == (graphs == "auto")
+    assistant.speculation.graphs = "auto"
+    assert torch.equal(together(target, assistant, ids, mask, **how), expected)
+    before = pretended["captured"]
+    other = together(target, assistant, ids[:, 1:], mask[:, 1:], **how)  # with other padding
+    assert torch.equal(other, together(target, None, ids[:, 1:], mask[:, 1:], **how))
+    assert pretended["captured"] == before, "the padding is no part of a graph"
+
+
+def padding_counts(_: Processing, texts: Tensor) -> Tensor:
+    """A mutant: processors see the padding, too."""
+    return texts
+
+
+def one_text_for_all(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
+    """A mutant: each row is judged by the tokens of the first."""
+    return captured_draft.with_paths(text[:1].expand_as(text), candidates, seen)
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    [
+        (Processing, "shown", padding_counts),
+        (captured_rounds, "with_paths", one_text_for_all),
+        (captured_rounds.CapturedRounds, "_write", knows_the_prompt_alone),
+    ],
+    ids=["padding", "rows", "emitted"],
+)
+def test_a_batch_whose_rows_are_mistaken_is_noticed(
+    owner: Any, name: str, mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The padding is a token that rows would go on with."""
+    target, assistant = made("independent", tmp_path, **CHAIN)
+    ids, mask = batch(3)
+    often = int(
+        together(target, None, ids, mask, max_new_tokens=60, repetition_penalty=2.0)[0, ids.shape[1] :].mode()[0]
+    )
+    ids = torch.where(mask > 0, ids, often)
+    how: dict[str, Any] = {"max_new_tokens": 30, "repetition_penalty": 2.0}
+    expected = together(target, None, ids, mask, **how)
+    assert torch.equal(together(target, assistant, ids, mask, **how), expected)
+    monkeypatch.setattr(owner, name, mutant)
+    target, assistant = made("independent", tmp_path, **CHAIN)
+    assert not torch.equal(together(target, assistant, ids, mask, **how), expected)
+
+
+def test_padding_before_one_text_is_no_part_of_it(tmp_path: Path) -> None:
+    """Neither where it is also what candidates that a node does not see are filled up with."""
+    for settings in (CHAIN, TREE):
+        target, assistant = made("independent", tmp_path, **settings)
+        how: dict[str, Any] = {"max_new_tokens": 24, "repetition_penalty": 2.0}
+        text = generate(target, None, 5, **how)
+        ids = torch.cat((text[:, 5:6].expand(1, 3), text[:, :5]), dim=1)
+        mask = (torch.arange(8) >= 3).long()[None]
+        plain, ours = (together(target, each, ids, mask, **how) for each in (None, assistant))
+        assert torch.equal(plain[:, 8:], text[:, 5:])
+        assert torch.equal(ours, plain)
+        assert assistant.stats.decided["rounds"] == "captured"
+
+
+def test_a_sampled_batch(tmp_path: Path) -> None:
+    """The same for the same seed, whatever the padding was before."""
+    target, assistant = made("conditioned", tmp_path, **CHAIN)
+    ids, mask = batch(3)
+    found = []
+    for _ in range(2):
+        found.append(together(target, assistant, ids, mask, **PENALTY, **SAMPLED))
+        assert assistant.stats.decided["rounds"] == "captured"
+        together(target, assistant, ids[:, 1:], mask[:, 1:], **PENALTY, **SAMPLED)
+    assert torch.equal(*found)
+
+
+def test_two_penalties_are_left_to_the_host(tmp_path: Path) -> None:
+    """They may leave out other paddings."""
+    target, assistant = made("independent", tmp_path, **CHAIN)
+    ids, mask = batch(2)
+    padding = (mask != 0).int().argmax(dim=1)
+    how = {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4, padding), *
+           [RepetitionPenaltyLogitsProcessor(1.2)]])}  # fmt: skip
+    assert torch.equal(*(together(target, each, ids, mask, **how) for each in (assistant, None)))
+    assert assistant.stats.uncaptured == "a logits processor runs on the host"
+
+
+def test_scores_of_all_rows_at_once() -> None:
+    """As each row's own processors, asked about each place by itself."""
+    torch.manual_seed(0)
+    rows, count, vocab = 3, 4, 48
+    texts, scores = torch.randint(vocab, (rows, 9)), torch.randn(rows, count, vocab)
+    candidates = torch.randint(vocab, (rows, count - 1))
+    penalty = RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([0, 2, 5]))
+    processors = [Processing(for_row([penalty], row, rows)) for row in range(rows)]
+    assert isinstance(processors[0].processors[0], OfRow)
+    seen = torch.ones(rows, count, count - 1, dtype=torch.bool).tril(-1)
+    before = captured_draft.with_paths(processors[0].shown(texts), candidates, seen)
+    found = processors[0].together().of_nodes(scores, before)
+    for row, each in enumerate(processors):
+        expected = each.along(texts[row : row + 1], candidates[row], scores[row])
+        torch.testing.assert_close(found[row], expected)
