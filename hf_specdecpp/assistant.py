@@ -27,7 +27,7 @@ from hf_specdecpp.drafts.known import (
     override,
     ready_made,
 )
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing
 from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts

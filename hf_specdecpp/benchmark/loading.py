@@ -34,7 +34,7 @@ from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.provenance import commit_of, device_name
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.texts.prompts import EXAMPLES, Prompt, read_prompts, sample_prompts
-from hf_specdecpp.trees.checks import check_tree
+from hf_specdecpp.trees.attention import check_tree
 from hf_specdecpp.version import __version__
 
 logger = logging.get_logger("hf_specdecpp")

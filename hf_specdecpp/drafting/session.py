@@ -228,11 +228,8 @@ class BatchSession:
         self._takes_positions = takes_positions(inner_decoder(self.drafter.model))
 
     def step(self, asking: dict[int, list[Tensor]]) -> None:
-        """Run the draft for the rows that go on: each finds in its session what comes after its candidates.
-
-        Args:
-            asking: their candidates, by place in the batch: none of them has any in a round's first step.
-        """
+        """Run the draft for the rows that go on: each finds in its session what comes after its candidates. `asking`:
+        their candidates, by place in the batch: none of them has any in a round's first step."""
         if not any(asking.values()):
             self.cache.forget([row.forgotten for row in self.rows])
             self.cache.close_up()

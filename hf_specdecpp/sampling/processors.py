@@ -128,11 +128,8 @@ class Processing:
         return self._apply(prefix, scores[None])[0]
 
     def of_nodes(self, scores: Tensor, texts: Tensor | None) -> Tensor:
-        """Process `scores` `[texts, n, vocab]`, without a number of the host.
-
-        Args:
-            texts: `[texts, n, length]`, the tokens before each; `None` where no processor looks at them.
-        """
+        """Process `scores` `[texts, n, vocab]`, without a number of the host. `texts`: `[texts, n, length]`, the tokens
+        before each; `None` where no processor looks at them."""
         rows = scores.flatten(0, 1)
         if texts is None:
             return self._apply(rows.new_zeros((len(rows), 1), dtype=torch.long), rows).view_as(scores)

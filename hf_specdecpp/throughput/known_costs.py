@@ -15,8 +15,7 @@ from torch import nn
 from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.estimation.estimators import Estimator
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import AcceptanceHead, Estimator
 from hf_specdecpp.files import forget, recall, remember
 from hf_specdecpp.models.causal_lm import CausalLM, num_bytes
 from hf_specdecpp.models.checks import keeps_recurrent_state
@@ -73,11 +72,7 @@ class KnownCosts:
 
     @classmethod
     def from_dict(cls, values: Any, form: Callable[[Costs], Costs], of: dict[str, Any]) -> KnownCosts:
-        """From what was kept on disk.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """From what was kept on disk; `ValueError` if it is damaged."""
         try:
             by_length = {int(kind): Costs.from_dict(costs) for kind, costs in values["by_length"].items()}
             return cls(Costs.from_dict(values["first"]), form, of, by_length)
@@ -86,11 +81,7 @@ class KnownCosts:
 
     @classmethod
     def given(cls, costs: dict[str, Any] | None, form: Callable[[Costs], Costs] = as_they_are) -> KnownCosts:
-        """Those of `SpeculationConfig.costs`, which stay.
-
-        Raises:
-            ValueError: there are none, or they are no costs.
-        """
+        """Those of `SpeculationConfig.costs`, which stay; `ValueError` if there are none, or they are no costs."""
         if costs is None:
             raise ValueError(
                 "rule='throughput' has to know what a round costs, and there is no target here whose rounds could say. "

@@ -61,11 +61,7 @@ class TreePlan(Plan, SlotValuation):
         return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]
 
     def grow(self, growth: Growth, threshold: float = 0.0) -> None:
-        """Algorithm 2, level by level, with t and the depth chosen by their price.
-
-        Args:
-            threshold: lower bound of t.
-        """
+        """Algorithm 2, level by level, with t and the depth chosen by their price. `threshold`: lower bound of t."""
         tree, usual = growth.tree, self.expected(None)
         while len(tree) < self.most_now:
             level = {node: v for node, v in growth.leaves.items() if tree.depths[node] == tree.levels}

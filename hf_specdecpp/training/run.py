@@ -42,12 +42,8 @@ ON_MAIN_PROCESS = ("calibrate", "eval", "card")
 
 
 def train(config: TrainingConfig, stages: Sequence[str] | None = None) -> None:
-    """Run a training run, or some of its stages, in the order of `STAGES`.
-
-    Raises:
-        ValueError: a setting, a model, a tracker or a stage is unknown or missing, or a stage cannot run on what the
-            earlier ones left.
-    """
+    """Run a training run, or some of its stages, in the order of `STAGES`; `ValueError` if a setting, a model, a
+    tracker or a stage is unknown or missing, or a stage cannot run on what the earlier ones left."""
     config.find_ready_made()
     config.validate()
     unknown = sorted(set(stages or ()) - set(STAGES))

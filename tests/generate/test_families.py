@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.trees.checks import check_tree
+from hf_specdecpp.trees.attention import check_tree
 
 PROMPT = prompt(12)
 DOORS: dict[str, dict[str, Any]] = {

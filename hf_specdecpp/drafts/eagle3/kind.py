@@ -108,7 +108,7 @@ def export(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported: 
 
 
 def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict[str, Any]:
-    """The config that describes a draft to other engines.
+    """The config that describes a draft to other engines; `ValueError` if its layers are of another type.
 
     What is usual is left out, since engines differ in what they understand by it. Layers that are not the usual ones
     stand there twice: in `eagle_config` by what comes out of them (SGLang), at the top by what goes into them (vLLM).
@@ -120,9 +120,6 @@ def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict
         settings: of a draft with Llama layers.
         reads: the target's layers whose outputs it reads.
         target: the config of the target's text model.
-
-    Raises:
-        ValueError: its layers are of another type.
     """
     if settings.layer["model_type"] != "llama":
         raise ValueError(

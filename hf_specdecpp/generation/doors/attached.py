@@ -63,11 +63,8 @@ BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.
 
 
 def attach(assistant: nn.Module, target: CausalLM) -> None:
-    """Make `target.generate(assistant_model=assistant)` run our decoding loop.
-
-    Raises:
-        ValueError: the target cannot be assisted.
-    """
+    """Make `target.generate(assistant_model=assistant)` run our decoding loop; `ValueError` if the target cannot be
+    assisted."""
     check_reading(target)
     kind = type(target)
     with _lock:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule
-from hf_specdecpp.estimation.estimators import MODES, DraftProbability
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import MODES, AcceptanceHead, DraftProbability
 from hf_specdecpp.estimation.metrics import auc, reliability
 from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, save
 from hf_specdecpp.generation.setup import make_rule
@@ -38,11 +37,7 @@ JUDGES = {"head": "head", "draft probability": "q"}
 
 def run(config: TrainingConfig) -> dict[str, Any]:
     """Evaluate the calibrated head on held-out prompts that calibration did not use and on every test set, with
-    pictures.
-
-    Raises:
-        ValueError: there is no head, or there are no rollouts to evaluate on.
-    """
+    pictures; `ValueError` if there is no head, or there are no rollouts to evaluate on."""
     folder = config.work / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     made = Trained.load(config)
