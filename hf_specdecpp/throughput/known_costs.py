@@ -68,7 +68,6 @@ class KnownCosts:
         self._by_length = dict(by_length or {})
         self._on_disk = dict(self._by_length)
         self._formed: dict[int, Costs] = {}  # by class of length, too
-        self._confirmed: dict[int, set[int]] = {}  # by class of length: widths whose rounds took what they should
 
     @classmethod
     def from_dict(cls, values: Any, form: Callable[[Costs], Costs], of: dict[str, Any]) -> KnownCosts:
@@ -118,10 +117,8 @@ class KnownCosts:
         self._texts += 1
         for kind, passes in times.passes.items():
             known = self._by_length.get(self._nearest(kind), self.first)
-            confirmed, now = self._confirmed.setdefault(kind, set()), as_expected(known, passes)
-            self._by_length[kind] = corrected(known, passes, times.drafts.get(kind, ()), confirmed)
-            self._confirmed[kind] = confirmed - set(passes) | set(now)
-            taken += [(kind, width) for width in now]
+            self._by_length[kind] = corrected(known, passes, times.drafts.get(kind, ()))
+            taken += [(kind, width) for width in as_expected(known, passes)]
         for kind, formed in list(self._formed.items()):  # the same object where it has hardly changed
             if _differ(self._form(self._by_length.get(self._nearest(kind), self.first)), formed):
                 del self._formed[kind]
