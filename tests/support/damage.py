@@ -106,7 +106,7 @@ def _conditioned(folder: Path) -> Sound:
 
 def _layer(folder: Path) -> Sound:
     target = tiny("llama")
-    return _ours(SpecDecPPAssistant.from_eagle3(target, random_layer(target)), target, folder)
+    return _ours(SpecDecPPAssistant.from_draft(random_layer(target), target), target, folder)
 
 
 def _block(folder: Path) -> Sound:

@@ -203,8 +203,8 @@ EAGLE3 = Kind(
             facts,
             check_overrides,
             self_check,
-            no_model="an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files, or make an assistant "
-            "with one in memory: from_eagle3(target, draft)",
+            Eagle3Model,
+            no_model="an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files",
         ),
         export=export,
     ),
