@@ -96,12 +96,7 @@ class RoundSteps(ABC):
 
 
 class ModelSteps(RoundSteps):
-    """Of a draft model, or an early exit of the target, whose states it may read.
-
-    Args:
-        captured: its steps.
-        vocab_size: width of the target's logits.
-    """
+    """Of a draft model, or an early exit of the target, whose states it may read."""
 
     def __init__(self, captured: CapturedSteps, vocab_size: int) -> None:
         self.drafter: Any = captured.drafter

@@ -28,9 +28,6 @@ class ModelReading(Reading):
     of the text has none, and is left out. What it read of candidates with states of its own is read again with the
     target's once they are accepted. A draft with recurrent layers, too, goes back to where the round began.
 
-    Args:
-        vocab_size: width of the target's logits.
-
     Attributes:
         moves_rows: whether the rows of a tree's path can be moved up to the text.
     """
@@ -213,9 +210,6 @@ class BatchSession:
 
     Rows that draft on are fed together. In a round's first step rows have different numbers of tokens to read, so
     dummies stand before the shorter ones; a row that does not draft is fed dummies only.
-
-    Args:
-        rows: of the batch.
 
     Raises:
         ValueError: the draft has layers that are not attention.

@@ -30,11 +30,6 @@ MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and 
 class TargetSide(ABC):
     """What the loop asks of the target, which owns its cache and how its passes run.
 
-    Args:
-        model: the target.
-        texts: that it reads.
-        config: of the generation.
-
     Attributes:
         states: of its passes, which drafts read.
         passes: what they take, and which products they run on.

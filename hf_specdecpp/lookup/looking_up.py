@@ -111,12 +111,9 @@ class LookingUp:
     estimates cost no candidates to learn.
 
     Args:
-        text: what is searched.
-        rates: what is known of such candidates.
         most: candidates in a round.
         has_draft: whether something else drafts, too.
         plan: knows what rounds cost; `None` where another rule than throughput decides.
-        choice: what its rounds have brought.
 
     Attributes:
         found: what the round could propose now.

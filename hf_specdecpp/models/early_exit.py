@@ -32,7 +32,6 @@ def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
     target when that is moved, and can be given a LoRA adapter without the target noticing.
 
     Args:
-        target: any decoder-only causal LM.
         layers: the number of first layers to keep, or their ascending indices.
     """
     check_target(target, recurrent=True)

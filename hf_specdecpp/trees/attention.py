@@ -58,7 +58,6 @@ def tree_inputs(
     rows, over the 3 rows of text and the 3 nodes, are 111 100, 111 110 and 111 101.
 
     Args:
-        model: target or draft.
         cache: holds `num_prefix` tokens of text, then the n - n_query nodes fed earlier in this round (the levels of a
             growing tree).
         ancestors: bool `[n_query, n]`, on the model's device as `depths` are: which nodes, in feeding order and itself
@@ -194,7 +193,6 @@ def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = Non
     What is known not to work is refused by name; then the model itself is tried on a small tree, once.
 
     Args:
-        target: the target, or the draft.
         role: what to call it in messages.
         cache: the one that it will use, where it is not the model's own kind.
     """

@@ -39,7 +39,6 @@ class Growth:
         eos_token_ids: nor do these tokens.
         ahead: how many siblings of a node a head may judge before they are asked for.
         buffer: for their q; trees that are grown one after another may share it.
-        valuation: what estimates and slots count for.
 
     Attributes:
         open: what the open slot of each node whose q is known competes with: v, or v * a(y) for a greedy target.

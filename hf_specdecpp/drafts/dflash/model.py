@@ -30,12 +30,7 @@ View: TypeAlias = "tuple[int | None, bool]"
 
 
 class Context(StateReader):
-    """What the rows of a block see of a verified token: c = norm(fc(a)), a the outputs of the target's layers there.
-
-    Args:
-        settings: of the draft.
-        config: of its layers.
-    """
+    """What the rows of a block see of a verified token: c = norm(fc(a)), a the outputs of the target's layers there."""
 
     def __init__(self, settings: DFlashSettings, config: Qwen3Config) -> None:
         super().__init__()

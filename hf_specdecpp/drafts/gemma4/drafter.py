@@ -180,9 +180,6 @@ class SharedReading(Reading):
     Example: the text "a b c" is verified, and the target has read "a b". The first step reads c with the target's state
     at b, and gives d; the second reads d with the first one's state. Both attend to the target's rows of "a b", and
     both stand at the position of c.
-
-    Args:
-        vocab_size: width of the target's logits.
     """
 
     length = 0
@@ -232,10 +229,6 @@ class SharedReading(Reading):
 class SharedSteps(RoundSteps):
     """As `SharedReading`: each node is read with the state before it, and sees the verified text but for its last
     token in the target's cache. Of the window the last token counts alone.
-
-    Args:
-        draft: a `Gemma4Draft`, whose model is captured.
-        vocab_size: width of the target's logits.
     """
 
     shares_cache, num_layers = True, 0

@@ -86,7 +86,6 @@ def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: s
 
     Args:
         tensors: of the target; none but those of the layers are read.
-        source: the repository, for messages.
 
     Raises:
         ValueError: it has none, is quantised, or has them in a form that is not known; with what to do.
@@ -124,9 +123,7 @@ def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool
     Example: of a target of 61 layers `model.layers.61.shared_head.norm.weight` is the first one's `post_norm.weight`.
 
     Args:
-        names: of a checkpoint's tensors.
         depth: the target's layers.
-        source: for messages.
         is_chained: whether layers that have no norm of their own after them have one together.
     """
     names = list(names)
@@ -184,7 +181,6 @@ def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs
 
     Args:
         source: that holds them; by default that the target was loaded from.
-        hub_kwargs: for downloads.
     """
     name = source or target.config.name_or_path
     if not name:

@@ -39,7 +39,6 @@ class MtpInput(StateReader):
     multi-token layer returned there.
 
     Args:
-        tensors: of the layer.
         norm: the target's final norm, of whose class the two are.
         states_first: x = P [norm_h(h); norm_e(e)] (Inkling).
     """
@@ -71,7 +70,6 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
     Args:
         tensors: of the layer (`kind.MtpLayers`).
         place: which of the multi-token layers it is.
-        source: where they are from, for messages.
     """
     _check_sizes(tensors, target, source)
     text = target.config.get_text_config(decoder=True)
@@ -171,7 +169,6 @@ class MtpDraft(StateDraft):
 
     Args:
         layers: in the order in which they draft, each with its input.
-        target: whose they are.
     """
 
     def __init__(self, layers: Sequence[Drafter], target: CausalLM) -> None:
@@ -257,7 +254,6 @@ class LayersReading(Reading):
 
     Args:
         layers: in the order in which they draft.
-        vocab_size: width of the target's logits.
     """
 
     def __init__(self, layers: Sequence[Drafter], vocab_size: int) -> None:
@@ -315,7 +311,6 @@ class LayerSteps(RoundSteps):
 
     Args:
         layers: in the order in which they draft.
-        vocab_size: width of the target's logits.
     """
 
     draws_trees = False

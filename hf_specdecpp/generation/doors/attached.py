@@ -163,8 +163,6 @@ class Method:
     """A method of a class in the place of its own, which models without an assistant go on to.
 
     Args:
-        kind: the class.
-        name: of the method.
         ours: is called with a model that has assistants, the class's own method of that model, and the arguments.
     """
 
