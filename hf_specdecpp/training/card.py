@@ -20,11 +20,11 @@ from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.provenance import command, public_name, source_commit
 from hf_specdecpp.texts import answers
+from hf_specdecpp.training import evaluation
+from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.stage import REPORT
-from hf_specdecpp.training.evaluation import stage as evaluation
-from hf_specdecpp.training.evaluation.stage import COST_RATIO, Outcome, time_per_token
-from hf_specdecpp.training.head import stage as head_fitting
+from hf_specdecpp.training.evaluation import COST_RATIO, Outcome, time_per_token
 from hf_specdecpp.training.models import HEAD, load_assistant, load_target
 from hf_specdecpp.training.trainers import save_json
 from hf_specdecpp.version import __version__

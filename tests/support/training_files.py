@@ -14,11 +14,10 @@ import datasets
 import pytest
 import torch
 
+from hf_specdecpp.training import calibration, chains, evaluation
+from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig, EvalConfig, HeadConfig, RolloutConfig, TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.evaluation import calibration, chains
-from hf_specdecpp.training.evaluation import stage as evaluation
-from hf_specdecpp.training.head import stage as head_fitting
 from support.models import VOCAB_SIZE, partly_agreeing, tiny
 from support.repos import save_model
 

@@ -26,12 +26,11 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.known import KINDS
 from hf_specdecpp.hub.publishing import make_card, opening, unhelped
 from hf_specdecpp.hub.repository import DRAFT_VOCAB
+from hf_specdecpp.training import calibration, chains, evaluation
 from hf_specdecpp.training import card as card_stage
+from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.evaluation import calibration, chains
-from hf_specdecpp.training.evaluation import stage as evaluation
-from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.run import STAGES
 
 SPEED_ROW = {"set": "sums", "temperature": 0, "tokens_per_pass": 3.21, "prompts": 5, "interval": [1.72, 2.0],

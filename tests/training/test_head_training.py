@@ -22,10 +22,9 @@ from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftStep
 from hf_specdecpp.estimation.metrics import binary_kl
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training import trainers
+from hf_specdecpp.training import features, trainers
+from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import HeadConfig
-from hf_specdecpp.training.head import features
-from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.models import Trained, load_assistant, load_head, load_target
 from hf_specdecpp.training.trainers import last_checkpoint, telling_of_full_disks
 

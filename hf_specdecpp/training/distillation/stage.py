@@ -48,7 +48,7 @@ from hf_specdecpp.training.models import (
     own_file,
     save_own,
 )
-from hf_specdecpp.training.rollouts.stage import training_prompts
+from hf_specdecpp.training.rollouts import training_prompts
 from hf_specdecpp.training.trainers import (
     LOGS,
     Record,

@@ -21,8 +21,8 @@ from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, longest_text
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains, target_probabilities, together
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.head.features import to_half
-from hf_specdecpp.training.head.stage import batch_log_odds
+from hf_specdecpp.training.features import to_half
+from hf_specdecpp.training.head import batch_log_odds
 from hf_specdecpp.training.models import Trained, fingerprint
 from hf_specdecpp.training.trainers import Record, joined, shards
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from hf_specdecpp.estimation.estimators import MODES, Calibration
 from hf_specdecpp.estimation.metrics import binary_kl, ece
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training import chains
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation import chains
 from hf_specdecpp.training.models import HEAD, Trained, save_head
 from hf_specdecpp.training.trainers import save_json
 

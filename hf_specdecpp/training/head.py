@@ -16,9 +16,9 @@ from transformers import EvalPrediction, Trainer, set_seed
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import AcceptanceHead
 from hf_specdecpp.estimation.metrics import auc, binary_kl
+from hf_specdecpp.training import features
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
-from hf_specdecpp.training.head import features
-from hf_specdecpp.training.head.features import weighted_bce
+from hf_specdecpp.training.features import weighted_bce
 from hf_specdecpp.training.models import HEAD, Trained, save_head
 from hf_specdecpp.training.trainers import LOGS, Record, go_on, logging_to, process_state, training_arguments
 

@@ -18,12 +18,11 @@ from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, sa
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training import chains, features
+from hf_specdecpp.training.calibration import calibration_half, quality
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation import chains
-from hf_specdecpp.training.evaluation.calibration import calibration_half, quality
-from hf_specdecpp.training.head import features
 from hf_specdecpp.training.models import Trained
-from hf_specdecpp.training.rollouts.stage import sets_to_evaluate
+from hf_specdecpp.training.rollouts import sets_to_evaluate
 from hf_specdecpp.training.trainers import save_json
 
 FOLDER, REPORT = "evaluation", "evaluation.json"
