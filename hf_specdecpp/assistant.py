@@ -17,14 +17,7 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.kind import Kind, Loading, Parts, is_model
-from hf_specdecpp.drafts.known import (
-    CONDITIONED,
-    EARLY_EXIT,
-    in_memory,
-    kind_of,
-    override,
-    ready_made,
-)
+from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, in_memory, kind_of, override, ready_made
 from hf_specdecpp.estimation.estimators import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing

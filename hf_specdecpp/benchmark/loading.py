@@ -17,13 +17,7 @@ import transformers
 from transformers.utils import is_sklearn_available, logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.benchmark.contestants import (
-    Contestant,
-    all_contestants,
-    choose,
-    quick_contestants,
-    without_draft,
-)
+from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants, without_draft
 from hf_specdecpp.choosing import as_told
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.drafts.known import describe, kind_of

@@ -127,11 +127,7 @@ def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:
     return _drafting_scaled(scaled, (typical(ratios) if ratios else None) or unit)
 
 
-def corrected(
-    costs: Costs,
-    passes: Mapping[int, Sequence[float]],
-    drafts: Sequence[tuple[Drafting, float]],
-) -> Costs:
+def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Sequence[tuple[Drafting, float]]) -> Costs:
     """The costs after a text whose rounds took so long: medians of its rounds, weighed against what was known.
 
     Logarithms are averaged: the new cost is `old * (median / old) ** (n / (n + 3))` for n rounds. Widths that the text

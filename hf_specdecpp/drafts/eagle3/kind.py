@@ -23,18 +23,7 @@ from hf_specdecpp.drafts.eagle3.config import (
 )
 from hf_specdecpp.drafts.eagle3.meeting import GOOD, TEXT, better, compare, meanings, meet, usual_reads
 from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
-from hf_specdecpp.drafts.kind import (
-    Config,
-    Format,
-    Kind,
-    Loading,
-    OwnFile,
-    Parts,
-    SelfCheck,
-    Stored,
-    Trainable,
-    pinned,
-)
+from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, SelfCheck, Stored, Trainable, pinned
 from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config
