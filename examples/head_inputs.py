@@ -30,9 +30,9 @@ from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.branches import BranchingText, target_states
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.chains import MAX_TOKENS, STARTS, Recorder, head_estimates
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation.chains import MAX_TOKENS, STARTS, Recorder, head_estimates
-from hf_specdecpp.training.evaluation.stage import THRESHOLDS, curve, recorded_chains, time_per_token
+from hf_specdecpp.training.evaluation import THRESHOLDS, curve, recorded_chains, time_per_token
 
 LAST = 8  # tokens of the text that are looked back at
 STEPS, SEEDS = 400, 3

@@ -12,8 +12,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
-from hf_specdecpp.lookup.rates import LookupRates, TextRates
-from hf_specdecpp.lookup.text import Seen, TextLookup
+from hf_specdecpp.lookup.text import LookupRates, Seen, TextLookup, TextRates
 
 LENGTHS = (1_000, 8_000, 50_000)
 ROUNDS, ROUNDS_TIMED = 500, 100  # the fastest hundred count

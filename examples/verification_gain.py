@@ -20,8 +20,7 @@ from torch import Tensor
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.sampling.verification import block_tests, carried, chain_ratios, leftovers, token_weights, weights_of
-from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_shape
-from hf_specdecpp.trees.shapes import make_shape
+from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_shape, make_shape
 from hf_specdecpp.trees.slots import Growth, Level
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import ending_chances

@@ -16,18 +16,9 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.drafts.kind import Kind, Loading, Parts, is_model
-from hf_specdecpp.drafts.known import (
-    CONDITIONED,
-    EAGLE3,
-    EARLY_EXIT,
-    in_memory,
-    kind_of,
-    override,
-    ready_made,
-)
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, in_memory, kind_of, override, ready_made
+from hf_specdecpp.estimation.estimators import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing
 from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts
@@ -157,7 +148,8 @@ class SpecDecPPAssistant(AssistantModel):
         """Draft with a model of its own.
 
         Args:
-            draft: a causal LM (a PEFT model too), its Hub id or its folder; or those of a DFlash or Gemma 4 draft.
+            draft: a causal LM (a PEFT model too), its Hub id or its folder; or those of an EAGLE-3, DFlash or Gemma 4
+                draft, such as `eagle3.checkpoint.read_model` makes.
             target: attach to this model; a draft given by name is loaded in its dtype and on its device.
 
         Raises:
@@ -214,16 +206,6 @@ class SpecDecPPAssistant(AssistantModel):
         """
         fusion = fusion or Fusion.untrained(causal_lm.base_model(target), reads)
         return cls._of_layers(CONDITIONED, target, layers, replace(_parts(options), module=fusion), options)
-
-    @classmethod
-    def from_eagle3(cls, target: CausalLM, draft: Eagle3Model, **options: Unpack[Options]) -> Self:
-        """Draft with an EAGLE-3 layer in memory, trained or read by `eagle3.checkpoint.read_model`, and attach to the
-        target.
-
-        Raises:
-            ValueError: the draft was made for another target, or the head for another draft.
-        """
-        return cls.of_parts(SpecDecPPConfig(draft_kind=EAGLE3.name), None, Parts(module=draft), target, options)
 
     @classmethod
     def _of_layers(

@@ -18,7 +18,7 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
 from hf_specdecpp.drafts.kind import Loading, Parts
 from hf_specdecpp.drafts.known import describe, draft_name, kind_of
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import AcceptanceHead
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.rehearsal import warm_up
 from hf_specdecpp.generation.doors import attached
@@ -154,7 +154,8 @@ class AssistantModel(PreTrainedModel):
             yield
 
     def warm_up(self, max_length: int, target: CausalLM | None = None, **options: Any) -> float:
-        """Capture all that single texts of up to `max_length` tokens need as CUDA graphs, so that no text waits for it.
+        """Capture all that single texts of up to `max_length` tokens need as CUDA graphs, so that no text waits for it;
+        `ValueError` if nothing can be captured here, the length makes no sense, or the target is not attached.
 
         A text is generated that makes what texts may make: rounds of each length and shape that `speculation` may lead
         to, or passes of the target of each width, in a cache of each size; with `rule="throughput"` costs are measured
@@ -169,9 +170,6 @@ class AssistantModel(PreTrainedModel):
 
         Returns:
             Seconds that it took.
-
-        Raises:
-            ValueError: nothing can be captured here, the length makes no sense, or the target is not attached.
         """
         targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
         if len(targets) != 1 or not attached.is_attached(self, targets[0]):
@@ -269,14 +267,12 @@ class AssistantModel(PreTrainedModel):
         rows: int = 1,
         first: SpecDecPPCandidateGenerator | None = None,
     ) -> SpecDecPPCandidateGenerator:
-        """Begin one `generate()` call of `target`, or of one that this assistant is not attached to (`None`).
+        """Begin one `generate()` call of `target`, or of one that this assistant is not attached to (`None`);
+        `ValueError` if the generation cannot be assisted.
 
         Args:
             rows: how many sequences the call has; each is begun by itself.
             first: of these sequences; all share its setup and its matrix products.
-
-        Raises:
-            ValueError: the generation cannot be assisted.
         """
         setup = replace(self.setup(), rows=rows) if first is None else first.setup
         generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)

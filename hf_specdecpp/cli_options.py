@@ -38,13 +38,11 @@ class Setting:
 
 
 def describe(cls: Any, path: str = "") -> Iterator[Setting]:
-    """The fields of a dataclass in their order; those of a dataclass within it follow under its name.
+    """The fields of a dataclass in their order; those of a dataclass within it follow under its name. `ValueError` if a
+    field has no entry.
 
     An entry of the docstring is `name (unit): meaning`, or `first, second (unit): meaning` for both. Fields of a base
     class are described by its docstring.
-
-    Raises:
-        ValueError: a field has no entry.
     """
     hints = get_type_hints(cls)
     meanings = {name: entry for base in reversed(cls.__mro__) for name, entry in _entries(base)}
@@ -336,11 +334,7 @@ def options_of(cls: type) -> Callable[[Command], Command]:
 
 
 def settings_from(cls: type[Settings], options: dict[str, Any]) -> Settings:
-    """The dataclass filled with the options of a command.
-
-    Raises:
-        ValueError: an option makes no sense.
-    """
+    """The dataclass filled with the options of a command; `ValueError` if an option makes no sense."""
     parsers = {each.name: each.metadata["parse"] for each in fields(cls) if "parse" in each.metadata}  # type: ignore[arg-type]
     given = {name: value for name, value in options.items() if value is not None}
     return cls(**{name: parsers[name](value) if name in parsers else value for name, value in given.items()})

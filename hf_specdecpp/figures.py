@@ -23,12 +23,9 @@ MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*")
 
 
 def median_of_ratios(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Median and the ends of its 95 % bootstrap interval.
-
-    Args:
-        ratios: one a prompt: speed of a contestant over the speed of plain generation on the same prompt. Medians, so
-            that one disturbed run does not decide; paired, so that prompts of unequal difficulty do not blur them.
-    """
+    """Median and the ends of its 95 % bootstrap interval. `ratios`: one a prompt: speed of a contestant over the speed
+    of plain generation on the same prompt. Medians, so that one disturbed run does not decide; paired, so that prompts
+    of unequal difficulty do not blur them."""
     values = np.asarray(ratios, dtype=float)
     return _interval(values[:, None], lambda rows: np.median(rows[..., 0], axis=-1), seed)
 

@@ -99,12 +99,9 @@ def _commands(
 def write_plain_model(
     model: CausalLM, source: str, revision: str | None, config: SpecDecPPConfig, to: Destination
 ) -> Exported:
-    """Write a draft, its adapter merged, with the tokenizer files of `source`, and load it again.
-
-    Raises:
-        ValueError: the model is more or less than an ordinary causal LM, is quantised, has no tokenizer files, or does
-            not come back from its files as it was.
-    """
+    """Write a draft, its adapter merged, with the tokenizer files of `source`, and load it again; `ValueError` if the
+    model is more or less than an ordinary causal LM, is quantised, has no tokenizer files, or does not come back from
+    its files as it was."""
     _check_plain(model)
     # An adapter of the LM head parts it from the embeddings that it was tied to.
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()

@@ -91,7 +91,7 @@ def model_object(_: Path) -> Made:
 
 def assistant_object(_: Path) -> Made:
     target = tiny("llama").float()
-    return target, SpecDecPPAssistant.from_eagle3(target, random_layer(target).float())
+    return target, SpecDecPPAssistant.from_draft(random_layer(target).float(), target)
 
 
 def dflash(folder: Path) -> Made:

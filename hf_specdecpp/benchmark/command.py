@@ -54,9 +54,7 @@ def write(results: dict[str, Any], folder: Path) -> None:
     save_text(json.dumps(results) + "\n", folder / RESULTS)
     save_text(report.markdown(results), folder / "report.md")
     if results["pictures"]:
-        from hf_specdecpp.benchmark import plots
-
-        plots.plot_all(results, folder)
+        report.plot_all(results, folder)
 
 
 def _results(benchmark: Benchmark, log: RunLog) -> dict[str, Any]:

@@ -38,7 +38,6 @@ class Contestant:
     """A way to generate.
 
     Args:
-        name: as it appears in reports.
         family: contestants of one family differ in one setting.
         speculation: ours: the settings of the assistant, but for its CPU products, which are as the assistant has them.
         decisions: ours: what it decides.

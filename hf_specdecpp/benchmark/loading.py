@@ -17,13 +17,7 @@ import transformers
 from transformers.utils import is_sklearn_available, logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.benchmark.contestants import (
-    Contestant,
-    all_contestants,
-    choose,
-    quick_contestants,
-    without_draft,
-)
+from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants, without_draft
 from hf_specdecpp.choosing import as_told
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.drafts.known import describe, kind_of
@@ -34,7 +28,7 @@ from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.provenance import commit_of, device_name
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.texts.prompts import EXAMPLES, Prompt, read_prompts, sample_prompts
-from hf_specdecpp.trees.checks import check_tree
+from hf_specdecpp.trees.attention import check_tree
 from hf_specdecpp.version import __version__
 
 logger = logging.get_logger("hf_specdecpp")

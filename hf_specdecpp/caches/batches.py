@@ -38,7 +38,6 @@ class BatchCache:
 
     Args:
         cache: the model's own, still empty. Layers with a window keep every column from now on.
-        rows: sequences in the batch.
 
     Attributes:
         valid: `[rows, columns]` bool, on the host as all bookkeeping is.

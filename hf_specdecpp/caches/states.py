@@ -9,12 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import (
-    Cache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings, trying
 from hf_specdecpp.models.checks import WITHOUT, keeps_recurrent_state

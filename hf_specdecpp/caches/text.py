@@ -58,11 +58,8 @@ class CachedText(ABC):
 
 
 class GrowingText(CachedText):
-    """In a cache that grows: of keys and values, with windows or without, and of recurrent states.
-
-    Args:
-        cache: `None` where the model makes one with its first pass.
-    """
+    """In a cache that grows: of keys and values, with windows or without, and of recurrent states. `cache`: `None`
+    where the model makes one with its first pass."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self.held = cache, 0 if cache is None else num_rows(cache)

@@ -263,8 +263,6 @@ class StateDraft(Draft):
 
     Args:
         model: on the target's device, in its dtype.
-        reader: of the target's states.
-        target: which it drafts for.
 
     Attributes:
         lacks: what it cannot do beside drafting unattached (`Draft.cannot`).

@@ -97,12 +97,7 @@ class RoundSteps(ABC):
 
 
 class ModelSteps(RoundSteps):
-    """Of a draft model, or an early exit of the target, whose states it may read.
-
-    Args:
-        drafter: whose model is captured.
-        vocab_size: width of the target's logits.
-    """
+    """Of a draft model, or an early exit of the target, whose states it may read."""
 
     def __init__(self, drafter: Any, vocab_size: int) -> None:
         self.drafter = drafter

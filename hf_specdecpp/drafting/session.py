@@ -27,9 +27,6 @@ class ModelReading(Reading):
     A draft that reads the target's states reads each token together with that at the token before it; the first token
     of the text has none, and is left out. What it read of candidates with states of its own is read again with the
     target's once they are accepted. A draft with recurrent layers, too, goes back to where the round began.
-
-    Args:
-        vocab_size: width of the target's logits.
     """
 
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
@@ -197,9 +194,6 @@ class BatchSession:
     Rows that draft on are fed together. In a round's first step rows have different numbers of tokens to read, so
     dummies stand before the shorter ones; a row that does not draft is fed dummies only.
 
-    Args:
-        rows: of the batch.
-
     Raises:
         ValueError: the draft has layers that are not attention.
     """
@@ -211,11 +205,8 @@ class BatchSession:
         self._takes_positions = takes_positions(inner_decoder(self.drafter.model))
 
     def step(self, asking: dict[int, list[Tensor]]) -> None:
-        """Run the draft for the rows that go on: each finds in its session what comes after its candidates.
-
-        Args:
-            asking: their candidates, by place in the batch: none of them has any in a round's first step.
-        """
+        """Run the draft for the rows that go on: each finds in its session what comes after its candidates. `asking`:
+        their candidates, by place in the batch: none of them has any in a round's first step."""
         if not any(asking.values()):
             self.cache.forget([row.forgotten for row in self.rows])
             self.cache.close_up()

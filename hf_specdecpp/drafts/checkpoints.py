@@ -80,14 +80,12 @@ def relative_among(relatives: Sequence[Relative], tensors: Iterable[str]) -> str
 
 def rotary_parameters(layers: Mapping[str, Any], cure: str, theta: float | None = None) -> dict[str, Any]:
     """The rotary parameters of a draft's layers, as transformers takes them. They are its own, not a target's.
+    `ValueError` if a part of each head only is rotated, or they make no sense.
 
     Args:
         layers: the config of the layers, with `rope_parameters`, or with `rope_theta` and `rope_scaling`.
         cure: what to do where they make no sense.
         theta: in the place of what stands there.
-
-    Raises:
-        ValueError: a part of each head only is rotated, or they make no sense.
     """
     rope = dict(mapping(layers, "rope_parameters") or mapping(layers, "rope_scaling"))
     older, kind = rope.pop("type", None), rope.pop("rope_type", None)
@@ -183,16 +181,14 @@ def renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
 def build(
     make: Callable[[], Module], named: Mapping[str, Tensor], depth: int, source: str, title: str, names: Names = Names()
 ) -> Module:  # fmt: skip
-    """A draft with the tensors of a checkpoint, which are taken as they are, not copied.
+    """A draft with the tensors of a checkpoint, which are taken as they are, not copied; `ValueError` if it cannot be
+    made, or a tensor is missing, unknown, of another shape, or of whole numbers.
 
     Args:
         make: makes it; is called on no device.
         named: the tensors, by the names that they have in it.
         depth: how many layers the config says. That is compared first: making layers takes time also on no device.
         source, title, names: where they are from, and what such drafts and their tensors are called, for messages.
-
-    Raises:
-        ValueError: it cannot be made, or a tensor is missing, unknown, of another shape, or of whole numbers.
     """
     found = {int(match[1]) for name in named if (match := re.search(r"(?:^|\.)layers\.(\d{1,4})\.", name))}
     if found != set(range(depth)):
@@ -229,13 +225,8 @@ def build(
 
 def read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: Path, hint: str) -> Module:
     """A module with these arguments, whose weights are in `path`. No memory is taken before they are seen to fit.
-
-    Args:
-        name, hint: what it is called in a message, and what ends the message if the weights are of another one.
-
-    Raises:
-        ValueError: the arguments make no sense, or the file is damaged or does not fit them.
-    """
+    `ValueError` if the arguments make no sense, or the file is damaged or does not fit them. `name` and `hint`: what it
+    is called in a message, and what ends the message if the weights are of another one."""
     with as_described(name):
         check_arguments(kind.__init__, arguments)
         with torch.device("meta"):
@@ -252,10 +243,7 @@ def meet(
     model: CausalLM, target: CausalLM, name: str, wrong: str | None, belongs: str, dtype: torch.dtype | None = None
 ) -> None:
     """Bring a draft to its target, by default in the target's dtype; `ValueError` if something about it is `wrong`.
-
-    Args:
-        name, belongs: what the draft is called, and in whole sentences which target it is for.
-    """
+    `name` and `belongs`: what the draft is called, and in whole sentences which target it is for."""
     if wrong is not None:
         raise ValueError(f"{name} {wrong} in {type(target).__name__}. {belongs}")
     move(model, input_device(target), dtype or target.dtype)

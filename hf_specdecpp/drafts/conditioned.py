@@ -105,11 +105,8 @@ def _last(layer: nn.Module) -> Any:
 
 
 def read_fusion(arguments: dict[str, Any], path: Path) -> Fusion:
-    """The fusion with these arguments, whose weights are in `path`.
-
-    Raises:
-        ValueError: the arguments make no sense, or the file is damaged or does not fit them.
-    """
+    """The fusion with these arguments, whose weights are in `path`; `ValueError` if the arguments make no sense, or the
+    file is damaged or does not fit them."""
     hint = "It does not belong to the fusion that config.json describes: download or save both again."
     return read_module(Fusion, "fusion", arguments, path, hint)
 

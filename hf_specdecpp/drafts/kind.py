@@ -188,14 +188,12 @@ class Stored:
         return self.is_named or config.draft_id is not None
 
     def load(self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None) -> Any:
-        """What was trained of the draft beside an adapter; `None` where that is nothing.
+        """What was trained of the draft beside an adapter; `None` where that is nothing. `ValueError` if a file is
+        damaged, or not what is described.
 
         Args:
             repository: the assistant's.
             draft: where the draft is, in the place of what the config names.
-
-        Raises:
-            ValueError: a file is damaged, or not what is described.
         """
         if self.format is not None and is_model(draft):
             return self.format.of_model(draft)

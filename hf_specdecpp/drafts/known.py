@@ -27,11 +27,7 @@ TRAINED = {**BY_NAME, "block": DFLASH}  # names that `specdecpp train --draft` t
 
 
 def kind_of(config: SpecDecPPConfig) -> Kind:
-    """The kind of an assistant's draft.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
+    """The kind of an assistant's draft; `ValueError` if there is no such kind."""
     if config.draft_kind not in BY_NAME:
         raise ValueError(f"draft_kind={config.draft_kind!r} must be one of {', '.join(BY_NAME)}.")
     return BY_NAME[config.draft_kind]
@@ -55,14 +51,8 @@ def recognise(raw: Mapping[str, Any]) -> Kind | None:
 
 
 def read_config(raw: dict[str, Any], kind: Kind, source: Repository, commit: str | None) -> SpecDecPPConfig:
-    """The config of an assistant that a `config.json` of this kind describes, an assistant's or one of others.
-
-    Args:
-        source, commit: where it is from.
-
-    Raises:
-        ValueError: it is damaged, or of a newer format.
-    """
+    """The config of an assistant that a `config.json` of this kind describes, an assistant's or one of others;
+    `ValueError` if it is damaged, or of a newer format. `source` and `commit`: where it is from."""
     form = kind.stored.format
     if form is None or raw.get("model_type") == SpecDecPPConfig.model_type:
         config: SpecDecPPConfig = SpecDecPPConfig.from_dict(raw)
@@ -71,11 +61,8 @@ def read_config(raw: dict[str, Any], kind: Kind, source: Repository, commit: str
 
 
 def published(kind: Kind, source: Repository, commit: str | None, **fields: Any) -> SpecDecPPConfig:
-    """The config of an assistant that drafts with what is in a repository of others.
-
-    Args:
-        fields: further ones of the config.
-    """
+    """The config of an assistant that drafts with what is in a repository of others. `fields`: further ones of the
+    config."""
     return SpecDecPPConfig(draft_kind=kind.name, draft_id=source.full_name, draft_revision=commit, **fields)
 
 

@@ -32,7 +32,7 @@ from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
 from hf_specdecpp.throughput.round_times import RoundTimes
 from hf_specdecpp.throughput.target_passes import passes_of
-from hf_specdecpp.trees.checks import check_tree
+from hf_specdecpp.trees.attention import check_tree
 from hf_specdecpp.trees.tree import DraftTree
 
 logger = logging.get_logger("hf_specdecpp")

@@ -43,11 +43,6 @@ class Drafts:
 class AssistedDecoding:
     """One `generate()` call of an attached target, for one text or for the rows of a batch.
 
-    Args:
-        texts: to be generated.
-        drafts: proposes candidates for all of them.
-        target: reads them, and owns its cache and how its passes run.
-
     Attributes:
         active: the texts that have not ended.
     """

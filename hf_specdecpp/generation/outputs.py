@@ -18,12 +18,7 @@ KINDS = ("scores", "logits", "hidden_states", "attentions")
 
 
 class TokenRecords:
-    """Collects scores, logits, hidden states and attentions; what was not asked for stays `None`.
-
-    Args:
-        config: of the generation.
-        text_config: of the target's decoder.
-    """
+    """Collects scores, logits, hidden states and attentions; what was not asked for stays `None`."""
 
     def __init__(self, config: GenerationConfig, text_config: Any) -> None:
         def wanted(flag: bool | None) -> tuple[Any, ...] | None:

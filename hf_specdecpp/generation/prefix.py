@@ -81,7 +81,6 @@ class Prefix(TargetText):
     been read and 7 has been emitted, the cache holds 4 rows, of which 2 are hidden, and 7 stands at position 2.
 
     Args:
-        target: the model.
         model_kwargs: arguments of its forward as `generate()` prepared them: the cache, and where the model takes them
             `attention_mask` `[1, length]` and `position_ids` `[..., length]`.
     """

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -19,7 +21,6 @@ from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.models.cudnn_attention import without_cudnn
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput.target_passes import passes_of
 
@@ -28,11 +29,6 @@ MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and 
 
 class TargetSide(ABC):
     """What the loop asks of the target, which owns its cache and how its passes run.
-
-    Args:
-        model: the target.
-        texts: that it reads.
-        config: of the generation.
 
     Attributes:
         states: of its passes, which drafts read.
@@ -288,3 +284,26 @@ class OneTarget(TargetSide):
         if not self.config.return_dict_in_generate:
             return self.text.ids
         return self.text.records.output(self.text.ids, self.prefix.cache)
+
+
+_lock = Lock()
+_users: list[bool] = []  # what the setting was when each thread came that is within
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Let PyTorch choose another kernel of attention than cuDNN's.
+
+    cuDNN makes a plan for each number of cached tokens, which takes longer than a pass, and a text that grows has
+    another number in each pass. The setting is the process's: it is put back when the last of several threads leaves.
+    """
+    with _lock:
+        _users.append(torch.backends.cuda.cudnn_sdp_enabled())
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        with _lock:
+            before = _users.pop()
+            if not _users:
+                torch.backends.cuda.enable_cudnn_sdp(before)

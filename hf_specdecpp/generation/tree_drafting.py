@@ -16,8 +16,15 @@ from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.trees import TreePlan
-from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
-from hf_specdecpp.trees.shapes import Shape, best_shape, size
+from hf_specdecpp.trees.algorithms import (
+    Shape,
+    ThresholdSchedule,
+    best_shape,
+    grow_by_level,
+    grow_exactly,
+    grow_shape,
+    size,
+)
 from hf_specdecpp.trees.slots import Growth, Level, SlotValuation, SoftmaxBuffer, check_estimator
 from hf_specdecpp.trees.tree import DraftTree
 

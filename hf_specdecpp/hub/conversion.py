@@ -18,7 +18,7 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Format
 from hf_specdecpp.drafts.known import recognise
-from hf_specdecpp.estimation.head import MOST_BLOCKS, AcceptanceHead
+from hf_specdecpp.estimation.estimators import MOST_BLOCKS, AcceptanceHead
 from hf_specdecpp.files import (
     CHECKPOINT,
     MOST_CONFIG_BYTES,

@@ -19,7 +19,7 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.drafts.known import describe, kind_of
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import AcceptanceHead
 from hf_specdecpp.files import Repository, read_json, save_tensors, save_text
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
 from hf_specdecpp.models.adapters import ADAPTER_FILES
@@ -150,11 +150,8 @@ def push(
 def make_card(
     config: SpecDecPPConfig, head: AcceptanceHead | None, training: dict[str, Any] | None = None
 ) -> ModelCard:
-    """The model card of a config, as the repository stores it, and of a head.
-
-    Args:
-        training: the results of the run that made the assistant (`training.card.results`); `None` without one.
-    """
+    """The model card of a config, as the repository stores it, and of a head. `training`: the results of the run that
+    made the assistant (`training.card.results`); `None` without one."""
     ids = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
     bases = [Repository(name).name for name in ids]
     data = ModelCardData(
@@ -172,11 +169,8 @@ def make_card(
             setattr(config, name, public_name(model))
     shown: dict[str, Any] = {}
     if training is not None:
-        baseline = training.get("baseline")
-        shown = {
-            "tables": [(name, at, report, _rows(report)) for name, at, report in _reports(training["evaluation"])],
-            "comparison": _comparison(training["evaluation"], baseline["evaluation"]) if baseline else [],
-        }
+        reports = _reports(training["evaluation"])
+        shown["tables"] = [(name, at, report, _rows(report)) for name, at, report in reports]
     shown |= {
         "draft": describe(config),
         "is_independent": kind_of(config).rests_on == "draft",
@@ -265,25 +259,6 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             number(fewer, percent=True),
         )
     yield (f"fixed length {best['length']}", NONE, NONE, NONE, number(best["discard_rate"]), NONE)
-
-
-def _comparison(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """A row for each set and temperature that both have: our value / theirs."""
-    for name, temperature, report in _reports(ours):
-        other = theirs["sets"].get(name, {}).get(temperature)
-        if other is None:
-            continue
-        pairs = [(each["mean_acceptance"], *_of_head(each)) for each in (report, other)]
-        cells = [[number(value, percent=place == 4) for place, value in enumerate(values)] for values in pairs]
-        yield (name, temperature, *(f"{a} / {b}" for a, b in zip(*cells, strict=True)))
-
-
-def _of_head(report: dict[str, Any]) -> tuple[float | None, ...]:
-    judged = report["estimators"]["head"]
-    return (
-        *(judged[metric] for metric in ("auc", "ece", "binary_kl")),
-        report["equal_verification"]["at_best"]["fewer_discards"]["head"],
-    )
 
 
 def _eval_results(evaluation: dict[str, Any]) -> Iterator[EvalResult]:

@@ -9,8 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from hf_specdecpp.config.costs import Costs, Floats
-from hf_specdecpp.lookup.rates import LookupRates, TextRates
-from hf_specdecpp.lookup.text import Continuation, TextLookup
+from hf_specdecpp.lookup.text import Continuation, LookupRates, TextLookup, TextRates
 from hf_specdecpp.trees.tree import DraftTree
 
 LEAST_GAIN = 1.02  # over a pass without candidates that those that were looked up must promise
@@ -69,11 +68,8 @@ class Choice:
         return best if rates[best] > least else 0
 
     def further(self, survival: float, estimates: Sequence[float], seconds: Floats) -> int:
-        """How many candidates go on after those that were drafted, which all stand with chance `survival`.
-
-        Args:
-            seconds: `[n + 1]`, of passes with 0, 1, ... of them.
-        """
+        """How many candidates go on after those that were drafted, which all stand with chance `survival`. `seconds`:
+        `[n + 1]`, of passes with 0, 1, ... of them."""
         tokens = survival * np.cumsum(np.concatenate(([0.0], np.cumprod(estimates))))
         return int((tokens - self.rate * seconds).argmax())
 
@@ -115,12 +111,9 @@ class LookingUp:
     estimates cost no candidates to learn.
 
     Args:
-        text: what is searched.
-        rates: what is known of such candidates.
         most: candidates in a round.
         has_draft: whether something else drafts, too.
         plan: knows what rounds cost; `None` where another rule than throughput decides.
-        choice: what its rounds have brought.
 
     Attributes:
         found: what the round could propose now.
@@ -150,11 +143,8 @@ class LookingUp:
         self.verify: Floats = np.zeros(1)
 
     def begin_round(self, new_tokens: Sequence[int], room: int, unread: int = 0) -> None:
-        """Take note of what the target has said, and find what may follow: at most `room` candidates.
-
-        Args:
-            unread: tokens that the draft has not read.
-        """
+        """Take note of what the target has said, and find what may follow: at most `room` candidates. `unread`: tokens
+        that the draft has not read."""
         most = self._room = min(room, self.most)
         if not len(self.text):
             self.text.read_prompt(new_tokens)

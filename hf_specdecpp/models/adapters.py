@@ -90,13 +90,11 @@ class LoraLinear(nn.Module):
 
 
 def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
-    """A copy of the model, sharing its tensors, with the adapter of `folder` for inference.
+    """A copy of the model, sharing its tensors, with the adapter of `folder` for inference; `ValueError` if the adapter
+    is not ordinary LoRA, is damaged, or does not fit the model.
 
     With `merge` the weights that the adapter changes are new ones. Without it the adapter stays beside them: slower,
     but no copies. Embeddings and the LM head are merged in either case, quantised layers in neither.
-
-    Raises:
-        ValueError: the adapter is not ordinary LoRA, is damaged, or does not fit the model.
     """
     if hasattr(model, "peft_config"):
         raise ValueError(
@@ -126,11 +124,7 @@ def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """The adapter of `folder`.
-
-    Raises:
-        ValueError: it is not ordinary LoRA, or a file is damaged.
-    """
+    """The adapter of `folder`; `ValueError` if it is not ordinary LoRA, or a file is damaged."""
     config = read_adapter_config(folder / ADAPTER_FILES[0])
     path = folder / ADAPTER_FILES[1]
     halves: dict[str, dict[str, Tensor]] = {}
@@ -144,11 +138,8 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Parse an `adapter_config.json`.
-
-    Raises:
-        ValueError: it does not describe an ordinary LoRA adapter, or a value is of the wrong kind.
-    """
+    """Parse an `adapter_config.json`; `ValueError` if it does not describe an ordinary LoRA adapter, or a value is of
+    the wrong kind."""
     config = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__

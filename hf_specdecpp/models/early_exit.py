@@ -24,18 +24,15 @@ NUMBERS = ("mlp_only_layers", "moe_layers")
 
 
 def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
-    """A causal LM made of some of the target's layers, its embeddings, final norm and LM head.
+    """A causal LM made of some of the target's layers, its embeddings, final norm and LM head; `ValueError` if the
+    target cannot be assisted, `layers` does not name layers of it, its layers cannot be taken apart, or the chosen ones
+    keep no keys.
 
     The module structure is copied and every parameter and buffer is shared: it costs hardly any memory, follows the
     target when that is moved, and can be given a LoRA adapter without the target noticing.
 
     Args:
-        target: any decoder-only causal LM.
         layers: the number of first layers to keep, or their ascending indices.
-
-    Raises:
-        ValueError: the target cannot be assisted, `layers` does not name layers of it, its layers cannot be taken
-            apart, or the chosen ones keep no keys.
     """
     check_target(target, recurrent=True)
     decoder = inner_decoder(target)
@@ -67,10 +64,7 @@ def why_no_early_exit(target: CausalLM, config: Any) -> str | None:
 
 def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
     """A copy of the model with the `chosen` ones of its decoder layers, in this order; one may come several times.
-
-    Raises:
-        ValueError: its layers are not found.
-    """
+    `ValueError` if its layers are not found."""
     copied = copy_sharing(model)
     # Trainers (TRL's, accelerate's mixed precision) set methods that go on to the forward of the model with all layers.
     if isinstance(vars(copied).get("forward"), MethodType):
@@ -91,10 +85,7 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
 
 def copy_sharing(module: Any, *others: Any) -> Any:
     """A copy of the structure of a model, or of a part of one, whose parameters and buffers are the original's.
-
-    Args:
-        others: that it refers to without having registered them.
-    """
+    `others`: that it refers to without having registered them."""
     kept = [each for part in (module, *others) for each in (*part.parameters(), *part.buffers(), *states_of(part))]
     shared: dict[int, object] = {id(each): each for each in kept}
     copied = copy.deepcopy(module, shared)
@@ -105,11 +96,8 @@ def copy_sharing(module: Any, *others: Any) -> Any:
 
 
 def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
-    """`layers` as a list of ascending indices.
-
-    Raises:
-        ValueError: an index is out of range, the order is not ascending, or nothing or everything is kept.
-    """
+    """`layers` as a list of ascending indices; `ValueError` if an index is out of range, the order is not ascending, or
+    nothing or everything is kept."""
     kept = list(range(min(layers, num_layers + 1))) if isinstance(layers, int) else list(layers)
     if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= num_layers:
         raise ValueError(
@@ -122,11 +110,7 @@ def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
 
 
 def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList]:
-    """The layers of a target's decoder, and what it calls them.
-
-    Raises:
-        ValueError: they are not found.
-    """
+    """The layers of a target's decoder, and what it calls them; `ValueError` if they are not found."""
     depth = decoder.config.num_hidden_layers
     for name, module in decoder.named_children():
         if isinstance(module, nn.ModuleList) and len(module) == depth:

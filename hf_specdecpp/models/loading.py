@@ -168,13 +168,11 @@ def _load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 
 
 def check_same_tokenizer(target: CausalLM, draft: CausalLM) -> None:
-    """Refuse a draft whose tokens mean something else to the target.
+    """Refuse a draft whose tokens mean something else to the target; `ValueError` if some ids stand for different
+    tokens.
 
     Where a tokenizer cannot be found (a model built in memory) only a difference in vocabulary size can be seen, and is
     warned of. The output would be right all the same; only the speed would be lost.
-
-    Raises:
-        ValueError: some ids stand for different tokens.
     """
     target_name, draft_name = target.config.name_or_path, draft.config.name_or_path
     if target_name and target_name == draft_name:

@@ -25,7 +25,6 @@ class Reader(nn.Module):
     """Runs a model's inner decoder and LM head. It holds no state of a generation, so several threads may share it.
 
     Args:
-        model: a decoder-only causal LM.
         owns_model: whether `.to()` and friends on the reader move and cast the model, too. Never for a target.
 
     Raises:

@@ -23,11 +23,8 @@ from hf_specdecpp.sampling.verification import (
 
 
 def race(weights: Tensor, times: Tensor) -> Tensor:
-    """An index of `weights` `[..., n]`, drawn by them: the first to fire, at the time E_i / w_i.
-
-    Args:
-        times: `[..., n]`, the E_i, independent exponential numbers above 0.
-    """
+    """An index of `weights` `[..., n]`, drawn by them: the first to fire, at the time E_i / w_i. `times`: `[..., n]`,
+    the E_i, independent exponential numbers above 0."""
     return (weights / times).argmax(-1)
 
 
@@ -50,10 +47,7 @@ def count_until(fires: Tensor) -> Tensor:
 
 def remaining(q: Tensor, tokens: Tensor) -> Tensor:
     """What each of several siblings is drawn from, `[..., c, vocab]`: q `[..., vocab]` without those before it.
-
-    Args:
-        tokens: `[..., c]`, in the order in which they were drawn.
-    """
+    `tokens`: `[..., c]`, in the order in which they were drawn."""
     rows = [q]
     for place in range(tokens.shape[-1] - 1):
         q = q.scatter(-1, tokens[..., place : place + 1], 0.0)

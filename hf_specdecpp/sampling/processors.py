@@ -156,11 +156,8 @@ class Processing:
         return self._apply(prefix, scores[None])[0]
 
     def of_nodes(self, scores: Tensor, texts: Tensor | None) -> Tensor:
-        """Process `scores` `[texts, n, vocab]`, without a number of the host.
-
-        Args:
-            texts: `[texts, n, length]`, the tokens before each; `None` where no processor looks at them.
-        """
+        """Process `scores` `[texts, n, vocab]`, without a number of the host. `texts`: `[texts, n, length]`, the tokens
+        before each; `None` where no processor looks at them."""
         rows = scores.flatten(0, 1)
         before = rows.new_zeros((len(rows), 1), dtype=torch.long) if texts is None else texts.flatten(0, 1)
         return self._apply(before, rows).view_as(scores)

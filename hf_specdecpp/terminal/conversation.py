@@ -92,12 +92,8 @@ class Conversation:
 
     def answer(self, message: str, stop: Stop, show: Callable[[str], None]) -> Answer:
         """Say something, and have the answer, whose text `show` is given piece by piece, until it ends or `stop` ends
-        it.
-
-        Raises:
-            ValueError: the chat template refuses the conversation, or it is longer than the model can read. The message
-                is not part of it then, and neither is one whose answer is ended by any other exception.
-        """
+        it; `ValueError` if the chat template refuses the conversation, or it is longer than the model can read. The
+        message is not part of it then, and neither is one whose answer is ended by any other exception."""
         begin = time.perf_counter()
         self.messages.append({"role": "user", "content": message})
         listener = Listener(_Shown(self.tokenizer, show))

@@ -23,8 +23,7 @@ from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model, load_tokenizer
 from hf_specdecpp.terminal.conversation import encoded
-from hf_specdecpp.terminal.listener import Answer, Listener
-from hf_specdecpp.terminal.picture import picture
+from hf_specdecpp.terminal.listener import Answer, Listener, picture
 from hf_specdecpp.texts.prompts import EXAMPLES, REPEATING
 from hf_specdecpp.trees.drawing import DrawnTree
 

@@ -21,11 +21,8 @@ TRAIN, HELDOUT = "train", "heldout"
 
 
 def record(work: Path) -> dict[str, Any]:
-    """What `rollouts.json` says: `settings`, and how much was answered in each split.
-
-    Raises:
-        ValueError: the stage has not ended yet.
-    """
+    """What `rollouts.json` says: `settings`, and how much was answered in each split. `ValueError` if the stage has not
+    ended yet."""
     path = work / FOLDER / RECORD
     if not path.is_file() or not (found := read_json(path)).get("complete"):
         raise ValueError(f"{work / FOLDER} is not complete. Run the stage rollouts first; it goes on where it stopped.")
@@ -39,11 +36,8 @@ def test_sets(work: Path) -> list[str]:
 
 
 def load(work: Path, split: str) -> datasets.Dataset:
-    """The answers of `train`, `heldout` or a test set.
-
-    Raises:
-        ValueError: the stage has not ended yet, or nothing is held out.
-    """
+    """The answers of `train`, `heldout` or a test set; `ValueError` if the stage has not ended yet, or nothing is held
+    out."""
     record(work)
     shards = sorted((work / FOLDER / split).glob("shard-*.parquet"))
     if not shards:
@@ -53,11 +47,7 @@ def load(work: Path, split: str) -> datasets.Dataset:
 
 
 def written_at(answers: datasets.Dataset, temperature: float) -> datasets.Dataset:
-    """Those answers that the target wrote at a temperature.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Those answers that the target wrote at a temperature; `ValueError` if there are none."""
     rows = [row for row, own in enumerate(answers["temperature"]) if math.isclose(own, temperature, rel_tol=1e-6)]
     if not rows:
         known = ", ".join(f"{own:g}" for own in sorted(set(answers["temperature"])))

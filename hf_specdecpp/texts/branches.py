@@ -25,8 +25,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.randomness import draw_rows
-from hf_specdecpp.trees.attention import tree_inputs
-from hf_specdecpp.trees.checks import check_tree
+from hf_specdecpp.trees.attention import check_tree, tree_inputs
 
 ROWS_AT_ONCE = 128  # candidates whose p or q [rows, vocab] are in memory together
 NODES_AT_ONCE = 1024  # candidates in one target pass

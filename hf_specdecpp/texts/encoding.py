@@ -50,20 +50,14 @@ class Codec:
         return cls(config, tokenizer, ids, context)
 
     def encode(self, prompt: Prompt) -> Encoded:
-        """The tokens that the target answers: with its chat template if it has one.
-
-        Raises:
-            ValueError: the template refuses the conversation, or it takes a template and there is none.
-        """
+        """The tokens that the target answers: with its chat template if it has one. `ValueError` if the template
+        refuses the conversation, or it takes a template and there is none."""
         text = self._text(prompt)
         return Encoded(prompt, text, self._tokens(text))
 
     def encode_all(self, prompts: list[Prompt]) -> list[Encoded]:
-        """All prompts that leave room for a token of an answer; the others are counted in a warning.
-
-        Raises:
-            ValueError: none does.
-        """
+        """All prompts that leave room for a token of an answer; the others are counted in a warning. `ValueError` if
+        none does."""
         bar = logging.tqdm(prompts, desc="encoding prompts", disable=len(prompts) < 5000)
         encoded = [self.encode(prompt) for prompt in bar]
         kept = [item for item in encoded if self.room(item) > 0]

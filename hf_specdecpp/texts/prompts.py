@@ -94,7 +94,8 @@ def split_prompts(
     seed: int = 0,
     unseen: Collection[str] = (),
 ) -> dict[str, list[Prompt]]:
-    """All distinct prompts as `train` and `heldout`, the same prompts in each whatever else is in the data.
+    """All distinct prompts as `train` and `heldout`, the same prompts in each whatever else is in the data;
+    `ValueError` if there are too few prompts to hold two out, all are `unseen`, or as `read_prompts` raises it.
 
     Args:
         limit: most prompts of each source, chosen by `seed`.
@@ -102,9 +103,6 @@ def split_prompts(
 
     The split goes by a hash of the user's first words, so that no text is in both. At least two
     prompts are held out unless `heldout` is 0: one calibrates the head, the other measures it.
-
-    Raises:
-        ValueError: there are too few prompts to hold two out, all are `unseen`, or those of `read_prompts`.
     """
     distinct: dict[str, Prompt] = {}
     total = 0

@@ -32,10 +32,7 @@ class ChainPlan(Plan):
     """What the rule knows of one draft and target in chains.
 
     Args:
-        known: what rounds cost.
-        most: the most candidates in one.
         lag: 1 if verdicts come one candidate late (`Estimator.inputs == "after"`).
-        rates: what is known of the estimates.
 
     Attributes:
         seconds: `[most + 1]` of rounds with 0, 1, ... candidates.

@@ -15,8 +15,7 @@ from torch import nn
 from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.estimation.estimators import Estimator
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import AcceptanceHead, Estimator
 from hf_specdecpp.files import forget, recall, remember
 from hf_specdecpp.models.causal_lm import CausalLM, num_bytes
 from hf_specdecpp.models.checks import keeps_recurrent_state
@@ -69,15 +68,10 @@ class KnownCosts:
         self._by_length = dict(by_length or {})
         self._on_disk = dict(self._by_length)
         self._formed: dict[int, Costs] = {}  # by class of length, too
-        self._confirmed: dict[int, set[int]] = {}  # by class of length: widths whose rounds took what they should
 
     @classmethod
     def from_dict(cls, values: Any, form: Callable[[Costs], Costs], of: dict[str, Any]) -> KnownCosts:
-        """From what was kept on disk.
-
-        Raises:
-            ValueError: it is damaged.
-        """
+        """From what was kept on disk; `ValueError` if it is damaged."""
         try:
             by_length = {int(kind): Costs.from_dict(costs) for kind, costs in values["by_length"].items()}
             return cls(Costs.from_dict(values["first"]), form, of, by_length)
@@ -86,11 +80,7 @@ class KnownCosts:
 
     @classmethod
     def given(cls, costs: dict[str, Any] | None, form: Callable[[Costs], Costs] = as_they_are) -> KnownCosts:
-        """Those of `SpeculationConfig.costs`, which stay.
-
-        Raises:
-            ValueError: there are none, or they are no costs.
-        """
+        """Those of `SpeculationConfig.costs`, which stay; `ValueError` if there are none, or they are no costs."""
         if costs is None:
             raise ValueError(
                 "rule='throughput' has to know what a round costs, and there is no target here whose rounds could say. "
@@ -127,10 +117,8 @@ class KnownCosts:
         self._texts += 1
         for kind, passes in times.passes.items():
             known = self._by_length.get(self._nearest(kind), self.first)
-            confirmed, now = self._confirmed.setdefault(kind, set()), as_expected(known, passes)
-            self._by_length[kind] = corrected(known, passes, times.drafts.get(kind, ()), confirmed)
-            self._confirmed[kind] = confirmed - set(passes) | set(now)
-            taken += [(kind, width) for width in now]
+            self._by_length[kind] = corrected(known, passes, times.drafts.get(kind, ()))
+            taken += [(kind, width) for width in as_expected(known, passes)]
         for kind, formed in list(self._formed.items()):  # the same object where it has hardly changed
             if _differ(self._form(self._by_length.get(self._nearest(kind), self.first)), formed):
                 del self._formed[kind]

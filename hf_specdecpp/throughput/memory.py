@@ -15,8 +15,7 @@ from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.estimation.acceptance_rates import BIN_COUNT, PRIOR_COUNT, UNCHANGED, AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, Estimator, lag_of
 from hf_specdecpp.lookup.looking_up import Choice
-from hf_specdecpp.lookup.rates import LookupRates
-from hf_specdecpp.lookup.text import Answers
+from hf_specdecpp.lookup.text import Answers, LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.successors import Successors
 from hf_specdecpp.throughput.chains import BatchPlan, ChainPlan
@@ -132,14 +131,8 @@ class Memory:
         return known
 
     def plan(self, config: SpeculationConfig, decisions: Decisions, rounds: Rounds, how: GenerationConfig) -> Plan:
-        """What `rule="throughput"` knows of these rounds.
-
-        Args:
-            rounds: chains of up to `rounds.most` candidates with those that are looked up, or trees.
-
-        Raises:
-            ValueError: nothing says what they cost.
-        """
+        """What `rule="throughput"` knows of these rounds; `ValueError` if nothing says what they cost. `rounds`: chains
+        of up to `rounds.most` candidates with those that are looked up, or trees."""
         learned = self.recall(decisions, rounds.owner, rounds.estimator, how, rounds.trees)
         known = self._costs(config, rounds)
         most = rounds.most if rounds.trees else int(min(config.max_tokens, rounds.drafter.places))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -127,12 +127,7 @@ def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:
     return _drafting_scaled(scaled, (typical(ratios) if ratios else None) or unit)
 
 
-def corrected(
-    costs: Costs,
-    passes: Mapping[int, Sequence[float]],
-    drafts: Sequence[tuple[Drafting, float]],
-    confirmed: Collection[int] = (),
-) -> Costs:
+def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Sequence[tuple[Drafting, float]]) -> Costs:
     """The costs after a text whose rounds took so long: medians of its rounds, weighed against what was known.
 
     Logarithms are averaged: the new cost is `old * (median / old) ** (n / (n + 3))` for n rounds. Widths that the text
@@ -140,21 +135,17 @@ def corrected(
     has become slower changes no decision.
 
     Example: passes over 1 and 2 tokens were known to take 10 and 30 ms, and nine rounds over 2 tokens took 20 ms, in
-    the median. n / (n + 3) is 3/4, so 2 tokens cost 30 * (2/3) ** 0.75 = 22 ms now and 1 token 7.4 ms. If earlier texts
-    had confirmed that 1 token takes 10 ms, it would still: it is the cost of 2 tokens that was wrong.
+    the median. n / (n + 3) is 3/4, so 2 tokens cost 30 * (2/3) ** 0.75 = 22 ms now and 1 token 7.4 ms.
 
     Args:
         passes: seconds of rounds without their drafting, by width.
         drafts: what was drafted, and seconds.
-        confirmed: widths whose costs earlier texts have confirmed. Once there are some, only their changes say that the
-            machine has changed.
     """
     if passes:
         costs = costs.known_for(max(passes) - 1)
     changes = {width: _log_ratio(seconds, costs.verify[width - 1]) for width, seconds in taken_by(passes).items()}
-    telling = {width: len(passes[width]) for width in changes if width in confirmed or not confirmed}
-    rounds = sum(telling.values())
-    usual = sum(changes[width] * n for width, n in telling.items()) / max(rounds, 1) * _share(rounds)
+    rounds = sum(len(passes[width]) for width in changes)
+    usual = sum(change * len(passes[width]) for width, change in changes.items()) / max(rounds, 1) * _share(rounds)
     verify = [seconds * math.exp(usual) for seconds in costs.verify]
     for width, change in changes.items():
         verify[width - 1] = costs.verify[width - 1] * math.exp(change * _share(len(passes[width])))

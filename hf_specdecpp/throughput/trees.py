@@ -18,7 +18,6 @@ from hf_specdecpp.throughput.plan import LONGEST_PROMISE, Plan
 from hf_specdecpp.trees.slots import Growth, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 
-SELECTION_DISCOUNT = 0.95  # of the tokens expected at the best of many thresholds (winner's curse)
 SHAPE_MEMORY = 0.98  # what is left a round later of what is learned of the trees' shapes
 FIRST_NODES = 6  # most in the first round, and twice as many in each later one: early mistakes stay small
 THRESHOLDS = np.exp(-0.12 * np.arange(50))  # tried, as shares of the best slot's gain; down to 0.003
@@ -61,11 +60,7 @@ class TreePlan(Plan, SlotValuation):
         return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]
 
     def grow(self, growth: Growth, threshold: float = 0.0) -> None:
-        """Algorithm 2, level by level, with t and the depth chosen by their price.
-
-        Args:
-            threshold: lower bound of t.
-        """
+        """Algorithm 2, level by level, with t and the depth chosen by their price. `threshold`: lower bound of t."""
         tree, usual = growth.tree, self.expected(None)
         while len(tree) < self.most_now:
             level = {node: v for node, v in growth.leaves.items() if tree.depths[node] == tree.levels}
@@ -103,7 +98,7 @@ class TreePlan(Plan, SlotValuation):
         draws = (drawn * (1.0 + self.splits * (ratio - 1.0))).sum(0)
         tokens = (drawn * (gain + self.splits * self.mean_estimate * v * np.log(ratio))).sum(0)
         seconds = np.interp(size + draws, np.arange(len(self.verify)), self.verify) - self.verify[size]
-        net = SELECTION_DISCOUNT * tokens - self.price * seconds
+        net = tokens - self.price * seconds
         net[1:][size + draws[1:] > self.most_now] = -math.inf
         best = int(net.argmax())
         return float(t[best]) if net[best] > 0.0 else math.inf

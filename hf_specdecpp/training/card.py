@@ -20,11 +20,11 @@ from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.provenance import command, public_name, source_commit
 from hf_specdecpp.texts import answers
+from hf_specdecpp.training import evaluation
+from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.stage import REPORT
-from hf_specdecpp.training.evaluation import stage as evaluation
-from hf_specdecpp.training.evaluation.stage import COST_RATIO, Outcome, time_per_token
-from hf_specdecpp.training.head import stage as head_fitting
+from hf_specdecpp.training.evaluation import COST_RATIO, Outcome, time_per_token
 from hf_specdecpp.training.models import HEAD, load_assistant, load_target
 from hf_specdecpp.training.trainers import save_json
 from hf_specdecpp.version import __version__
@@ -35,11 +35,7 @@ SPEED = "speed.json"
 
 def run(config: TrainingConfig) -> Path:
     """Write the repository into `config.output`; its path. The card there is replaced, and shows `work/speed.json`,
-    too, if `specdecpp bench --card` has written one.
-
-    Raises:
-        ValueError: the head has not been fitted or evaluated yet, or the run to compare with has not.
-    """
+    too, if `specdecpp bench --card` has written one. `ValueError` if the head has not been fitted or evaluated yet."""
     training = results(config)
     assistant = load_assistant(config, load_target(config))
     # `threshold` takes the place of `throughput` where costs cannot be known, as in transformers' own loop.
@@ -66,35 +62,21 @@ def results(config: TrainingConfig) -> dict[str, Any]:
         raise ValueError(
             f"{config.work / EVALUATION} is missing: run the stages 'head', 'calibrate' and 'eval' before 'card'."
         )
-    other = Path(config.evaluation.compare) if config.evaluation.compare else None
-    if other is not None and not (other / EVALUATION).is_file():
-        raise ValueError(
-            f"evaluation.compare={str(other)!r} has no {EVALUATION}, so there is nothing to compare with. It must be "
-            "the work_dir of a run whose stage 'eval' has ended."
-        )
+    work = config.work
+    fitted = _read(work / HEAD / head_fitting.RECORD)
     return {
         "config": asdict(config),
         "data": {"training": _names(config.rollouts.data), "test": _names(config.evaluation.data)},
         "settings": settings(config),
-        **_measured(config.work),
-        "begun": _read(Path(config.distill.start_from) / REPORT) if config.distill.start_from else None,
-        "baseline": None if other is None else _measured(other),
-        "speed": _read(config.work / SPEED),
-        "provenance": provenance(),
-    }
-
-
-def _measured(work: Path) -> dict[str, Any]:
-    """What a run left in its `work_dir`."""
-    curve = head_fitting.learning_curve(work)
-    return {
         "evaluation": _read(work / EVALUATION),
         "rollouts": _read(work / answers.FOLDER / answers.RECORD),
         "distillation": _read(work / REPORT),
-        "head": curve[-1]["settings"]["head"] if curve else None,
-        "head_metrics": curve[-1] if curve else None,
-        "learning_curve": curve if len(curve) > 1 else None,
+        "head": fitted and fitted["settings"]["head"],
+        "head_metrics": fitted,
         "calibration": _read(work / HEAD / "calibration.json"),
+        "begun": _read(Path(config.distill.start_from) / REPORT) if config.distill.start_from else None,
+        "speed": _read(work / SPEED),
+        "provenance": provenance(),
     }
 
 
@@ -129,7 +111,6 @@ def settings(config: TrainingConfig) -> str:
     chosen["rollouts"].pop("server", None)
     chosen.get("distill", {}).pop("start_from", None)
     if "evaluation" in chosen:
-        chosen["evaluation"].pop("compare", None)
         chosen["evaluation"]["data"] = _names(config.evaluation.data)
     return yaml.safe_dump(chosen, sort_keys=False, default_flow_style=None, width=110)
 

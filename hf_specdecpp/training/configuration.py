@@ -16,18 +16,6 @@ from hf_specdecpp.drafts.kind import Kind, Trainable
 from hf_specdecpp.drafts.known import kind_to_train, ready_made
 from hf_specdecpp.texts.sampling import Sampling
 
-# Settings of earlier versions, and what takes their place.
-DECIDED = {
-    "distill.alpha": "It is twice distill.rank.",
-    "distill.dropout": "The adapter has none: a share of its update is kept instead.",
-    "distill.cache_states": "Each epoch computes the target's states.",
-    "distill.block_decay": "The places of a block weigh exp(-(place - 1) / 4).",
-    "distill.block_anchors": "Each pass teaches 16 blocks of a text.",
-    "distill.mask_token": "It is the largest token id that the answers do not have.",
-    "head.mixing": "It is the paper's 0.15.",
-    "head.top_k": "Labels are of the top-k that the answers are written with, rollouts.top_k.",
-}
-
 
 def _at_least(least: int, default: int | None) -> Any:
     """A whole number."""
@@ -150,7 +138,6 @@ class HeadConfig(Section):
             rate.
         batch_size (texts): the number in one step (paper: 32).
         max_texts (texts): the most that the head is fitted on, chosen by `seed`; all by default.
-        learning_curve: also fit heads on a quarter and a half of the texts, for the card.
     """
 
     path = "head."
@@ -168,7 +155,6 @@ class HeadConfig(Section):
     learning_rate: float = _above_zero(1e-3)
     batch_size: int = _at_least(1, 32)
     max_texts: int | None = _at_least(1, None)
-    learning_curve: bool = False
 
 
 @dataclass
@@ -178,14 +164,12 @@ class EvalConfig(Section):
     Args:
         data: JSON Lines files with prompts, or `datasets` ids; each is a test set. Their prompts are never trained on.
         max_prompts (prompts): the most taken of each, chosen by `seed`; all by default.
-        compare: `work_dir` of another run whose evaluation the card shows beside this one's.
     """
 
     path = "evaluation."
 
     data: list[str] = field(default_factory=list)
     max_prompts: int | None = _at_least(1, None)
-    compare: str | None = None
 
 
 @dataclass
@@ -384,8 +368,6 @@ def refuse_unknown(cls: Any, values: dict[str, Any], path: str) -> None:
     """Raise `ValueError` for a name that is no field; `path` is what stands before it, such as `"head."`."""
     known = [item.name for item in fields(cls)]
     for name in sorted(set(values) - set(known)):
-        if (decided := DECIDED.get(f"{path}{name}")) is not None:
-            raise ValueError(f"{path}{name} is no setting any more. {decided} Leave it out.")
         raise ValueError(
             f"Unknown setting {path}{name}. {path.rstrip('.') or 'A training run'} takes {', '.join(known)}."
         )

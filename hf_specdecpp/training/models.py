@@ -20,7 +20,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.kind import Kind, OwnFile, Parts
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import AcceptanceHead
 from hf_specdecpp.files import check_finite, load_tensors, read_json, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
 from hf_specdecpp.models.adapters import ADAPTER_FILES
@@ -227,10 +227,7 @@ def choose_vocab(
 ) -> Tensor:
     """The `size` most frequent tokens of the answers, ascending; then of the prompts, whose names and words answers
     repeat, and last the lowest ids, since tokenizers number about by frequency. Those `always` kept are among them.
-
-    Raises:
-        ValueError: `size` is not between the number of tokens that are always kept and `num_ids`.
-    """
+    `ValueError` if `size` is not between the number of tokens that are always kept and `num_ids`."""
     kept = check_size(size, always, num_ids)
     asked = np.bincount(np.concatenate([*map(np.asarray, prompts), []]).astype(np.int64), minlength=num_ids)[:num_ids]
     counts = answer_counts(answers, num_ids)[:num_ids] * (asked.sum() + 1) + asked

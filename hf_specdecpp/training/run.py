@@ -18,14 +18,11 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli_options import TrainOptions
 from hf_specdecpp.files import UNFINISHED
 from hf_specdecpp.hub.repository import CARD
-from hf_specdecpp.training import card, models
+from hf_specdecpp.training import calibration, card, evaluation, models, rollouts
+from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.card import summary
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.evaluation import calibration
-from hf_specdecpp.training.evaluation import stage as evaluation
-from hf_specdecpp.training.head import stage as head_fitting
-from hf_specdecpp.training.rollouts import stage as rollouts
 from hf_specdecpp.training.trainers import check_trackers, process_state
 
 STAGES = {
@@ -42,12 +39,8 @@ ON_MAIN_PROCESS = ("calibrate", "eval", "card")
 
 
 def train(config: TrainingConfig, stages: Sequence[str] | None = None) -> None:
-    """Run a training run, or some of its stages, in the order of `STAGES`.
-
-    Raises:
-        ValueError: a setting, a model, a tracker or a stage is unknown or missing, or a stage cannot run on what the
-            earlier ones left.
-    """
+    """Run a training run, or some of its stages, in the order of `STAGES`; `ValueError` if a setting, a model, a
+    tracker or a stage is unknown or missing, or a stage cannot run on what the earlier ones left."""
     config.find_ready_made()
     config.validate()
     unknown = sorted(set(stages or ()) - set(STAGES))

@@ -129,7 +129,6 @@ class Record:
     """The record of what is made with `settings`.
 
     Args:
-        path: of the JSON file.
         settings: all that what is made depends on; whatever JSON can hold.
         made: files and folders that are worth nothing once the settings are others.
     """

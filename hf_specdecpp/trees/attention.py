@@ -1,4 +1,5 @@
-"""What a model needs to read a token tree in one pass: who sees whom (the mask), and who stands where (the positions).
+"""What a model needs to read a token tree in one pass: who sees whom (the mask), and who stands where (the positions);
+and which models can, refused with the reason (`check_tree`).
 
 A node sees the text and its own ancestors, and stands behind them as if no other node were there. Windows are measured
 between places in the text (number of tokens before), not between rows of the cache, where siblings lie in between.
@@ -7,13 +8,27 @@ between places in the text (number of tokens before), not between rows of the ca
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 from transformers.cache_utils import Cache, StaticLayer
 
-from hf_specdecpp.caches.masks import as_mask, grow_in, layer_types, shown_rows
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.caches.batches import other_layers
+from hf_specdecpp.caches.masks import MASKED, as_mask, counts_rows, grow_in, layer_types, shown_rows, unknown_window
+from hf_specdecpp.models.causal_lm import (
+    CausalLM,
+    cache_argument,
+    input_device,
+    num_embeddings,
+    takes_positions,
+    trying,
+)
+from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.quantised import multiplies_in_half
+from hf_specdecpp.sampling.randomness import widest
+from hf_specdecpp.trees.tree import relations
 
 WINDOWED = ("sliding_attention", "chunked_attention")
 
@@ -43,7 +58,6 @@ def tree_inputs(
     rows, over the 3 rows of text and the 3 nodes, are 111 100, 111 110 and 111 101.
 
     Args:
-        model: target or draft.
         cache: holds `num_prefix` tokens of text, then the n - n_query nodes fed earlier in this round (the levels of a
             growing tree).
         ancestors: bool `[n_query, n]`, on the model's device as `depths` are: which nodes, in feeding order and itself
@@ -160,3 +174,98 @@ def inputs_in_place(
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
         "position_ids": queries if prompt is None else queries + prompt.offset,
     }
+
+
+CHAIN = "Draft chains instead (tree=None)"
+TREE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# Relative error of the logits that rounding alone does not reach; wrong masks and positions are far above it. Some
+# families compute partly in float32 whatever their dtype.
+TREE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
+HALF_TREE_TOLERANCE = 0.1
+
+# Attention implementation and dtype with which a model has passed the test of `tree_error`.
+_passed: WeakKeyDictionary[CausalLM, tuple[str, torch.dtype]] = WeakKeyDictionary()
+
+
+def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = None) -> None:
+    """Raise `ValueError` unless `target` reads a token tree in one pass as it reads each path of it.
+
+    What is known not to work is refused by name; then the model itself is tried on a small tree, once.
+
+    Args:
+        role: what to call it in messages.
+        cache: the one that it will use, where it is not the model's own kind.
+    """
+    check_target(target, recurrent=True)
+    subject, config = f"The {role} {type(target).__name__}", target.config.get_text_config(decoder=True)
+    if (implementation := config._attn_implementation) not in MASKED:
+        raise ValueError(
+            f"{subject} runs attn_implementation={implementation!r}, which takes no mask of a tree's shape. Load it "
+            f'with attn_implementation="sdpa", or call its set_attn_implementation("sdpa"). {CHAIN} otherwise.'
+        )
+    layers = [*DynamicCache(config=config).layers, *(cache.layers if cache is not None else [])]
+    if (reason := _no_tree(target, config, layers)) is not None:
+        raise ValueError(f"{subject} {reason}, so it cannot read a token tree. {CHAIN}.")
+    if _passed.get(target) == (implementation, target.dtype):
+        return
+    try:
+        error = tree_error(target)
+    except Exception as failure:  # whatever goes wrong in a foreign forward, trees are refused
+        raise ValueError(f"{subject} fails on a token tree ({failure!r}). {CHAIN}.") from failure
+    exact = None if multiplies_in_half(target) else TREE_TOLERANCE.get(target.dtype)
+    tolerance = exact or HALF_TREE_TOLERANCE
+    if not error <= tolerance:
+        raise ValueError(
+            f"{subject} reads a token tree differently from each of its paths: its logits are off by {error:.2g} of "
+            f"their spread (rounding explains {tolerance:g}), so the output would be wrong. {CHAIN}."
+        )
+    _passed[target] = (implementation, target.dtype)
+
+
+def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:
+    """What is known about the model, without running it, that rules out trees."""
+    if target.config.model_type == "paligemma":
+        return "reads its prompt in both directions and counts positions from 1"
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        return "measures distances along the rows of its cache (ALiBi)"
+    if not takes_positions(target):
+        return "takes no position_ids, but siblings in a tree stand at one position"
+    if (reason := counts_rows(config)) is not None:
+        return reason
+    if getattr(config, "cross_attention_layers", None):
+        return "keeps rows of another length in its cache (cross-attention)"
+    types = set(getattr(config, "layer_types", None) or ())
+    if unknown := types - TREE_LAYER_TYPES:
+        return f"has layers of type {', '.join(sorted(unknown))}"
+    if others := other_layers(layers):
+        return f"keeps {others} in its cache"
+    return unknown_window(target, config)
+
+
+# The tree of `tree_error`: each node's parent, in depth-first order, and the paths to its leaves, equally long.
+TEST_PARENTS = [-1, 0, 1, 1, 0, 4]
+TEST_PATHS = [[0, 1, 2], [0, 1, 3], [0, 4, 5]]
+
+
+def tree_error(model: CausalLM) -> float:
+    """How far the model's logits on a small tree are from those of its paths read one by one, relative to how much
+    the logits vary from node to node. Three passes, of at most 18 tokens.
+    """
+    device = input_device(model)
+    with trying(model) as read:
+        tokens = (11 + 7 * torch.arange(3 + len(TEST_PARENTS), device=device)) % num_embeddings(model)
+        text, nodes = tokens[:3], tokens[3:]
+        paths = torch.stack([torch.cat((text, nodes[path])) for path in TEST_PATHS])
+        one_by_one = read(paths, use_cache=False).logits[:, len(text) :].to(widest(device))
+        expected = one_by_one.new_empty((len(nodes), one_by_one.shape[-1]))
+        for path, logits in zip(TEST_PATHS, one_by_one, strict=True):
+            expected[path] = logits
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        arguments: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
+        read(text[None], **arguments)
+        cache.activate_past_recording()
+        ancestors, depths = (each.to(device) for each in relations(TEST_PARENTS))
+        inputs = tree_inputs(model, cache, ancestors, depths, num_prefix=len(text))
+        logits = read(nodes[None], **arguments, **inputs).logits[0]
+    difference = (logits.to(expected) - expected).norm(dim=-1).max()
+    return float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())

@@ -27,11 +27,8 @@ class DrawnTree:
         return self.text()
 
     def text(self, decode: Callable[[int], str] = str) -> str:
-        """One line a node: `*` where it was accepted, the token, its estimate a and the value v of its slot.
-
-        Args:
-            decode: how to write a token id.
-        """
+        """One line a node: `*` where it was accepted, the token, its estimate a and the value v of its slot. `decode`:
+        how to write a token id."""
         tree, accepted = self.tree, set(self.path)
         lines = [
             f"{decode(tree.tokens[0])}   ({len(tree)} candidates, depth {tree.depth}, "

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import NUM_SCALARS, Estimator
-from hf_specdecpp.estimation.head import AcceptanceHead
-from hf_specdecpp.sampling.randomness import TreeRandomness
-from hf_specdecpp.sampling.without_replacement import Siblings, likeliest
+from hf_specdecpp.estimation.estimators import NUM_SCALARS, AcceptanceHead, Estimator
+from hf_specdecpp.sampling.randomness import Siblings, TreeRandomness, likeliest
 from hf_specdecpp.trees.tree import DraftTree
 
 # Nobody gets to a slot of a smaller value: q has no token left but for rounding.
@@ -41,7 +39,6 @@ class Growth:
         eos_token_ids: nor do these tokens.
         ahead: how many siblings of a node a head may judge before they are asked for.
         buffer: for their q; trees that are grown one after another may share it.
-        valuation: what estimates and slots count for.
 
     Attributes:
         open: what the open slot of each node whose q is known competes with: v, or v * a(y) for a greedy target.
@@ -138,11 +135,8 @@ class Growth:
 
 
 class SlotValuation:
-    """What estimates and slots count for.
-
-    Args:
-        rates: what rounds have taught of estimates. `None` takes them for themselves, as the paper does.
-    """
+    """What estimates and slots count for. `rates`: what rounds have taught of estimates. `None` takes them for
+    themselves, as the paper does."""
 
     def __init__(self, rates: AcceptanceRates | None = None) -> None:
         self._learned = rates
@@ -276,10 +270,7 @@ class HeadJudgedSiblings:
 
 class SiblingDistribution:
     """What a head is told about q without the siblings drawn so far, kept up to date from one sibling to the next.
-
-    Args:
-        entropy: of q, in nats.
-    """
+    `entropy`: of q, in nats."""
 
     def __init__(self, entropy: float, greedy: bool) -> None:
         self.entropy, self.greedy = entropy, float(greedy)

@@ -163,13 +163,10 @@ def verify_tree_at_once(
     tree_pass: TreePass, p: Tensor, randomness: TreeRandomness, verification: Verification
 ) -> tuple[list[int], int]:
     """The same distribution of results as `verify_tree_block` or `verify_tree`: the last accepted node is drawn by the
-    tests of all, then the token after it.
+    tests of all, then the token after it. `p`: `[rows, vocab]`, the target's distribution after each node.
 
     What is left of p at a node does not depend on what its subtrees decide. So all nodes of a depth are tested
     together, their first children at once, then their second ones, and so on.
-
-    Args:
-        p: `[rows, vocab]`, the target's distribution after each node.
     """
     tests, rows, left = _tests(tree_pass, p, verification)
 

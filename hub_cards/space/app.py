@@ -12,8 +12,7 @@ import gradio as gr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import assist
-from hf_specdecpp.terminal.listener import Answer, Listener
-from hf_specdecpp.terminal.picture import picture
+from hf_specdecpp.terminal.listener import Answer, Listener, picture
 
 TARGET = os.environ.get("TARGET", "HuggingFaceTB/SmolLM2-135M-Instruct")
 ASSISTANT = os.environ.get("ASSISTANT")  # Hub id or folder; without one, candidates are looked up in the text

@@ -32,7 +32,6 @@ STARTS = "where the training of such drafts begins: layers of their shapes, fitt
 IMPORTED = {
     ("assistant.py", "early_exit"): "public constructors: from_early_exit",
     ("assistant.py", "conditioned"): "from_conditioned",
-    ("assistant.py", "eagle3"): "from_eagle3",
     ("choosing.py", "lookup"): "what a user may type: assist(model, 'lookup')",
     ("choosing.py", "mtp"): "assist(model, 'mtp')",
     ("training/distillation/least_squares.py", "conditioned"): STARTS,

@@ -16,11 +16,12 @@ from hf_specdecpp.estimation.estimators import (
     NUM_SCALARS,
     NUM_SIBLINGS,
     SIBLING_MASS,
+    AcceptanceHead,
+    Calibration,
     DraftProbability,
     DraftStep,
     scalar_features,
 )
-from hf_specdecpp.estimation.head import AcceptanceHead, Calibration
 
 SIZE, VOCAB = 6, 9
 

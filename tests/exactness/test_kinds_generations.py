@@ -56,7 +56,7 @@ def eagle3(ids: list[int] | None) -> Pair:
     """Of all tokens, or of `ids`."""
     target = tiny("llama", 7, vocab_size=VOCAB, num_hidden_layers=2)
     layer = random_layer(target, vocab=None if ids is None else torch.tensor(ids))
-    return target, SpecDecPPAssistant.from_eagle3(target, layer)
+    return target, SpecDecPPAssistant.from_draft(layer, target)
 
 
 def gemma4(variant: Variant) -> Pair:

@@ -21,10 +21,10 @@ from transformers import TrainingArguments
 from hf_specdecpp import AcceptanceHead
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import HeadConfig
-from hf_specdecpp.training.head import stage as head_fitting
-from hf_specdecpp.training.head.features import Examples
-from hf_specdecpp.training.head.stage import HeadTrainer, collate
+from hf_specdecpp.training.features import Examples
+from hf_specdecpp.training.head import HeadTrainer, collate
 
 PAPER = HeadConfig(inputs="after", tied=True, num_blocks=3, rejection_weight=6.0)
 PROMPT_LENGTH = 6

@@ -87,7 +87,7 @@ def drafts() -> dict[str, Any]:
         return SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=random_fusion(target))
 
     def layer(target: Any) -> Any:
-        return SpecDecPPAssistant.from_eagle3(target, random_layer(target))
+        return SpecDecPPAssistant.from_draft(random_layer(target), target)
 
     return {
         "early exit": lambda target: SpecDecPPAssistant.from_early_exit(target, [0, 2]),

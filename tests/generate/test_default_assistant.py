@@ -363,7 +363,7 @@ def test_constructors(tmp_path: Path) -> None:
         lambda: SpecDecPPAssistant.from_draft(draft, target, default=True),
         lambda: SpecDecPPAssistant.from_early_exit(target, 2, default=True),
         lambda: SpecDecPPAssistant.from_conditioned(target, 1, default=True),
-        lambda: SpecDecPPAssistant.from_eagle3(target, layer, default=True),
+        lambda: SpecDecPPAssistant.from_draft(layer, target, default=True),
         lambda: assist(target, "lookup", default=True),
     )
     for make in ways:

@@ -113,7 +113,7 @@ def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None
         if kind == "independent":
             assistant = with_draft(**speculation)(target)
         elif kind == "eagle3":  # it reads states on both
-            assistant = SpecDecPPAssistant.from_eagle3(target, layer)
+            assistant = SpecDecPPAssistant.from_draft(layer, target)
         else:
             make = SpecDecPPAssistant.from_conditioned if kind == "conditioned" else SpecDecPPAssistant.from_early_exit
             assistant = make(target, [0, 2], **options[kind])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp, by_estimate
-from hf_specdecpp.lookup.rates import LookupRates
+from hf_specdecpp.lookup.text import LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import special_ids
 

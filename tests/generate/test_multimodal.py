@@ -50,7 +50,7 @@ def test_images_and_sound(name: str) -> None:
     early = SpecDecPPAssistant.from_early_exit(target, [0, 3], speculation=CHAIN)
     assert_equal(target, inputs, early, plain)
     early.detach()
-    layer = SpecDecPPAssistant.from_eagle3(target, random_layer(target), speculation=TREE)
+    layer = SpecDecPPAssistant.from_draft(random_layer(target), target, speculation=TREE)
     assert_equal(target, inputs, layer, plain)
     assert layer.stats.drafted > 0
 

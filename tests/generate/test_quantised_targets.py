@@ -80,7 +80,7 @@ def assistant_of(kind: str, target: CausalLM, build: Any, folder: Path, speculat
         draft = partly_agreeing(ordinary()) if kind == "independent" else build()
         return SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
     if kind == "eagle3":
-        return SpecDecPPAssistant.from_eagle3(target, random_layer(target), speculation=speculation)
+        return SpecDecPPAssistant.from_draft(random_layer(target), target, speculation=speculation)
     if kind == "conditioned":
         fusion = random_fusion(target, share=0.02)
         return SpecDecPPAssistant.from_conditioned(target, 1, (0, 1), fusion, speculation=speculation)
@@ -241,7 +241,7 @@ def test_a_quantised_lm_head(name: str, kind: str) -> None:
     if kind == "conditioned":
         assistant = SpecDecPPAssistant.from_conditioned(target, 1, speculation=CHAIN)
     elif kind == "eagle3":
-        assistant = SpecDecPPAssistant.from_eagle3(target, random_layer(target), speculation=CHAIN)
+        assistant = SpecDecPPAssistant.from_draft(random_layer(target), target, speculation=CHAIN)
     else:
         vocab = VOCAB if kind == "some" else None
         assistant = SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=vocab, speculation=CHAIN)
@@ -294,7 +294,7 @@ def test_quantised_activations_are_refused(name: str) -> None:
     for make in (
         lambda: SpecDecPPAssistant.from_early_exit(target, 2),
         lambda: SpecDecPPAssistant.from_conditioned(target, 1),
-        lambda: SpecDecPPAssistant.from_eagle3(target, layer),
+        lambda: SpecDecPPAssistant.from_draft(layer, target),
         lambda: SpecDecPPAssistant.from_draft(ordinary(), target),
         lambda: generate(target, SpecDecPPAssistant.from_draft(ordinary())),
     ):

@@ -189,7 +189,7 @@ def test_drafts_with_recurrent_layers(kind: str) -> None:
         "independent": lambda: SpecDecPPAssistant.from_draft(shaken(target), target),
         "early exit": lambda: SpecDecPPAssistant.from_early_exit(target, [0, 3]),
         "conditioned": lambda: SpecDecPPAssistant.from_conditioned(target, [0, 3], fusion=random_fusion(target)),
-        "eagle3": lambda: SpecDecPPAssistant.from_eagle3(target, random_layer(target, (0, 3))),
+        "eagle3": lambda: SpecDecPPAssistant.from_draft(random_layer(target, (0, 3)), target),
     }[kind]()
     assistant.speculation = speculation
     assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=80, assistant_model=assistant), plain)

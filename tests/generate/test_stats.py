@@ -225,7 +225,7 @@ def test_remedies_are_what_the_assistant_lacks(kind: str, rows: int, monkeypatch
     elif kind == "trained":
         head = AcceptanceHead(32, inputs="before", num_blocks=1, embedding_size=32)
         knobs = SpeculationConfig("threshold")
-        assistant = SpecDecPPAssistant.from_eagle3(target, random_layer(target).float(), head=head, speculation=knobs)
+        assistant = SpecDecPPAssistant.from_draft(random_layer(target).float(), target, head=head, speculation=knobs)
         lacks = {"throughput"}
     else:
         assistant = assistant_for(target, rule="fixed")

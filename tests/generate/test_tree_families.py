@@ -7,7 +7,7 @@ import torch
 from support.token_trees import all_gaps
 from support.zoo import NOT_BUILT, WINDOW, families, tiny_of
 
-from hf_specdecpp.trees.checks import check_tree
+from hf_specdecpp.trees.attention import check_tree
 
 PREFIX = 2 * WINDOW  # so that every window has long been reached
 # Rounding of float64, and of the float32 that some families and all eager softmaxes compute in.

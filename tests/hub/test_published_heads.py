@@ -28,7 +28,7 @@ from hf_specdecpp.hub.publishing import opening
 pytest.importorskip("datasets", reason="needs the [train] extra")
 
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.evaluation.chains import Recorder
+from hf_specdecpp.training.chains import Recorder
 
 ROOT = Path(__file__).parents[2]
 HEADS = sorted(path.parent for path in (ROOT / "hub_cards").glob("*/config.json"))

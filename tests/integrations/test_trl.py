@@ -51,7 +51,7 @@ MAKERS: dict[str, Make] = {
     "conditioned": lambda model: SpecDecPPAssistant.from_conditioned(
         model, 2, fusion=random_fusion(base_model(model)), speculation=FIXED
     ),
-    "eagle3": lambda model: SpecDecPPAssistant.from_eagle3(model, random_layer(base_model(model)), speculation=FIXED),
+    "eagle3": lambda model: SpecDecPPAssistant.from_draft(random_layer(base_model(model)), model, speculation=FIXED),
     "lookup": lambda model: assist(model, "lookup", default=False, rule="fixed"),
 }
 OWN_LAYERS = ("early_exit", "part", "conditioned")

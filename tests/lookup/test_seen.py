@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from hf_specdecpp.lookup.rates import LONGEST, classes_of
-from hf_specdecpp.lookup.text import EQUAL, MOST_MATCHES, MOST_SINGLE, NOTHING, Answers, Continuation, Seen, TextLookup
+from hf_specdecpp.lookup.text import (
+    EQUAL,
+    LONGEST,
+    MOST_MATCHES,
+    MOST_SINGLE,
+    NOTHING,
+    Answers,
+    Continuation,
+    Seen,
+    TextLookup,
+    classes_of,
+)
 
 
 def matching(seen: list[int], text: list[int], place: int) -> int:

@@ -18,7 +18,7 @@ from hf_specdecpp.caches.states import STATE_TOLERANCE, check_states, state_erro
 from hf_specdecpp.drafts.eagle3.meeting import Heard
 from hf_specdecpp.models.causal_lm import CausalLM, trying
 from hf_specdecpp.models.reader import Reader
-from hf_specdecpp.trees.checks import check_tree, tree_error
+from hf_specdecpp.trees.attention import check_tree, tree_error
 
 TOKENS = prompt(5)
 TRIALS: dict[str, tuple[CausalLM, Callable[[CausalLM], Any]]] = {

@@ -162,7 +162,7 @@ MAKERS: dict[str, Callable[[Path], Sound]] = {
     "independent": _independent,
     "lookup": _of(lambda target: assist(target, "lookup", default=False)),
     "conditioned": _of(lambda target: SpecDecPPAssistant.from_conditioned(target, [2], fusion=random_fusion(target))),
-    "trained layer": _of(lambda target: SpecDecPPAssistant.from_eagle3(target, random_layer(target))),
+    "trained layer": _of(lambda target: SpecDecPPAssistant.from_draft(random_layer(target), target)),
     "trained block": _block,
     "EAGLE-3": _eagle3("plain"),
     "EAGLE-3, all tokens": _eagle3("all tokens"),

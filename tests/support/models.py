@@ -196,7 +196,7 @@ def assistant_of(kind: str, target: CausalLM, **speculation: Any) -> SpecDecPPAs
     if kind == "early_exit":
         assistant = SpecDecPPAssistant.from_early_exit(target, layers)
     elif kind == "eagle3":
-        assistant = SpecDecPPAssistant.from_eagle3(target, random_layer(target))
+        assistant = SpecDecPPAssistant.from_draft(random_layer(target), target)
     else:
         assistant = SpecDecPPAssistant.from_conditioned(target, layers, fusion=random_fusion(target))
     return told(assistant, **speculation)

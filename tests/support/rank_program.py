@@ -53,7 +53,7 @@ def texts(target: Any, draft: Any, rank: int) -> dict[str, Any]:
         found[f"{name} random state"] = torch.rand(1).item()
     for name, make in {
         "early exit": lambda: SpecDecPPAssistant.from_early_exit(target, 2),
-        "eagle3": lambda: SpecDecPPAssistant.from_eagle3(target, random_layer(target)),
+        "eagle3": lambda: SpecDecPPAssistant.from_draft(random_layer(target), target),
     }.items():
         try:
             make().detach()

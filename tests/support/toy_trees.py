@@ -10,8 +10,7 @@ from torch import Tensor
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.sampling.randomness import TreeRandomness
-from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
-from hf_specdecpp.trees.shapes import from_nodes
+from hf_specdecpp.trees.algorithms import ThresholdSchedule, from_nodes, grow_by_level, grow_exactly, grow_shape
 from hf_specdecpp.trees.slots import Growth, Level, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_at_once, verify_tree_block

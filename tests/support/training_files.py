@@ -14,11 +14,10 @@ import datasets
 import pytest
 import torch
 
+from hf_specdecpp.training import calibration, chains, evaluation
+from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig, EvalConfig, HeadConfig, RolloutConfig, TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.evaluation import calibration, chains
-from hf_specdecpp.training.evaluation import stage as evaluation
-from hf_specdecpp.training.head import stage as head_fitting
 from support.models import VOCAB_SIZE, partly_agreeing, tiny
 from support.repos import save_model
 
@@ -52,18 +51,17 @@ def training_run(
 
 @cache
 def evaluated() -> dict[str, TrainingConfig]:
-    """A distilled draft with a head that judges before its forward, and the paper's setting, to compare with.
+    """A distilled draft with a head that judges before its forward, and the paper's setting.
 
     Both have got to their evaluation; made once a session, for tests that only read them.
     """
     folder = Path(tempfile.mkdtemp(dir=KEPT.name))
     options: dict[str, Any] = {"mix": 0.9, "temperatures": (1.0, 0.0), "tests": ["sums"], "epochs": 1.0}
     paper = training_run(folder / "paper", inputs="after", rejection_weight=6.0, **options)
-    ours = training_run(folder / "ours", learning_curve=True, **options)
+    ours = training_run(folder / "ours", **options)
     ours.rollouts.data = ["prompts.jsonl"]
     ours.distill = DistillConfig(rank=2, batch_size=4)
     ours.target_id, ours.target_revision, ours.draft_id = "org/target", "abc123", "org/draft"
-    ours.evaluation.compare = str(paper.work)
     ours.validate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chains, "STARTS", 4)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from support.browser import page
 
-from hf_specdecpp.terminal.listener import Answer, Token
-from hf_specdecpp.terminal.picture import CHOSEN, GUESSED, PAUSE, picture
+from hf_specdecpp.terminal.listener import CHOSEN, GUESSED, PAUSE, Answer, Token, picture
 
 pytestmark = pytest.mark.takes(60)
 

@@ -80,14 +80,6 @@ def test_the_example_of_the_docstring() -> None:
     costs = corrected(MEASURED, {2: [0.020] * 8 + [9.0]}, [])
     assert costs.verify == pytest.approx((0.0074, 0.0221), rel=0.01)
     assert costs.draft == pytest.approx(0.74 * MEASURED.draft, rel=0.01), "nothing was drafted: as the passes"
-    costs = corrected(MEASURED, {2: [0.020] * 9}, [], confirmed=[1])
-    assert costs.verify == pytest.approx((0.010, 0.0221), rel=0.01)
-
-
-def test_costs_that_were_confirmed_say_whether_the_machine_has_changed() -> None:
-    known = Costs(0.002, (0.010, 0.012, 0.015))
-    costs = corrected(known, {1: [0.020] * 1000, 2: [0.012] * 1000}, [], confirmed=[1])
-    assert costs.verify == pytest.approx((0.020, 0.012, 0.030), rel=0.01)
 
 
 def test_a_single_slow_round_changes_nothing() -> None:

@@ -11,13 +11,13 @@ from support.models import VOCAB_SIZE
 from support.training_files import training_run
 from torch.testing import assert_close
 
-from hf_specdecpp.estimation.head import Calibration
+from hf_specdecpp.estimation.estimators import Calibration
 from hf_specdecpp.estimation.metrics import ece
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.evaluation import calibration, chains
-from hf_specdecpp.training.evaluation.calibration import calibrate, survival
-from hf_specdecpp.training.head import stage as head_fitting
+from hf_specdecpp.training import calibration, chains
+from hf_specdecpp.training import head as head_fitting
+from hf_specdecpp.training.calibration import calibrate, survival
 from hf_specdecpp.training.models import Trained, load_head
 
 

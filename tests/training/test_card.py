@@ -26,12 +26,11 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.known import KINDS
 from hf_specdecpp.hub.publishing import make_card, opening, unhelped
 from hf_specdecpp.hub.repository import DRAFT_VOCAB
+from hf_specdecpp.training import calibration, chains, evaluation
 from hf_specdecpp.training import card as card_stage
+from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.evaluation import calibration, chains
-from hf_specdecpp.training.evaluation import stage as evaluation
-from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.run import STAGES
 
 SPEED_ROW = {"set": "sums", "temperature": 0, "tokens_per_pass": 3.21, "prompts": 5, "interval": [1.72, 2.0],
@@ -255,26 +254,13 @@ def test_the_guide_names_the_files_that_stages_leave(run: TrainingConfig, card: 
 
 
 def test_the_card_says_what_was_seen(run: TrainingConfig, card: ModelCard) -> None:
-    points = head_fitting.learning_curve(run.work)
-    metrics = points[-1]
+    metrics = json.loads((run.work / "head" / "fit.json").read_text())
     assert f"the head {metrics['train_candidates']:,} candidates" in card.text
-    rows = next(rows for title, rows in tables(card).items() if title.startswith("Learning curve"))
-    assert [row[:2] for row in rows[2:]] == [[str(p["texts"]), f"{p['train_candidates']:,}"] for p in points]
-    assert [row[2] for row in rows[2:]] == [f"{point['auc']:.3f}" for point in points]
     calibrated = next(rows for title, rows in tables(card).items() if title.startswith("Calibration"))
     assert [row[0] for row in calibrated[2:]] == ["1", "0"]
 
 
-def test_the_card_compares_and_times(run: TrainingConfig, card: ModelCard) -> None:
-    ours, theirs = (
-        json.loads((Path(work) / "evaluation" / "evaluation.json").read_text())["sets"]
-        for work in (run.work, run.evaluation.compare or "")
-    )
-    title, rows = next((title, rows) for title, rows in tables(card).items() if title.startswith("Beside another run"))
-    assert "the draft as it was, a head that judges after the forward of a candidate, rejection weight 6.0" in title
-    assert [row[:2] for row in rows[2:]] == [["heldout", "1"], ["heldout", "0"], ["sums", "1"], ["sums", "0"]]
-    pair = [sets["sums"]["0"]["mean_acceptance"] for sets in (ours, theirs)]
-    assert rows[-1][2] == f"{pair[0]:.3f} / {pair[1]:.3f}"
+def test_the_card_shows_speeds(card: ModelCard) -> None:
     title, rows = next((title, rows) for title, rows in tables(card).items() if title.startswith("`specdecpp bench"))
     assert title == "`specdecpp bench --assistant out` on a slow machine, 1 thread, float32."
     assert rows[2:] == [
@@ -289,30 +275,22 @@ def test_the_settings_in_the_card_make_the_run_again(run: TrainingConfig, card: 
     again = TrainingConfig.from_dict(yaml.safe_load(settings[0]))
     assert (again.target, again.draft, again.rollouts.data) == ("org/target", "org/draft", ["prompts.jsonl"])
     assert (again.head, again.distill) == (run.head, run.distill)
-    assert (again.evaluation.data, again.evaluation.compare) == (["sums.jsonl"], None)
+    assert again.evaluation.data == ["sums.jsonl"]
     assert not {"{{", "{%", "None", "nan"} & set(re.findall(r"\{\{|\{%|\bNone\b|\bnan\b", card.text))
 
 
 def test_a_card_without_what_is_optional(run: TrainingConfig, card: ModelCard, tmp_path: Path) -> None:
-    run.evaluation.compare, compare = None, run.evaluation.compare
     run.output, output = str(tmp_path / "out"), run.output
     run.work_dir = str(Path(f"{output}-work"))
-    moved = [run.work / "speed.json", *(run.work / "head").glob("fraction-*/fit.json")]
-    for path in moved:
-        path.rename(path.with_suffix(".away"))
+    speed = run.work / "speed.json"
+    speed.rename(speed.with_suffix(".away"))
     try:
         plain = ModelCard((card_stage.run(run) / "README.md").read_text())
-        (tmp_path / "empty").mkdir()
-        run.evaluation.compare = str(tmp_path / "empty")
-        with pytest.raises(ValueError, match=r"evaluation\.compare='.*empty' has no evaluation.evaluation\.json"):
-            card_stage.run(run)
     finally:
-        for path in moved:
-            path.with_suffix(".away").rename(path)
-        run.evaluation.compare, run.output, run.work_dir = compare, output, None
-    for part in ("## Speed", "Learning curve", "Beside another run"):
-        assert part in card.text
-        assert part not in plain.text
+        speed.with_suffix(".away").rename(speed)
+        run.output, run.work_dir = output, None
+    assert "## Speed" in card.text
+    assert "## Speed" not in plain.text
 
 
 @pytest.mark.takes(2)

@@ -19,10 +19,9 @@ from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training import chains, evaluation
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation import chains
-from hf_specdecpp.training.evaluation import stage as evaluation
-from hf_specdecpp.training.evaluation.stage import Outcome, equal_verification, stop_length, time_per_token
+from hf_specdecpp.training.evaluation import Outcome, equal_verification, stop_length, time_per_token
 from hf_specdecpp.training.models import Trained
 
 

@@ -18,15 +18,13 @@ from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
 
 from hf_specdecpp.drafting.session import DraftSession
-from hf_specdecpp.estimation.estimators import DraftStep
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftStep
 from hf_specdecpp.estimation.metrics import binary_kl
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training import trainers
+from hf_specdecpp.training import features, trainers
+from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import HeadConfig
-from hf_specdecpp.training.head import features
-from hf_specdecpp.training.head import stage as head_fitting
 from hf_specdecpp.training.models import Trained, load_assistant, load_head, load_target
 from hf_specdecpp.training.trainers import last_checkpoint, telling_of_full_disks
 
@@ -294,39 +292,3 @@ def test_a_loss_that_is_not_a_number_stops_the_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"loss is (nan|inf).*learning_rate \(now 1e\+35\)"):
         head_fitting.run(config)
     assert not (config.work / "head" / "head.json").exists()
-
-
-def test_the_learning_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = training_run(tmp_path, temperatures=(1.0, 0.0), siblings=1, epochs=1.0)
-    metrics = head_fitting.run(config)
-    assert [point["fraction"] for point in head_fitting.learning_curve(config.work)] == [1.0], "unless asked for"
-    weights = load_head(config.work / "head").state_dict()
-    time = (config.work / "head" / "head.safetensors").stat().st_mtime_ns
-    config.head.learning_curve = True
-    fit, parts = head_fitting.fit, []
-
-    def counting(head: Any, train: Any, *arguments: Any) -> Any:
-        parts.append([train[index]["scalars"][0, 0, 5].item() for index in range(len(train))])
-        if len(parts) == 2:
-            raise KeyboardInterrupt
-        return fit(head, train, *arguments)
-
-    monkeypatch.setattr(head_fitting, "fit", counting)
-    with pytest.raises(KeyboardInterrupt):
-        head_fitting.run(config)
-    assert [point["fraction"] for point in head_fitting.learning_curve(config.work)] == [0.25, 1.0]
-    assert head_fitting.run(config) == metrics
-    points = head_fitting.learning_curve(config.work)
-    assert [len(part) for part in parts] == [4, 9, 9], "of a killed run only the point that it was at is lost"
-    assert all(set(part) == {0.0, 1.0} for part in parts), "each part has texts of both temperatures"
-    assert [(point["fraction"], point["texts"]) for point in points] == [(0.25, 4), (0.5, 9), (1.0, 18)]
-    assert points[-1] == metrics
-    assert points[0]["train_candidates"] == 4 * 24
-    assert all(0 < point["auc"] < 1 and point["binary_kl"] > 0 for point in points)
-    assert not list((config.work / "head").glob("**/checkpoints"))
-
-    monkeypatch.setattr(head_fitting, "load_data", None)
-    assert head_fitting.run(config) == metrics, "done already"
-    assert (config.work / "head" / "head.safetensors").stat().st_mtime_ns == time, "the head is not fitted again"
-    stored = load_head(config.work / "head").state_dict()
-    assert all(torch.equal(value, weights[name]) for name, value in stored.items())

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from hf_specdecpp.sampling.verification import acceptance
 from hf_specdecpp.texts.sampling import Sampling, point_mass
-from hf_specdecpp.training.head.features import analytic_label, draw_siblings, sibling_labels, weighted_bce
+from hf_specdecpp.training.features import analytic_label, draw_siblings, sibling_labels, weighted_bce
 
 VOCAB = 4
 

@@ -10,7 +10,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.setup import make_rule
-from hf_specdecpp.training.evaluation.stage import Outcome, RecordedChain, curve, discards_at, outcome, stop_length
+from hf_specdecpp.training.evaluation import Outcome, RecordedChain, curve, discards_at, outcome, stop_length
 
 
 def recorded(seed: int, count: int = 30) -> list[RecordedChain]:

@@ -22,10 +22,10 @@ from support.killing import die, run_until_it_dies
 from support.rollout_files import EOS, LENGTHS, NUM_PROMPTS, PROMPTS, SPLITS, files, greedy, rows_of, small_run
 
 from hf_specdecpp.texts import answers
+from hf_specdecpp.training import rollouts
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.rollouts import stage as rollouts
-from hf_specdecpp.training.rollouts.targets import LocalTarget, _Preallocated
 from hf_specdecpp.training.run import train
+from hf_specdecpp.training.targets import LocalTarget, _Preallocated
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,7 @@ from support.rollout_files import EOS, NUM_PROMPTS, files, rows_of, small_run
 
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts import answers
-from hf_specdecpp.training.rollouts import stage as rollouts
-from hf_specdecpp.training.rollouts import targets
+from hf_specdecpp.training import rollouts, targets
 
 TEMPLATE = (
     "{% for message in messages %}w1 {{ message.content }} {% endfor %}{% if add_generation_prompt %}w3{% endif %}"

@@ -22,8 +22,8 @@ import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.cli import app
 from hf_specdecpp.texts import answers
-from hf_specdecpp.training.evaluation import chains
-from hf_specdecpp.training.rollouts.targets import LocalTarget
+from hf_specdecpp.training import chains
+from hf_specdecpp.training.targets import LocalTarget
 
 SETTINGS = {
     "rollouts": {"max_new_tokens": 16, "batch_size": 8, "shard_size": 8, "heldout": 0.4, "top_k": 0},

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("datasets", reason="needs the [train] extra")
 
 from hf_specdecpp.training import trainers
-from hf_specdecpp.training.configuration import DECIDED, DistillConfig, HeadConfig, TrainingConfig
+from hf_specdecpp.training.configuration import TrainingConfig
 
 
 def settings(**changes: Any) -> TrainingConfig:
@@ -30,7 +30,7 @@ def settings(**changes: Any) -> TrainingConfig:
         {"draft": "/models/draft", "draft_id": "org/draft"},
         {"rollouts": {"temperatures": [0, 0.7, 1.2], "max_prompts": 2}, "head": {"temperature": 0.7}},
         {"distill": {"learning_rate": "2e-4", "epochs": 2}, "report_to": ["tensorboard", "trackio"]},
-        {"evaluation": {"data": ["a.jsonl"], "max_prompts": 1, "compare": "other-work"}},
+        {"evaluation": {"data": ["a.jsonl"], "max_prompts": 1}},
     ],
 )
 def test_sensible_settings(changes: dict[str, Any]) -> None:
@@ -88,15 +88,6 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
 def test_senseless_settings(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings(**changes).validate()
-
-
-@pytest.mark.parametrize("name", DECIDED)
-def test_settings_that_the_package_decides(name: str) -> None:
-    part, _, field = name.partition(".")
-    with pytest.raises(ValueError, match=f"{name} is no setting any more. .* Leave it out."):
-        settings(**{part: {field: 1}})
-    with pytest.raises(ValueError, match=f"{name} is no setting any more. .* Leave it out."):
-        {"distill": DistillConfig, "head": HeadConfig}[part](**{field: 1})
 
 
 @pytest.mark.parametrize("name", ["tensorflow", ["none", "tensorflow"]])

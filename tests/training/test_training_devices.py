@@ -15,10 +15,10 @@ from torch.testing import assert_close
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.chains import Recorder
 from hf_specdecpp.training.configuration import HeadConfig
 from hf_specdecpp.training.distillation.students import Student
-from hf_specdecpp.training.evaluation.chains import Recorder
-from hf_specdecpp.training.head.features import Examples
+from hf_specdecpp.training.features import Examples
 
 KINDS = ["independent", "early exit", "conditioned"]
 SAMPLINGS = [Sampling(0.0), Sampling(0.8, 20)]

@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_specdecpp.trees import checks as support
-from hf_specdecpp.trees.attention import tree_inputs
-from hf_specdecpp.trees.checks import check_tree, tree_error
+from hf_specdecpp.trees import attention as support
+from hf_specdecpp.trees.attention import check_tree, tree_error, tree_inputs
 from hf_specdecpp.trees.tree import relations
 
 PREFIX = 2 * WINDOW
@@ -175,7 +174,7 @@ def test_wrong_inputs_are_noticed(monkeypatch: Any, mutant: Any, attention: str,
     assert gap(read_tree(model, prefill(model, text), PREFIX, nodes), expected) < 0.05
     monkeypatch.setattr("support.token_trees.tree_inputs", wrong)
     assert gap(read_tree(model, prefill(model, text), PREFIX, nodes), expected) > 0.1
-    monkeypatch.setattr("hf_specdecpp.trees.checks.tree_inputs", wrong)
+    monkeypatch.setattr("hf_specdecpp.trees.attention.tree_inputs", wrong)
     with pytest.raises(ValueError, match="reads a token tree differently from each of its paths"):
         check_tree(model)
 

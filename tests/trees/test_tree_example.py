@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.sampling.without_replacement import Siblings, likeliest
+from hf_specdecpp.sampling.randomness import Siblings, likeliest
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.slots import Growth, Level

@@ -15,11 +15,27 @@ from torch import Tensor
 
 from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, scalar_features
-from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
-from hf_specdecpp.sampling.without_replacement import BLOCK, Inverted, Likeliest, Ranked, Siblings
-from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly, grow_shape
+from hf_specdecpp.sampling.randomness import (
+    BLOCK,
+    Inverted,
+    Likeliest,
+    Ranked,
+    Siblings,
+    TorchRandomness,
+    TreeRandomness,
+)
+from hf_specdecpp.trees.algorithms import (
+    Shape,
+    ThresholdSchedule,
+    best_shape,
+    from_expansions,
+    from_nodes,
+    grow_by_level,
+    grow_exactly,
+    grow_shape,
+    size,
+)
 from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.trees.shapes import Shape, best_shape, from_expansions, from_nodes, size
 from hf_specdecpp.trees.slots import Growth, SiblingDistribution, SoftmaxBuffer, _entropies
 from hf_specdecpp.trees.tree import DraftTree, Lineage, relations
 

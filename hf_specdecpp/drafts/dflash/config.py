@@ -130,11 +130,9 @@ def looks_like_one(raw: Mapping[str, Any]) -> bool:
 
 def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
     """What a `config.json` says: the original dialect (z-lab), that of transformers, or that of speculators.
+    `ValueError` if it is of a relative that is not supported, or a value is missing or makes no sense.
 
     Ids of layers count what comes out of them, from 0; those of speculators are one higher.
-
-    Raises:
-        ValueError: it is of a relative that is not supported, or a value is missing or makes no sense.
     """
     refuse_relatives(raw)
     is_nested, is_theirs = checkpoints.SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS

@@ -42,11 +42,8 @@ BELONGS = (
 
 
 def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
-    """The draft that a `config.json` and its tensors make (`Format.read`).
-
-    Raises:
-        ValueError: they are of a relative, or a tensor is missing, unknown or of another shape.
-    """
+    """The draft that a `config.json` and its tensors make (`Format.read`); `ValueError` if they are of a relative, or a
+    tensor is missing, unknown or of another shape."""
     refuse_relatives(raw, tensors)
     named = NAMES.here(tensors, source)
     own: dict[str, Any] = {name: f"{part}.weight" in named for name, part in OWN.items()}
@@ -67,11 +64,8 @@ def tensors_of(
 
 
 def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
-    """Bring a draft, which messages call `name`, to its target, in the target's dtype.
-
-    Raises:
-        ValueError: the draft was made for another target.
-    """
+    """Bring a draft, which messages call `name`, to its target, in the target's dtype; `ValueError` if the draft was
+    made for another target."""
     config, settings = target.config.get_text_config(decoder=True), model.settings
     depth, width = config.num_hidden_layers, model.reader.hidden_size
     known = num_embeddings(target) if model.embed_tokens is None else model.embed_tokens.num_embeddings

@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3DecoderLayer,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    rotate_half,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from hf_specdecpp.drafting.draft import Reading, StateDraft
 from hf_specdecpp.drafts.dflash.config import DFlashSettings
@@ -30,12 +25,7 @@ View: TypeAlias = "tuple[int | None, bool]"
 
 
 class Context(StateReader):
-    """What the rows of a block see of a verified token: c = norm(fc(a)), a the outputs of the target's layers there.
-
-    Args:
-        settings: of the draft.
-        config: of its layers.
-    """
+    """What the rows of a block see of a verified token: c = norm(fc(a)), a the outputs of the target's layers there."""
 
     def __init__(self, settings: DFlashSettings, config: Qwen3Config) -> None:
         super().__init__()
@@ -75,11 +65,8 @@ class Rows:
         self.layers: list[tuple[Tensor, Tensor] | None] = [None] * depth
 
     def extended(self, layer: int, keys: Tensor, values: Tensor, block: int, most: int | None) -> tuple[Tensor, Tensor]:
-        """All that the block attends to: what was kept, then these. The last `block` of them are not kept.
-
-        Args:
-            most: how many rows are kept at most, where a window sees no more.
-        """
+        """All that the block attends to: what was kept, then these. The last `block` of them are not kept. `most`: how
+        many rows are kept at most, where a window sees no more."""
         if (known := self.layers[layer]) is not None:
             keys, values = torch.cat((known[0], keys), dim=2), torch.cat((known[1], values), dim=2)
         end = keys.shape[2] - block
@@ -288,10 +275,7 @@ class DFlashDraft(StateDraft):
 
 class BlockReading(Reading):
     """What a block draft has read of one text: the target's states at verified tokens. A round takes one pass, or none.
-
-    Args:
-        vocab_size: width of the target's logits.
-    """
+    `vocab_size`: width of the target's logits."""
 
     length = 0
 

@@ -14,10 +14,6 @@ from hf_specdecpp.drafting.round_steps import RoundSteps, Unrolled, Window
 class BlockSteps(RoundSteps):
     """As `BlockReading`: one pass over the block after the text's last token, which all levels of a round are drawn
     from. The cache holds the verified tokens; the block's rows lie behind the window's and are not kept.
-
-    Args:
-        draft: a `DFlashDraft`, whose model is captured.
-        vocab_size: width of the target's logits.
     """
 
     def __init__(self, draft: Any, vocab_size: int) -> None:

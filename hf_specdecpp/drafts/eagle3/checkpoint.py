@@ -45,12 +45,8 @@ NAMES = Names(RENAMED, r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", origina
 def read_model(
     raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str, overrides: dict[str, Any] | None = None
 ) -> Eagle3Model:
-    """The draft that a `config.json` and its tensors make (`Format.read`).
-
-    Raises:
-        ValueError: the config is of a relative or makes no sense, a tensor is missing, unknown or of another shape, or
-            token ids make no sense.
-    """
+    """The draft that a `config.json` and its tensors make (`Format.read`); `ValueError` if the config is of a relative
+    or makes no sense, a tensor is missing, unknown or of another shape, or token ids make no sense."""
     said = read_config(raw, overrides)
     named = NAMES.here(tensors, source)
     _refuse_relatives(named, 2 * said["layer"]["hidden_size"], source)

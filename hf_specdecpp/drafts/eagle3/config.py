@@ -153,16 +153,14 @@ def is_marked(raw: Mapping[str, Any]) -> bool:
 
 
 def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a `config.json` says before its tensors are looked at: arguments of `Eagle3Settings`.
+    """What a `config.json` says before its tensors are looked at: arguments of `Eagle3Settings`. `ValueError` if it is
+    of a relative that is not supported, or a value is missing or makes no sense.
 
     `layer` is without the number of layers, and perhaps of the other type; `num_reads` is 0 where the final state alone
     is read, else there is none: tensors tell both.
 
     Args:
         overrides: of its values (`OVERRIDES`).
-
-    Raises:
-        ValueError: it is of a relative that is not supported, or a value is missing or makes no sense.
     """
     overrides = check_overrides(overrides or {})
     is_nested = SPECULATORS in raw
@@ -222,11 +220,7 @@ def check_overrides(overrides: Any) -> dict[str, Any]:
 
 
 def of_type(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The config of layers that are of this type, as their tensors say.
-
-    Raises:
-        ValueError: layers of Llama with a window.
-    """
+    """The config of layers of this type, as their tensors say; `ValueError` for layers of Llama with a window."""
     if kind == "qwen3":
         return {**layer, "model_type": kind}
     if "sliding_attention" in (layer.get("layer_types") or ()):

@@ -23,18 +23,7 @@ from hf_specdecpp.drafts.eagle3.config import (
 )
 from hf_specdecpp.drafts.eagle3.meeting import GOOD, TEXT, better, compare, meanings, meet, usual_reads
 from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
-from hf_specdecpp.drafts.kind import (
-    Config,
-    Format,
-    Kind,
-    Loading,
-    OwnFile,
-    Parts,
-    SelfCheck,
-    Stored,
-    Trainable,
-    pinned,
-)
+from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, SelfCheck, Stored, Trainable, pinned
 from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config
@@ -108,7 +97,7 @@ def export(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported: 
 
 
 def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict[str, Any]:
-    """The config that describes a draft to other engines.
+    """The config that describes a draft to other engines; `ValueError` if its layers are of another type.
 
     What is usual is left out, since engines differ in what they understand by it. Layers that are not the usual ones
     stand there twice: in `eagle_config` by what comes out of them (SGLang), at the top by what goes into them (vLLM).
@@ -120,9 +109,6 @@ def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict
         settings: of a draft with Llama layers.
         reads: the target's layers whose outputs it reads.
         target: the config of the target's text model.
-
-    Raises:
-        ValueError: its layers are of another type.
     """
     if settings.layer["model_type"] != "llama":
         raise ValueError(
@@ -206,8 +192,8 @@ EAGLE3 = Kind(
             facts,
             check_overrides,
             self_check,
-            no_model="an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files, or make an assistant "
-            "with one in memory: from_eagle3(target, draft)",
+            Eagle3Model,
+            no_model="an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files",
         ),
         export=export,
     ),

@@ -46,7 +46,8 @@ def usual_reads(depth: int) -> list[int]:
 
 
 def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
-    """The layers whose outputs the ids of a checkpoint may mean, the likelier meaning first.
+    """The layers whose outputs the ids of a checkpoint may mean, the likelier meaning first; `ValueError` if the target
+    has no such layers.
 
     One convention counts what goes into a layer (EAGLE, vLLM, speculators): id j is the output of layer j - 1. The
     other counts outputs (SpecForge, NVIDIA): id j is the output of layer j. The usual list tells which it is; of others
@@ -54,9 +55,6 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
 
     Example: with a depth of 32 `[1, 15, 28]` means `[1, 15, 28]`, `[2, 16, 29]` means `[1, 15, 28]`, and `[2, 18, 30]`
     means `[1, 17, 29]` or `[2, 18, 30]`.
-
-    Raises:
-        ValueError: the target has no such layers.
     """
     if ids is None:
         if depth < 4:
@@ -85,14 +83,12 @@ def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
 
 
 def meet(model: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-    """Move a draft to where its target is, and find out which layers it reads.
+    """Move a draft to where its target is, and find out which layers it reads; `ValueError` if the draft was made for
+    another target.
 
     Args:
         name: of the draft, for messages.
         dtype: by default the target's.
-
-    Raises:
-        ValueError: the draft was made for another target.
     """
     config, settings = target.config.get_text_config(decoder=True), model.settings
     depth, made_for, wrong = config.num_hidden_layers, settings.layer["vocab_size"], None
@@ -150,11 +146,8 @@ class Reading(NamedTuple):
 
 
 class Heard:
-    """What a target says of a text, and its states there: one pass, for all readings of a draft.
-
-    Args:
-        text: `[1, n]` token ids.
-    """
+    """What a target says of a text, and its states there: one pass, for all readings of a draft. `text`: `[1, n]` token
+    ids."""
 
     def __init__(self, target: CausalLM, text: Tensor) -> None:
         config, reader, everything = target.config.get_text_config(decoder=True), Reader(target), StateReader()

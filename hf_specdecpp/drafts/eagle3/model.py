@@ -26,7 +26,6 @@ class Eagle3Input(StateReader):
     after another one it is the draft's own state, as it is.
 
     Args:
-        settings: of the draft.
         norm: makes an RMS norm of a size.
     """
 

@@ -1,5 +1,5 @@
-"""A Gemma 4 assistant as one generation sees it (`Gemma4Draft`), its side of a text (`SharedReading`), and what of the
-target's cache it attends to (`SharedRows`)."""
+"""A Gemma 4 assistant as one generation sees it (`Gemma4Draft`), its side of a text (`SharedReading`), or of captured
+rounds (`SharedSteps`), and what of the target's cache it attends to (`SharedRows`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import StaticCache
 
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.draft import Reading, SharedText, StateDraft
-from hf_specdecpp.drafts.gemma4.steps import SharedSteps, masks_in
+from hf_specdecpp.drafting.round_steps import RoundSteps, Unrolled, Window, at_last
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import StateReader
@@ -179,9 +179,6 @@ class SharedReading(Reading):
     Example: the text "a b c" is verified, and the target has read "a b". The first step reads c with the target's state
     at b, and gives d; the second reads d with the first one's state. Both attend to the target's rows of "a b", and
     both stand at the position of c.
-
-    Args:
-        vocab_size: width of the target's logits.
     """
 
     length = 0
@@ -226,3 +223,47 @@ class SharedReading(Reading):
         self._states.update(zip(nodes, further, strict=True))
         self.passes, self.unread = self.passes + 1, 0
         return as_wide_as(self.vocab_size, logits), hidden
+
+
+class SharedSteps(RoundSteps):
+    """As `SharedReading`: each node is read with the state before it, and sees the verified text but for its last
+    token in the target's cache. Of the window the last token counts alone.
+
+    Args:
+        draft: a `Gemma4Draft`, whose model is captured.
+        vocab_size: width of the target's logits.
+    """
+
+    shares_cache, num_layers = True, 0
+
+    def __init__(self, draft: Any, vocab_size: int) -> None:
+        super().__init__(draft, vocab_size, id(draft.model), draft.reads.width)
+        self.draft = draft
+
+    def read(self, cache: RoomCache, window: Window) -> None:
+        """The target has read it; the draft has no cache but a length."""
+        cache.length.add_(window.last + 1)
+
+    def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - all stand alike
+        if window.states is None:
+            raise ValueError("A Gemma 4 assistant reads the target's states, and none were handed over.")
+        tokens, states = window.tokens.gather(1, window.last[:, None]), at_last(window.states, window.last)[:, None]
+        seen = self.draft.rows_in(cache)
+        while True:
+            logits, hidden, further = self.draft.run(tokens, states, seen)
+            level = yield as_wide_as(self.vocab_size, logits)[None], hidden[None]
+            tokens = level.tokens
+            states = further[None].gather(1, level.parents[..., None].expand(-1, -1, further.shape[-1]))
+
+
+def masks_in(cache: RoomCache, kinds: list[str], window: int) -> dict[str, Tensor]:
+    """Which rows of a room a draft sees, by kind of layer: bool `[1, 1, 1, room]`. `window`: of layers with a window,
+    which see as much as the target's: the token itself, and `window - 1` before."""
+    rows, length = torch.arange(cache.room, device=cache.length.device), cache.length[:, None]
+    held = rows < length
+    shown = held if cache.prompt is None else held & cache.prompt.shown
+    masks = {}
+    for kind in kinds:
+        near = rows > length - window if kind == "sliding_attention" else held
+        masks[kind] = (shown & near)[:, None, None]
+    return masks

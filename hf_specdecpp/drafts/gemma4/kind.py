@@ -65,12 +65,8 @@ def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> CausalLM:
-    """The assistant that a `config.json` and its tensors make (`Format.read`).
-
-    Raises:
-        ValueError: this transformers has no such class, the config makes no sense, or a tensor is missing, unknown or
-            of another shape.
-    """
+    """The assistant that a `config.json` and its tensors make (`Format.read`); `ValueError` if this transformers has no
+    such class, the config makes no sense, or a tensor is missing, unknown or of another shape."""
     kind = str(raw.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ValueError(

@@ -86,7 +86,6 @@ def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: s
 
     Args:
         tensors: of the target; none but those of the layers are read.
-        source: the repository, for messages.
 
     Raises:
         ValueError: it has none, is quantised, or has them in a form that is not known; with what to do.
@@ -118,18 +117,14 @@ def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: s
 
 
 def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool = False) -> list[dict[str, str]]:
-    """For each multi-token layer, what its tensors are called here and in the checkpoint.
+    """For each multi-token layer, what its tensors are called here and in the checkpoint; `ValueError` if there are
+    some in a form that is not known.
 
     Example: of a target of 61 layers `model.layers.61.shared_head.norm.weight` is the first one's `post_norm.weight`.
 
     Args:
-        names: of a checkpoint's tensors.
         depth: the target's layers.
-        source: for messages.
         is_chained: whether layers that have no norm of their own after them have one together.
-
-    Raises:
-        ValueError: there are some in a form that is not known.
     """
     names = list(names)
     starts = [re.fullmatch(r"((?:.*\.)?layers\.)(\d{1,6})\.eh_proj\.weight", name) for name in names]
@@ -181,14 +176,11 @@ def _check_plain(tensors: Mapping[str, Any], source: str) -> None:
 
 
 def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs: Any = None) -> Repository:
-    """The repository with the multi-token layers of a target's checkpoint.
+    """The repository with the multi-token layers of a target's checkpoint; `ValueError` if the target is not from a
+    repository.
 
     Args:
         source: that holds them; by default that the target was loaded from.
-        hub_kwargs: for downloads.
-
-    Raises:
-        ValueError: the target is not from a repository.
     """
     name = source or target.config.name_or_path
     if not name:

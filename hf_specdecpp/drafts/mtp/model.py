@@ -1,5 +1,5 @@
 """Multi-token layers as models that draft (`one_layer`), several of them as one generation sees them (`MtpDraft`), and
-their side of a text (`LayersReading`).
+their side of a text (`LayersReading`), or of captured rounds (`LayerSteps`).
 
 A single layer is a `Drafter`: from candidate to candidate it reads its own states, as other drafts do that read the
 target's. Of several, the last does so once each has drafted.
@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.draft import Reading, StateDraft
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.mtp.steps import LayerSteps
+from hf_specdecpp.drafting.round_steps import RoundSteps, Unrolled, Window, at_last, read, read_chain
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
 from hf_specdecpp.models.early_exit import layer_stack, why_no_early_exit, with_layers
 from hf_specdecpp.models.target_states import StateReader
@@ -36,7 +38,6 @@ class MtpInput(StateReader):
     multi-token layer returned there.
 
     Args:
-        tensors: of the layer.
         norm: the target's final norm, of whose class the two are.
         states_first: x = P [norm_h(h); norm_e(e)] (Inkling).
     """
@@ -59,7 +60,8 @@ class MtpInput(StateReader):
 
 
 def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tuple[CausalLM, MtpInput]:
-    """A causal LM with a multi-token layer as its only one and that layer's norm as its final one, and its input.
+    """A causal LM with a multi-token layer as its only one and that layer's norm as its final one, and its input;
+    `ValueError` if they do not fit the target.
 
     The target's embeddings, LM head and rotary frequencies are shared. The layer is of the target's own class, and its
     tensors are renamed and put together (experts) as transformers does it with the target's.
@@ -67,10 +69,6 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
     Args:
         tensors: of the layer (`kind.MtpLayers`).
         place: which of the multi-token layers it is.
-        source: where they are from, for messages.
-
-    Raises:
-        ValueError: they do not fit the target.
     """
     _check_sizes(tensors, target, source)
     text = target.config.get_text_config(decoder=True)
@@ -170,7 +168,6 @@ class MtpDraft(StateDraft):
 
     Args:
         layers: in the order in which they draft, each with its input.
-        target: whose they are.
     """
 
     def __init__(self, layers: Sequence[Drafter], target: CausalLM) -> None:
@@ -258,7 +255,6 @@ class LayersReading(Reading):
 
     Args:
         layers: in the order in which they draft.
-        vocab_size: width of the target's logits.
     """
 
     def __init__(self, layers: Sequence[Drafter], vocab_size: int) -> None:
@@ -304,3 +300,39 @@ class LayersReading(Reading):
         self._last, self.unread = hidden[:, -1:], 0
         self.passes += 1
         return layer.drafter.logits(hidden[0, -1], self.vocab_size), hidden[0, -1]
+
+
+class LayerSteps(RoundSteps):
+    """As `LayersReading`, but that all layers read the rows of the window anew: of a row that read a candidate nothing
+    is kept.
+
+    Example: two layers, and a window of b c d after the text `a`. The first layer reads b, c, d with the target's
+    states at a, b and c, which gives the candidate e. The second reads c, d, e with what the first returned there.
+    When e and f stand and g follows, the next window is d e f g: the second layer reads e, f, g and a candidate.
+
+    Args:
+        layers: in the order in which they draft; their models are captured.
+        vocab_size: width of the target's logits.
+    """
+
+    draws_trees = False
+
+    def __init__(self, layers: Sequence[Any], vocab_size: int) -> None:
+        self.layers = layers
+        super().__init__(self.layers[0], vocab_size, tuple(map(id, layers)), self.layers[0].fusion.width)
+        self.num_layers, self.again, self.least = len(layers), len(layers) - 1, len(layers)
+
+    def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - chains alone
+        parts = [cache.part(place, 1) for place in range(len(self.layers))]  # each layer is the first of its model
+        tokens, count = functional.pad(window.tokens, (0, len(parts))), window.tokens.shape[1]
+        states: Any = window.states
+        for place, (layer, part) in enumerate(zip(self.layers, parts, strict=True)):
+            states = read_chain(layer, part, layer.known(tokens[:, place : place + count]), states)
+            hidden = at_last(states, window.last)
+            level = yield layer.logits(hidden, self.vocab_size)[:, None], hidden[:, None]
+            tokens = tokens.scatter(1, window.last[:, None] + 1 + place, level.tokens)
+        cache.length.add_(window.last + 1)
+        while True:
+            own = Window(layer.known(level.tokens), hidden[:, None], window.last.new_zeros(len(hidden)))
+            logits, hidden = read(layer, part, own, self.vocab_size)
+            level = yield logits[:, None], hidden[:, None]

@@ -21,7 +21,7 @@ from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import devices_of, num_processes
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.sampling.processors import Tokens, extend
-from hf_specdecpp.trees.checks import HALF_TREE_TOLERANCE, TREE_TOLERANCE
+from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE
 from hf_specdecpp.trees.tree import TreePass
 
 # Arguments of a forward that a captured pass knows.

@@ -63,11 +63,8 @@ BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.
 
 
 def attach(assistant: nn.Module, target: CausalLM) -> None:
-    """Make `target.generate(assistant_model=assistant)` run our decoding loop.
-
-    Raises:
-        ValueError: the target cannot be assisted.
-    """
+    """Make `target.generate(assistant_model=assistant)` run our decoding loop; `ValueError` if the target cannot be
+    assisted."""
     check_reading(target)
     kind = type(target)
     with _lock:
@@ -166,8 +163,6 @@ class Method:
     """A method of a class in the place of its own, which models without an assistant go on to.
 
     Args:
-        kind: the class.
-        name: of the method.
         ours: is called with a model that has assistants, the class's own method of that model, and the arguments.
     """
 

@@ -74,11 +74,8 @@ class Call:
 def decoding_of(
     call: Call, assistant: Assistant, input_ids: Tensor, kind: type[AssistedDecoding] = AssistedDecoding
 ) -> Callable[[Tensor], Any]:
-    """What runs a call with an assistant: a function of `input_ids`. All but its run is done here.
-
-    Raises:
-        ValueError: the call cannot be assisted. Nothing has been read then, and nothing drawn.
-    """
+    """What runs a call with an assistant: a function of `input_ids`. All but its run is done here. `ValueError` if the
+    call cannot be assisted. Nothing has been read then, and nothing drawn."""
     target, count = call.target, input_ids.shape[0]
     check_inputs(input_ids, call.model_kwargs)
     if count == 1 and assistant.speculation.graphs == "auto" and graphs.can_capture(input_device(target)):

@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    MinNewTokensLengthLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+from transformers import GenerationConfig, MinNewTokensLengthLogitsProcessor, SuppressTokensLogitsProcessor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 

@@ -19,11 +19,7 @@ from hf_specdecpp.trees.tree import DraftTree
 
 
 class DraftsOfRows(Drafts):
-    """Proposes for the rows of a batch.
-
-    Args:
-        generators: one for each row.
-    """
+    """Proposes for the rows of a batch. `generators`: one for each row."""
 
     def __init__(self, generators: Sequence[SpecDecPPCandidateGenerator]) -> None:
         first = generators[0]

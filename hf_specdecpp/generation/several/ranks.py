@@ -53,7 +53,6 @@ class Ranks:
     """The processes of a target.
 
     Args:
-        target: in each of them.
         most (numbers): in a message, the same in all of them.
     """
 

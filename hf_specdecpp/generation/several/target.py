@@ -48,11 +48,7 @@ class OutputsOfRow:
 
 
 class TargetOfRows(TargetSide):
-    """The target's side of several texts.
-
-    Args:
-        model_kwargs: the forward's other arguments for all rows.
-    """
+    """The target's side of several texts. `model_kwargs`: the forward's other arguments for all rows."""
 
     def __init__(
         self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig, model_kwargs: dict[str, Any]

@@ -38,10 +38,7 @@ TINY = 1e-6  # beside the mean square of a vector that is normed
 
 def settings_for(target: CausalLM, reads: Sequence[int], vocab: Tensor | None) -> Eagle3Settings:
     """A draft of the target's own sizes, each head with keys of its own: one Llama layer, which every engine serves.
-
-    Raises:
-        ValueError: the target has no attention, whose sizes the layer takes.
-    """
+    `ValueError` if the target has no attention, whose sizes the layer takes."""
     config = target.config.get_text_config(decoder=True)
     if (heads := size_of(config, "num_attention_heads")) is None:
         raise ValueError(

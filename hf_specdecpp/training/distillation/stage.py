@@ -48,7 +48,7 @@ from hf_specdecpp.training.models import (
     own_file,
     save_own,
 )
-from hf_specdecpp.training.rollouts.stage import training_prompts
+from hf_specdecpp.training.rollouts import training_prompts
 from hf_specdecpp.training.trainers import (
     LOGS,
     Record,
@@ -73,11 +73,8 @@ Report: TypeAlias = dict[str, dict[str, float]]  # metrics by source
 
 
 def run(config: TrainingConfig) -> None:
-    """Distil the draft, or only measure it where it stays as it is; build the draft vocabulary before.
-
-    Raises:
-        ValueError: there are no rollouts, they or the draft do not fit the target, or the loss is not finite.
-    """
+    """Distil the draft, or only measure it where it stays as it is; build the draft vocabulary before. `ValueError` if
+    there are no rollouts, they or the draft do not fit the target, or the loss is not finite."""
     work, state = config.work, process_state()
     answers.record(work)  # raises now, where there are none
     described = [str(Path(name).with_suffix(".json")) for name in config.own_files]

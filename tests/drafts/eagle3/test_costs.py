@@ -27,7 +27,7 @@ def conditioned(target: CausalLM) -> SpecDecPPAssistant:
 def eagle3(target: CausalLM) -> SpecDecPPAssistant:
     plain, vocab = tiny("llama"), torch.arange(20)
     model = initial_layer.untrained(initial_layer.settings_for(plain, READS, vocab), plain, vocab)
-    return SpecDecPPAssistant.from_eagle3(target, on_device(model.double()))
+    return SpecDecPPAssistant.from_draft(on_device(model.double()), target)
 
 
 def launches(make: Any) -> dict[str, int]:

@@ -119,7 +119,7 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
     elif case.draft == "eagle3":
         vocab = DRAFT_VOCABS[case.draft_vocab]
         layer = random_layer(target, vocab=None if vocab is None else torch.tensor(vocab))
-        assistant = SpecDecPPAssistant.from_eagle3(target, layer, head=head_of(case.head, target))
+        assistant = SpecDecPPAssistant.from_draft(layer, target, head=head_of(case.head, target))
     else:
         draft = draft_of(case.family, case.attention, case.dtype, case.draft)
         adapter = adapter_of(case.family, case.attention, "lora") if case.draft == "lora" else None

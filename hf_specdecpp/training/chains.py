@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import AcceptanceHead
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, longest_text
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains, target_probabilities, together
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.head.features import to_half
-from hf_specdecpp.training.head.stage import batch_log_odds
+from hf_specdecpp.training.features import to_half
+from hf_specdecpp.training.head import batch_log_odds
 from hf_specdecpp.training.models import Trained, fingerprint
 from hf_specdecpp.training.trainers import Record, joined, shards
 
@@ -35,11 +35,7 @@ TEXTS_PER_SHARD = 32
 
 def record(made: Trained, split: str, sampling: Sampling) -> dict[str, Tensor]:
     """Rows of `Recorder.of_text` for rollouts of `split` that were written at the temperature of `sampling`, kept on
-    disk.
-
-    Raises:
-        ValueError: there are no such rollouts, their answers are too short, or a shard is damaged.
-    """
+    disk; `ValueError` if there are no such rollouts, their answers are too short, or a shard is damaged."""
     config, texts = made.config, made.texts(split, sampling)
     folder = config.work / FOLDER / f"{split}-{sampling.temperature:g}"
     wanted = {"inputs": config.head.inputs, **sampling.to_dict(), "seed": config.seed, **fingerprint(config)}

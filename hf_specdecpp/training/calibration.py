@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_specdecpp.estimation.estimators import MODES
-from hf_specdecpp.estimation.head import Calibration
+from hf_specdecpp.estimation.estimators import MODES, Calibration
 from hf_specdecpp.estimation.metrics import binary_kl, ece
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training import chains
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation import chains
 from hf_specdecpp.training.models import HEAD, Trained, save_head
 from hf_specdecpp.training.trainers import save_json
 
@@ -28,10 +27,7 @@ MOST_BIAS, MOST_LOG = 8.0, 3.0  # of the log-odds, and of the logarithm of a tem
 
 def run(config: TrainingConfig) -> dict[str, object]:
     """Calibrate the head in `work/head` on held-out chains; the report, also in `work/head/calibration.json`.
-
-    Raises:
-        ValueError: there is no head, fewer than two held-out prompts, or no answer at one of the temperatures.
-    """
+    `ValueError` if there is no head, fewer than two held-out prompts, or no answer at one of the temperatures."""
     made = Trained.load(config)
     head, report = made.head.cpu(), dict[str, object]()
     samplings = [config.sampling(temperature) for temperature in config.head_temperatures]

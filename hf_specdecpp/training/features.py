@@ -266,7 +266,6 @@ def weighted_bce(log_odds: Tensor, label: Tensor, rejection_weight: float, mask:
     Args:
         log_odds: `[...]`, of P̂.
         label: `[...]`, P, which may lie between 0 and 1.
-        rejection_weight: w_rej.
         mask: `[...]`, which candidates count: bool, or weights (`sibling_labels`).
 
     Returns:

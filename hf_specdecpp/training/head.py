@@ -5,81 +5,44 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Subset
 from transformers import EvalPrediction, Trainer, set_seed
 
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import AcceptanceHead
 from hf_specdecpp.estimation.metrics import auc, binary_kl
-from hf_specdecpp.files import read_json
+from hf_specdecpp.training import features
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
-from hf_specdecpp.training.head import features
-from hf_specdecpp.training.head.features import weighted_bce
+from hf_specdecpp.training.features import weighted_bce
 from hf_specdecpp.training.models import HEAD, Trained, save_head
 from hf_specdecpp.training.trainers import LOGS, Record, go_on, logging_to, process_state, training_arguments
 
 RECORD, CHECKPOINTS = "fit.json", "checkpoints"
-FRACTIONS = (0.25, 0.5)  # of the texts, for the learning curve
 SCALARS_RATE = 10.0  # learning rate of the few weights that read a few numbers, relative to that of the others
-Texts: TypeAlias = features.FeatureSet | Subset[dict[str, Tensor]]
 
 
 def run(config: TrainingConfig) -> dict[str, float]:
     """Fit the head of `config` and write it to `work/head`; held-out metrics. Done if that was fitted like this.
-
-    With `head.learning_curve`, heads are also fitted on parts of the texts, for as many epochs, in `fraction-0.25` etc.
-
-    Raises:
-        ValueError: there are no rollouts, a shard of features is damaged, or the loss is NaN.
-    """
-    fractions = (1.0, *(FRACTIONS if config.head.learning_curve else ()))
-    records = {fraction: record_of(config, fraction) for fraction in fractions}
-    missing = [fraction for fraction, record in records.items() if record.result() is None]
-    if missing:
+    `ValueError` if there are no rollouts, a shard of features is damaged, or the loss is NaN."""
+    folder = config.work / HEAD
+    record = Record(folder / RECORD, {"head": asdict(config.head), "features": features.settings(config)}, [folder])
+    if record.result() is None:
         with process_state().main_process_first():
-            for fraction in missing:
-                records[fraction].begin()
+            record.begin()
             drafter, train, heldout = load_data(config)
-    for fraction in missing:
-        head, folder = new_head(config, drafter), records[fraction].path.parent
-        part = _part(train, fraction, config.seed)
-        metrics = fit(head, part, heldout, config, drafter, folder / CHECKPOINTS)
+        head = new_head(config, drafter)
+        metrics = fit(head, train, heldout, config, drafter, folder / CHECKPOINTS)
         if process_state().is_main_process:
-            if fraction == 1.0:
-                save_head(head, folder)
-            records[fraction].end({"fraction": fraction, "texts": len(part), **metrics})
+            save_head(head, folder)
+            record.end({"texts": len(train), **metrics})
             shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         process_state().wait_for_everyone()
-    return records[1.0].result() or {}
-
-
-def record_of(config: TrainingConfig, fraction: float) -> Record:
-    """The record of the head that is fitted on this share of the texts."""
-    folder = config.work / HEAD
-    if fraction < 1.0:
-        folder /= f"fraction-{fraction:g}"
-    fitted = {name: value for name, value in asdict(config.head).items() if name != "learning_curve"}
-    return Record(folder / RECORD, {"head": fitted, "features": features.settings(config)}, [folder])
-
-
-def learning_curve(work: Path) -> list[dict[str, Any]]:
-    """`fraction`, `texts` and held-out metrics of the heads in a `work_dir`, from few texts to all."""
-    found = [read_json(path) for path in (work / HEAD).glob(f"**/{RECORD}")]
-    return sorted((each for each in found if each["complete"]), key=lambda each: each["fraction"])
-
-
-def _part(texts: features.FeatureSet, fraction: float, seed: int) -> Texts:
-    """A share of the texts, at random, each a part of the larger ones: shards have one temperature after the other."""
-    if fraction == 1.0:
-        return texts
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-    return Subset(texts, order[: max(round(fraction * len(texts)), 1)])
+    return record.result() or {}
 
 
 def load_data(config: TrainingConfig) -> tuple[Drafter, features.FeatureSet, features.FeatureSet]:
@@ -99,13 +62,15 @@ def new_head(config: TrainingConfig, drafter: Drafter) -> AcceptanceHead:
 
 
 def fit(
-    head: AcceptanceHead, train: Texts, heldout: Texts, config: TrainingConfig, drafter: Drafter, checkpoints: Path
+    head: AcceptanceHead,
+    train: features.FeatureSet,
+    heldout: features.FeatureSet,
+    config: TrainingConfig,
+    drafter: Drafter,
+    checkpoints: Path,
 ) -> dict[str, float]:
     """Fit `head` in place with AdamW and a cosine schedule, going on from a checkpoint; metrics on `heldout`.
-
-    Raises:
-        ValueError: the loss is not a number.
-    """
+    `ValueError` if the loss is not a number."""
     options = config.head
     arguments = training_arguments(
         config,

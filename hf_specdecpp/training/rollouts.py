@@ -28,7 +28,7 @@ from hf_specdecpp.texts.answers import FOLDER, RECORD
 from hf_specdecpp.texts.encoding import Codec, Encoded
 from hf_specdecpp.texts.prompts import Prompt, read_prompts, sample_prompts, split_prompts
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.rollouts.targets import LocalTarget, ServerTarget
+from hf_specdecpp.training.targets import LocalTarget, ServerTarget
 from hf_specdecpp.training.trainers import Record, process_state
 
 logger = logging.get_logger(__name__)

@@ -12,19 +12,17 @@ from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule
-from hf_specdecpp.estimation.estimators import MODES, DraftProbability
-from hf_specdecpp.estimation.head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import MODES, AcceptanceHead, DraftProbability
 from hf_specdecpp.estimation.metrics import auc, reliability
 from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, save
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training import chains, features
+from hf_specdecpp.training.calibration import calibration_half, quality
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation import chains
-from hf_specdecpp.training.evaluation.calibration import calibration_half, quality
-from hf_specdecpp.training.head import features
 from hf_specdecpp.training.models import Trained
-from hf_specdecpp.training.rollouts.stage import sets_to_evaluate
+from hf_specdecpp.training.rollouts import sets_to_evaluate
 from hf_specdecpp.training.trainers import save_json
 
 FOLDER, REPORT = "evaluation", "evaluation.json"
@@ -38,11 +36,7 @@ JUDGES = {"head": "head", "draft probability": "q"}
 
 def run(config: TrainingConfig) -> dict[str, Any]:
     """Evaluate the calibrated head on held-out prompts that calibration did not use and on every test set, with
-    pictures.
-
-    Raises:
-        ValueError: there is no head, or there are no rollouts to evaluate on.
-    """
+    pictures; `ValueError` if there is no head, or there are no rollouts to evaluate on."""
     folder = config.work / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     made = Trained.load(config)

@@ -1,1 +1,0 @@
-"""The head is judged beside its rivals."""

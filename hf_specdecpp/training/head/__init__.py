@@ -1,1 +1,0 @@
-"""The acceptance head is fitted."""

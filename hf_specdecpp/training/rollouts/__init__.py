@@ -1,1 +1,0 @@
-"""The target writes answers to prompts."""
