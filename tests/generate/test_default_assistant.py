@@ -318,31 +318,20 @@ def test_the_latest_default_is_the_only_one(target: CausalLM, assistant: Any) ->
     other.detach()
 
 
-def test_the_target_keeps_it_and_takes_it_along() -> None:
-    """Nobody but the target holds an assistant that was made in passing."""
+@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
+def test_the_target_keeps_it_and_takes_it_along(kind: str) -> None:
+    """Nobody but the target holds an assistant that was made in passing. It knows parts of its target only: else the
+    registry, which holds a target's default, would hold the target, too."""
     target = tiny("llama", vocab_size=50)  # of no other test, so that costs are measured here
-    kept = weakref.ref(assistant_for(target))
+    kept = weakref.ref(assistant_of(kind, target))
     gc.collect()
     assert kept() is None
-    assistant_for(target, rule="throughput").attach(target, default=True)
+    rule = "throughput" if kind == "independent" else "fixed"
+    assistant_of(kind, target, rule=rule, lookup=True).attach(target, default=True)
     gc.collect()
     made = weakref.ref(attached.default_of(target))
     target.generate(PROMPT, **GREEDY)
     assert made().stats.generated == 24  # type: ignore[union-attr]
-    lives = weakref.ref(target)
-    del target
-    gc.collect()
-    assert lives() is None
-    assert made() is None
-
-
-@pytest.mark.parametrize("kind", ["early_exit", "conditioned", "eagle3"])
-def test_an_assistant_knows_parts_of_its_target_only(kind: str) -> None:
-    """Else the registry, which holds a target's default, would hold the target, too."""
-    target = tiny("llama", num_hidden_layers=2)
-    assistant_of(kind, target, rule="fixed", lookup=True).attach(target, default=True)
-    made = weakref.ref(attached.default_of(target))
-    target.generate(PROMPT, **GREEDY)
     lives = weakref.ref(target)
     del target
     gc.collect()
