@@ -16,7 +16,7 @@ from support.models import (
     tiny,
     told,
 )
-from support.outputs import assert_same, prefill
+from support.outputs import assert_same, assert_same_cache, prefill
 from support.repos import head_for
 from support.stock_rounds import PROMPT as SHORT
 from support.stock_rounds import small, target_distribution
@@ -29,6 +29,8 @@ from support.tree_generation import (
     plain_text,
     target_of,
 )
+from support.watchers import Recorder, tokenizer
+from transformers import StoppingCriteriaList
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.caches.masks import held_rows
@@ -103,6 +105,26 @@ def test_generate_emits_exactly_p(kind: Any, enumerate_torch: Any) -> None:
 
 
 # Ends. ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("index", range(0, 12, 2))
+@pytest.mark.parametrize("end", ["eos", "stop string", "criterion"])
+def test_ends_and_caches(end: str, index: int) -> None:
+    """Wherever in a path the text ends, the cache holds the text but its last token."""
+    target = target_of("gemma3_text")
+    text = plain_text("gemma3_text")[0, 20:].tolist()
+    token = text[index]
+    arguments: dict[str, dict[str, Any]] = {
+        "eos": {"eos_token_id": token, "pad_token_id": 0},
+        "stop string": {"stop_strings": [tokenizer().decode(token)], "tokenizer": tokenizer()},
+        "criterion": {"stopping_criteria": StoppingCriteriaList([Recorder(token)])},
+    }
+    assistant = assistant_for(target, mix=0.95, **TREES["dyspec"])
+    ours = generate(target, assistant, return_dict_in_generate=True, **{**ARGUMENTS, **arguments[end]})
+    expected = text[: text.index(token) + 1]
+    assert ours.sequences[0, 20:].tolist() == expected
+    assert_same_cache(ours.past_key_values, prefill(target, ours.sequences[:, :-1]))
 
 
 def test_nothing_is_drafted_below_an_end_of_sequence() -> None:
