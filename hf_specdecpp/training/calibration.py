@@ -30,7 +30,7 @@ def run(config: TrainingConfig) -> dict[str, object]:
     `ValueError` if there is no head, fewer than two held-out prompts, or no answer at one of the temperatures."""
     made = Trained.load(config)
     head, report = made.head.cpu(), dict[str, object]()
-    samplings = [config.sampling(temperature) for temperature in config.head_temperatures]
+    samplings = [config.sampling(temperature) for temperature in config.rollouts.temperatures]
     for sampling in samplings:
         made.texts("heldout", sampling)  # raises now, and not after minutes
     # The last temperature of a mode wins where there are several: one calibration serves all sampled targets.

@@ -132,7 +132,6 @@ class HeadConfig(Section):
         rejection_weight: weight w_rej of the BCE (paper: 6).
         siblings (candidates): the number drawn without replacement at each position (`inputs="before"`), for trees.
         dropout (share of inputs): hidden states left out at random while a `"before"` head is fitted.
-        temperature: fit on the texts of this temperature alone; on all by default.
         epochs (passes over the texts): may be a fraction (paper: 3).
         learning_rate: the highest of a cosine schedule (paper: 5e-5). The network on the scalars has ten times the
             rate.
@@ -150,7 +149,6 @@ class HeadConfig(Section):
     rejection_weight: float = _above_zero(1.0)
     siblings: int = _at_least(1, 4)
     dropout: float = 0.7
-    temperature: float | None = None
     epochs: float = _above_zero(3.0)
     learning_rate: float = _above_zero(1e-3)
     batch_size: int = _at_least(1, 32)
@@ -264,11 +262,6 @@ class TrainingConfig(Section):
     def work(self) -> Path:
         return Path(self.work_dir) if self.work_dir else Path(f"{self.output}-work")
 
-    @property
-    def head_temperatures(self) -> list[float]:
-        """The temperatures that the head is for."""
-        return self.rollouts.temperatures if self.head.temperature is None else [self.head.temperature]
-
     def sampling(self, temperature: float) -> Sampling:
         """How the texts of a temperature were written, which is how the head's labels see them."""
         return Sampling(temperature, self.rollouts.top_k)
@@ -321,11 +314,6 @@ class TrainingConfig(Section):
             )
         if len({f"{temperature:g}" for temperature in temperatures}) < len(temperatures):
             raise ValueError(f"rollouts.temperatures={temperatures} has one of them twice. Name each once.")
-        if self.head.temperature is not None and self.head.temperature not in temperatures:
-            raise ValueError(
-                f"head.temperature={self.head.temperature!r} must be one of rollouts.temperatures={temperatures}: the "
-                "head is fitted on those texts. Leave it out to fit on all of them."
-            )
 
     def _check_draft(self) -> None:
         distill, cannot = self.distill, self.trainable.cannot

@@ -42,8 +42,6 @@ def build(made: Trained, split: str) -> FeatureSet:
     """Features of every rollout of `split`, cached in `work/features`; `ValueError` without rollouts or if damaged."""
     config = made.config
     texts = answers.load(config.work, split)
-    if config.head.temperature is not None:
-        texts = answers.written_at(texts, config.head.temperature)
     if split == "train" and config.head.max_texts is not None:
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed))
         texts = texts.select(sorted(order[: config.head.max_texts].tolist()))
@@ -57,7 +55,7 @@ def settings(config: TrainingConfig) -> dict[str, Any]:
     head = config.head
     names = ("inputs", "label") if head.inputs == "after" else ("inputs", "label", "siblings")
     chosen = {name: getattr(head, name) for name in names}
-    sampling = {"temperatures": config.head_temperatures, "top_k": config.rollouts.top_k}
+    sampling = {"temperatures": config.rollouts.temperatures, "top_k": config.rollouts.top_k}
     return {**chosen, **sampling, "max_texts": head.max_texts, "seed": config.seed, **fingerprint(config)}
 
 

@@ -158,13 +158,6 @@ def test_greedy_and_sampled_targets_are_calibrated_on_texts_of_their_own(tmp_pat
     assert set(labels.unique().tolist()) == {0.0, 1.0}, "of greedy targets: agreed or not"
 
 
-def test_a_head_for_one_temperature_is_calibrated_for_it_alone(tmp_path: Path) -> None:
-    config = training_run(tmp_path, temperatures=(1.0, 0.0), temperature=0.0)
-    head_fitting.run(config)
-    assert list(calibration.run(config)) == ["0"]
-    assert set(load_head(config.work / "head").calibration) == {"greedy"}
-
-
 def test_calibration_needs_answers_at_each_temperature(tmp_path: Path) -> None:
     config = training_run(tmp_path, temperatures=(1.0,))
     head_fitting.run(config)

@@ -107,14 +107,6 @@ def top_five(logits: Tensor) -> Tensor:
     return logits.where(logits >= logits.topk(5).values[:, -1:], float("-inf"))
 
 
-def test_a_head_may_be_for_the_texts_of_one_temperature(tmp_path: Path) -> None:
-    config = training_run(tmp_path, num_texts=4, temperatures=(1.0, 0.0), temperature=0.0)
-    _, train, heldout = head_fitting.load_data(config)
-    assert (len(train), len(heldout)) == (2, 3)
-    for index in range(2):
-        assert set(train[index]["label"].unique().tolist()) <= {0.0, 1.0}
-
-
 def test_a_head_may_be_for_some_of_the_texts(tmp_path: Path) -> None:
     config = training_run(tmp_path, temperatures=(1.0, 0.0), max_texts=3)
     _, train, heldout = head_fitting.load_data(config)
@@ -206,8 +198,8 @@ def test_shards_hold_the_features_and_are_not_made_twice(tmp_path: Path, monkeyp
 def test_features_of_other_settings_are_made_anew(tmp_path: Path) -> None:
     config = training_run(tmp_path, num_texts=4, temperatures=(1.0, 0.0))
     before = features.settings(config)
-    for temperature, top_k in ((0.0, 0), (1.0, 0), (None, 7)):
-        config.head.temperature, config.rollouts.top_k = temperature, top_k
+    for temperatures, top_k in (([0.0], 0), ([1.0], 0), ([1.0, 0.0], 7)):
+        config.rollouts.temperatures, config.rollouts.top_k = temperatures, top_k
         assert features.settings(config) != before
     config.rollouts.top_k = 0
     assert features.settings(config) == before
