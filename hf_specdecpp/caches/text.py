@@ -16,6 +16,7 @@ from transformers import StaticCache
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     StaticLayer,
@@ -64,12 +65,12 @@ class GrowingText(CachedText):
     def __init__(self, cache: Any) -> None:
         self.cache, self.held = cache, 0 if cache is None else num_rows(cache)
         self._is_recurrent: bool | None = None
-        self._has_windows = True
+        self._shrinks = True
 
     def begin(self) -> None:
         if self._is_recurrent is None:  # once, after the prompt: each layer is asked
             self._is_recurrent = is_recurrent(self.cache)
-            self._has_windows = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.cache.layers)
+            self._shrinks = any(type(layer) is not DynamicLayer for layer in self.cache.layers)
         if self._is_recurrent and not self.pending:
             self.mark = Mark(self.cache)
 
@@ -77,7 +78,7 @@ class GrowingText(CachedText):
         if self.mark is not None:
             self._keep_states(self.mark, count, of)
         elif path is None:
-            if count < of or self._has_windows:  # which shrink back with nothing to remove, too
+            if count < of or self._shrinks:  # windows and convolutions, with nothing to remove, too
                 self.cache.crop(count - of)
         else:
             keep_path(self.cache, self.cache.get_seq_length() - of, path.rows[:count], path.on_device[:count])

@@ -166,18 +166,17 @@ def grouped_attention(
         `[batch, tokens, heads, width]`, and no weights.
     """
     copies = query.shape[2] > 1 and attention_mask is not None and query.shape[1] > key.shape[1]
-    if not (copies and _is_ordinary(key, value, kwargs)):  # the first says no to every pass over one token
+    ordinary = supported = copies
+    if copies:  # every layer is asked, also in passes over one token, where none are made
+        given = UNUSUAL & kwargs.keys()
+        ordinary = not kwargs.get("dropout") and not (given and any(kwargs[name] is not None for name in given))
+        supported = key.device.type == "cpu" and key.shape[-1] == value.shape[-1] and not torch.is_grad_enabled()
+    if not (ordinary and supported):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     output = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )
     return output.transpose(1, 2).contiguous(), None
-
-
-def _is_ordinary(key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> bool:
-    given = UNUSUAL & kwargs.keys()
-    ordinary = not kwargs.get("dropout") and not (given and any(kwargs[name] is not None for name in given))
-    return ordinary and key.device.type == "cpu" and key.shape[-1] == value.shape[-1] and not torch.is_grad_enabled()
 
 
 def large_layers(models: Iterable[nn.Module], seen: set[nn.Module] | None = None) -> Iterator[nn.Linear]:
