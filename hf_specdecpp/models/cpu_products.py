@@ -166,12 +166,14 @@ def grouped_attention(
         `[batch, tokens, heads, width]`, and no weights.
     """
     copies = query.shape[2] > 1 and attention_mask is not None and query.shape[1] > key.shape[1]
-    ordinary = supported = copies
-    if copies:  # every layer is asked, also in passes over one token, where none are made
-        given = UNUSUAL & kwargs.keys()
-        ordinary = not kwargs.get("dropout") and not (given and any(kwargs[name] is not None for name in given))
-        supported = key.device.type == "cpu" and key.shape[-1] == value.shape[-1] and not torch.is_grad_enabled()
-    if not (ordinary and supported):
+    if not (  # in this order: every layer asks in every pass, and most passes read one token
+        copies
+        and not torch.is_grad_enabled()
+        and key.device.type == "cpu"
+        and key.shape[-1] == value.shape[-1]
+        and not kwargs.get("dropout")
+        and (not (given := UNUSUAL & kwargs.keys()) or all(kwargs[name] is None for name in given))
+    ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     output = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
