@@ -28,6 +28,7 @@ PRIOR_PROBS = np.array([0.05, 0.05, 0.08, 0.10, 0.10, 0.10, 0.12, 0.15, 0.25])
 PRIOR_COUNT, BIN_COUNT = 8.0, 3.0
 UNCHANGED = (0.0, 1.0)  # the line that leaves log-odds as they are: intercept and slope
 LINE_PRIOR = (2.0, 0.5)  # standard deviations of both
+CONVERGED = 1e-9  # a step of Newton's method that is smaller than this one is the last
 
 FIT_EVERY = 64  # rounds
 FIRST_FITS = (2, 4, 8, 16, 32)
@@ -159,11 +160,16 @@ def _line(log_odds: Floats, judged: Floats, accepted: Floats, prior: Floats) -> 
     """Intercept and slope of a logistic regression on mean log-odds by bin (Newton's method); `prior`: their means."""
     inputs = np.stack((np.ones_like(log_odds), log_odds), axis=1)
     precision, line = np.diag(1.0 / np.square(LINE_PRIOR)), prior
+    if not judged.any():
+        return prior
     for _ in range(20):
         expected = _sigmoid(inputs @ line)
         weight = np.maximum(judged * expected * (1.0 - expected), 0.05 * judged)  # no wild steps where it is flat
         slope = inputs.T @ (accepted - judged * expected) - precision @ (line - prior)
-        line = line + np.linalg.solve(inputs.T @ (weight[:, None] * inputs) + precision, slope)
+        step = np.linalg.solve(inputs.T @ (weight[:, None] * inputs) + precision, slope)
+        line = line + step
+        if np.abs(step).max() < CONVERGED:
+            break
     return line
 
 
