@@ -79,7 +79,8 @@ class AssistedDecoding:
                 self._make_rounds()
             self.target.complete(self.texts)
         for text in self.texts:
-            shares = [each and each / count for each in self.target.passes.seconds(count)]
+            passes = self.target.passes.seconds(count, max(text.stats.rounds, 1))
+            shares = [each and each / count for each in passes]
             text.stats.plain_pass_seconds, text.stats.same_pass_seconds = shares
 
     def _read_prompt(self, input_ids: Tensor) -> None:

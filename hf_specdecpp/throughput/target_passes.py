@@ -10,14 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hf_specdecpp.caches.text import text_in
-from hf_specdecpp.clocks import typical
+from hf_specdecpp.clocks import first_sensible, typical
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, num_processes
 from hf_specdecpp.models.cpu_products import Part, can_be_packed, free_memory, large_layers
@@ -34,7 +34,8 @@ EVERY = 48  # passes after which one more is made, as long as products are compa
 TINY = 1e-6  # seconds; a coarse clock may see none
 MOST_OF_FREE = 0.25  # of the memory that is free, which packed copies of weights may take
 AGAIN = 128  # passes after which another one with PyTorch's product says whether the machine is still the same
-LATEST = 24  # passes of rounds that say how fast the machine is now
+WARM, ENOUGH = 2, 8  # of these passes: the first makes kernels; until there are enough, they are EVERY passes apart
+LATEST = 512  # passes of rounds that are remembered
 
 _Way = tuple[int, Product]  # of a pass: its rows and its product
 
@@ -116,12 +117,15 @@ class TargetPasses:
     def note(self, rows: int, product: Product, seconds: float, is_beside: bool = False) -> None:
         """A pass of a round, or one beside those, took so long."""
         times = self._of(rows)
-        if is_beside and product == "own":
-            self._beside.setdefault(rows, _Beside()).begin(seconds)
-        if not is_beside and times[product]:  # the first pass over so many rows makes its kernels
+        if is_beside:
+            self._beside.setdefault(rows, _Beside())
+        is_warm = bool(times[product])  # the first pass over so many rows makes its kernels
+        if is_warm and not is_beside:
             self._latest_passes.append(((rows, product), seconds))
             for beside in self._beside.values():
                 beside.pair((rows, product), seconds)
+        if is_warm and product == "own" and rows in self._beside:
+            self._beside[rows].begin(seconds)
         times[product].append(seconds)
         self._count += 1
         self._latest[rows] = self._count
@@ -160,14 +164,17 @@ class TargetPasses:
         """
         times, latest = self._of(rows), self._latest.get(rows, 0)
         self._rounds += 1
-        if self._count - self._latest_own.get(rows, 0) >= AGAIN or not times["own"]:
+        compares = len(self.contestants) > 1
+        is_known = rows in self._beside and self._beside[rows].count >= ENOUGH
+        apart = AGAIN if is_known or (compares and rows not in self.chosen) else EVERY
+        if self._count - self._latest_own.get(rows, 0) >= apart or len(times["own"]) < WARM:
             return "own"
-        if self._rounds < FIRST or (not has_choice and len(self.contestants) > 1):
+        if self._rounds < FIRST or (compares and not has_choice):
             return None
         product = self._rarest(rows)
         if rows in self.chosen and product != "own":
             return None
-        most = PASSES if self._count - latest >= EVERY and len(self.contestants) > 1 else AT_ONCE
+        most = PASSES if self._count - latest >= EVERY and compares else AT_ONCE
         return product if len(times[product]) < most else None
 
     def make(
@@ -185,19 +192,20 @@ class TargetPasses:
         self.note(rows, product, time.perf_counter() - begin, is_beside=True)
         text.back()
 
-    def seconds(self, rows: int) -> tuple[float | None, float | None]:
-        """Of a pass over so many rows as the machine is now: with PyTorch's product, and with the chosen one; `None`
-        without any, or where the clock cannot tell.
+    def seconds(self, rows: int, rounds: int) -> tuple[float | None, float | None]:
+        """Of a pass over so many rows as the machine was in the latest `rounds`, those of a text: with PyTorch's
+        product, and with the chosen one; `None` without any, or where the clock cannot tell.
 
-        Example: passes over one row took 1.1 and 1.2 times the seconds of those over four beside them, and the latest
-        ones over four rows took 50 to 56 ms, with a median of 52 ms. So one over one row takes 1.15 * 52 = 60 ms.
+        Example: passes over one row took 1.1 and 1.2 times the seconds of those over four beside them, and those of
+        the text over four rows took 50 to 54 ms, 52 ms in the mean. So one over one row took 1.15 * 52 = 60 ms in it.
         """
         times = self._of(rows)["own"]
         ratios: dict[_Way, Sequence[float]] = {**self._beside[rows].ratios} if rows in self._beside else {}
         if ratios:
             ratios[rows, "own"], ratios[rows, self.contestants[-1]] = [1.0], [self._gains.get(rows, 1.0)]
-        lately = [ratio_of(ratios, way) * seconds for way, seconds in self._latest_passes] if ratios else []
-        own = typical(lately) if lately else None
+        passes = list(self._latest_passes)[-rounds:] if ratios else []
+        # The mean, since what another process slows is as much slower in the rounds, whose seconds are added up.
+        own = first_sensible(fmean(ratio_of(ratios, way) * seconds for way, seconds in passes)) if passes else None
         own = own or (typical(times) if times else None)
         if own is None:
             return None, None
@@ -208,19 +216,21 @@ class TargetPasses:
 
 
 class _Beside:
-    """Passes with PyTorch's own product that were made beside those of rounds, which a busy machine slows alike.
+    """Passes with PyTorch's own product beside others of rounds, which a busy machine slows alike.
 
     Attributes:
+        count: of these passes.
         ratios: the seconds of such a pass over those of the two rounds' passes that followed, which take products in
             turns; by rows and product of these.
     """
 
     def __init__(self) -> None:
         self.ratios: dict[_Way, deque[float]] = {}
-        self._seconds, self._pairs = 0.0, 0  # of the latest one; how many passes are still held against it
+        self.count, self._seconds, self._pairs = 0, 0.0, 0  # of the latest one; how many more are held against it
 
     def begin(self, seconds: float) -> None:
-        """A pass beside those of rounds took so long."""
+        """Such a pass took so long."""
+        self.count += 1
         self._seconds, self._pairs = seconds, 2
 
     def pair(self, way: _Way, seconds: float) -> None:
