@@ -168,8 +168,9 @@ class Prefix(TargetText):
         what is pending. In a static cache dummies follow them, for a pass of few widths. Who `has_mask` needs none."""
         self.text.begin()
         count = len(candidates)
-        further = torch.as_tensor(candidates).to(input_ids)
-        tokens = torch.cat((input_ids, further[None]), dim=1) if count else input_ids
+        tokens = input_ids
+        if count:
+            tokens = torch.cat((input_ids, torch.as_tensor(candidates).to(input_ids)[None]), dim=1)
         dummies = 0 if self.static is None else width_of(count + 1) - count - 1
         if dummies:
             tokens = torch.cat((tokens, tokens[:, -1:].expand(-1, dummies)), dim=1)

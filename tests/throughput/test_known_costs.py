@@ -17,6 +17,7 @@ from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftProbability
 from hf_specdecpp.throughput import known_costs as costs
+from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.round_times import Drafting, RoundTimes
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -128,6 +129,27 @@ def test_what_is_assumed_holds_for_one_text(cache: Path) -> None:
     assert 0.0 < learned.plan.costs.verify[0] < 3.0 * spent, "of one pass, and of some verification, on this thread"
     assert learned.plan.plain == learned.plan.costs.pass_seconds
     assert list(cache.iterdir())
+
+
+def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> None:
+    """Passes over two tokens seemed to take two thirds of those over one, and no candidate is ever accepted."""
+    target = tiny("llama")
+    known = costs.costs_of(costs.Rounds(target, Drafter(target), DraftProbability(), 4))
+    now = [0.0]
+    times = RoundTimes(lambda: now[0])
+    for width in (1, 2) * 9:
+        times.begin()
+        now[0] += 0.5 * (width - 1)
+        times.drafted(Drafting(width - 1))
+        now[0] += 3.0 / width
+        times.end(16, width)
+    known.learn(times)
+    plan = ChainPlan(known, 4, lag=0)
+    assert plan.costs.verify[1] == plan.costs.verify[0]
+    for _ in range(24):
+        plan.observe([0.5], 0, 1, 0)
+        plan.follow(16)
+    assert not plan.pays
 
 
 def test_a_draft_without_layers_costs_nothing() -> None:
