@@ -68,28 +68,25 @@ class GrowingText(CachedText):
         self._shrinks = True
 
     def begin(self) -> None:
-        if self._is_recurrent is None:  # once, after the prompt: each layer is asked
-            self._is_recurrent = is_recurrent(self.cache)
+        if self._is_recurrent is None:  # once, after the prompt; of ordinary layers alone nothing else is asked
             self._shrinks = any(type(layer) is not DynamicLayer for layer in self.cache.layers)
+            self._is_recurrent = self._shrinks and is_recurrent(self.cache)
         if self._is_recurrent and not self.pending:
             self.mark = Mark(self.cache)
 
     def keep(self, count: int, of: int, path: PathRows | None = None) -> None:
         if self.mark is not None:
-            self._keep_states(self.mark, count, of)
+            if count == of:
+                self.pending, self.mark = 0, None
+            else:
+                self.mark.back()
+                self.pending += count
         elif path is None:
             if count < of or self._shrinks:  # windows and convolutions, with nothing to remove, too
                 self.cache.crop(count - of)
         else:
             keep_path(self.cache, self.cache.get_seq_length() - of, path.rows[:count], path.on_device[:count])
         self.held = self.cache.get_seq_length() if self._is_recurrent is False else num_rows(self.cache)
-
-    def _keep_states(self, mark: Mark, count: int, of: int) -> None:
-        if count == of:
-            self.pending, self.mark = 0, None
-        else:
-            mark.back()
-            self.pending += count
 
     def back(self) -> None:
         if self.mark is not None:

@@ -72,7 +72,7 @@ class CapturedTarget:
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
         self._reads: tuple[int, ...] = ()  # whether the final state is watched, then numbers of layers
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # states of the latest pass, by what is watched
-        self._paths: dict[int, Tensor] = {}  # rows of a path, by their number
+        self._paths: dict[int, Tensor] = {}  # where rows of a path are written, by their number
         # What is kept of whole rounds from text to text, by draft and ways of drawing (`generation.captured.rounds`).
         self.rounds: dict[Any, Any] = {}
         self._positions = torch.Size()
@@ -192,8 +192,10 @@ class CapturedTarget:
     def _move(self, path: Tensor) -> None:
         """Move the rows of a path up to the text."""
         cache, width = self.text.cache, width_of(len(path))
-        rows = self._path_rows(width)
-        key = "path", width, *self.place
+        if width not in self._paths:
+            with lasting():
+                self._paths[width] = torch.zeros(width, dtype=torch.long, device=self.device)
+        rows, key = self._paths[width], ("path", width, *self.place)
 
         def move() -> None:
             cache.move(rows[None])
@@ -203,13 +205,6 @@ class CapturedTarget:
             self._run(key, move)
         rows[: len(path)] = path
         self._run(key, move)
-
-    def _path_rows(self, width: int) -> Tensor:
-        """`[width]`, where a path's rows are written."""
-        if width not in self._paths:
-            with lasting():
-                self._paths[width] = torch.zeros(width, dtype=torch.long, device=self.device)
-        return self._paths[width]
 
 
 def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:

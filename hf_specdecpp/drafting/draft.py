@@ -252,11 +252,6 @@ class Draft:
         reads = None if self.reads is None else self.reads.to_config()
         return {"reads": reads, "draft_vocab": None}
 
-    def check_can(self, what: str) -> None:
-        """Raise `ValueError` if it cannot do this (`cannot`)."""
-        if (reason := self.cannot.get(what)) is not None:
-            raise ValueError(reason)
-
 
 class StateDraft(Draft):
     """A draft beside the target that it has met, which reads the target's states and is no causal LM by itself.

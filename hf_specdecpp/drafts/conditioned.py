@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,11 +104,7 @@ def _last(layer: nn.Module) -> Any:
     return layer[-1] if isinstance(layer, nn.Sequential) else layer
 
 
-def read_fusion(arguments: dict[str, Any], path: Path) -> Fusion:
-    """The fusion with these arguments, whose weights are in `path`; `ValueError` if the arguments make no sense, or the
-    file is damaged or does not fit them."""
-    hint = "It does not belong to the fusion that config.json describes: download or save both again."
-    return read_module(Fusion, "fusion", arguments, path, hint)
+OTHERS = "It does not belong to the fusion that config.json describes: download or save both again."
 
 
 def words(config: SpecDecPPConfig, target: str) -> str:
@@ -123,7 +119,7 @@ CONDITIONED = Kind(
     draft=EARLY_EXIT.draft,
     words=words,
     stored=Stored(
-        own=OwnFile(FUSION, "fusion", read_fusion),
+        own=OwnFile(FUSION, "fusion", partial(read_module, Fusion, "fusion", hint=OTHERS)),
         unserved="This assistant drafts with {draft}: a layer of the target whose input is made of the target's "
         "states, in a form that no other engine has, so nothing is exported. Engines serve drafts that read states in "
         "the form of EAGLE-3. Train one and export it: `specdecpp train --draft eagle3 --target {target} --data FILE "

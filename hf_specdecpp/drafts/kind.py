@@ -23,7 +23,6 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.serving import Destination, Exported
 
 Config: TypeAlias = Mapping[str, Any]  # what a `config.json` says
-Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -182,10 +181,6 @@ class Stored:
     def own_of(self, config: SpecDecPPConfig) -> OwnFile | None:
         """The draft's file in the assistant's repository, if it has one there: what others publish stays elsewhere."""
         return self.own if config.draft_id is None else None
-
-    def takes_copy(self, config: SpecDecPPConfig) -> bool:
-        """Whether the draft is in a repository of its own, which another copy can take the place of."""
-        return self.is_named or config.draft_id is not None
 
     def load(self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None) -> Any:
         """What was trained of the draft beside an adapter; `None` where that is nothing. `ValueError` if a file is

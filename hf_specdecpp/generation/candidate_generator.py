@@ -81,8 +81,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         setup.speculation.validate()
         draws_trees = setup.speculation.tree is not None and target is not None
         for asked, what in ((target is None, "unattached"), (setup.rows > 1, "batches"), (draws_trees, "trees")):
-            if asked:
-                setup.drafter.check_can(what)
+            if asked and (reason := setup.drafter.cannot.get(what)) is not None:
+                raise ValueError(reason)
         self.setup, self.vocab_size = setup, setup.width(target) or 0
         self._target, self._generation_config = target, generation_config
         session = setup.drafter.row_session if setup.rows > 1 else setup.drafter.session

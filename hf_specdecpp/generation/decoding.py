@@ -25,7 +25,7 @@ class Drafts:
     def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:
         """A tree for each text; a chain has one branch, and an empty tree leaves the round to the target."""
         (text,) = texts
-        with target.draft_attention:
+        with target.attention(beside_captured=True):
             return [text.generator.propose(text.ids, target.room(text), text.states)]
 
     def saw(self, rounds: Sequence[Round]) -> None:
@@ -75,7 +75,7 @@ class AssistedDecoding:
             text.stats.prompt_seconds = (time.perf_counter() - begin) / count  # its token has been read
         with self.target.model._optimize_model_for_decode():
             self.target.begin(self.active)
-            with self.target.products, self.target.attention:
+            with self.target.products, self.target.attention():
                 self._make_rounds()
             self.target.complete(self.texts)
         for text in self.texts:
@@ -97,7 +97,8 @@ class AssistedDecoding:
 
     def round(self) -> None:
         """Draft, one target pass, verify, emit, keep (SpecDec++, section 3; DySpec, section 4, where trees branch)."""
-        if self.target.make_whole_round(self.active):  # on a GPU that runs all of this as two launches
+        captured = self.target.captured  # on a GPU that may run all of this as two launches
+        if captured.rounds is not None and captured.make_round(self.active):
             self._leave()
             return
         begin = time.perf_counter()

@@ -48,16 +48,9 @@ class TargetSide(ABC):
         """The context within which passes are made."""
         return self.generator.products
 
-    @property
-    def attention(self) -> AbstractContextManager[None]:
-        """The context in which rounds are made."""
-        grows = self.device.type == "cuda" and self.captured.passes is None
-        return without_cudnn() if grows else nullcontext()
-
-    @property
-    def draft_attention(self) -> AbstractContextManager[None]:
-        """The context in which a draft reads: where passes alone are captured, it reads uncaptured."""
-        grows = self.device.type == "cuda" and self.captured.passes is not None
+    def attention(self, beside_captured: bool = False) -> AbstractContextManager[None]:
+        """The context in which rounds are made, or in which a draft reads beside passes that alone are captured."""
+        grows = self.device.type == "cuda" and beside_captured == (self.captured.passes is not None)
         return without_cudnn() if grows else nullcontext()
 
     @abstractmethod
@@ -91,10 +84,6 @@ class TargetSide(ABC):
     @abstractmethod
     def leave_rooms(self) -> Any:
         """Go on uncaptured."""
-
-    def make_whole_round(self, texts: Sequence[Text]) -> bool:
-        """Make a round that is captured from its first step to its last, where that can be done."""
-        return self.captured.rounds is not None and self.captured.make_round(texts)
 
     def forget(self, count: int) -> None:  # noqa: B027 - of rows, what is read after their end is not looked at
         """At the end of a text: its last `count` tokens, which captured rounds have read, are not part of it."""
@@ -255,8 +244,7 @@ class OneTarget(TargetSide):
                 rows = slice(again, again + kept)
             else:
                 rows = path.on_device[:kept]
-            self.states.keep(rows)
-            self.text.states = self.states.found
+            self.text.states = self.states.take(rows)
         self.prefix.settle(each.outputs, kept, count, path)
 
     def try_pass(self, count: int) -> None:

@@ -152,13 +152,8 @@ def _choose_layers(config: PreTrainedConfig, chosen: Sequence[int], depth: int) 
     for name in NUMBERS:
         if isinstance(numbers := getattr(config, name, None), list):
             setattr(config, name, [place for place, own in enumerate(chosen) if own in numbers])
-    differing = of_layers(config)
+    # What some layers' fields are in the place of the config's own, such as other numbers of heads.
+    differing = {int(layer): own for layer, own in (config.to_dict().get("per_layer_config") or {}).items()}
     config.num_hidden_layers = len(chosen)
     if differing:
         config.per_layer_config = {place: differing[own] for place, own in enumerate(chosen) if own in differing}
-
-
-def of_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
-    """What some layers' fields are in the place of the config's own, such as other numbers of heads."""
-    written = config.to_dict().get("per_layer_config") or {}
-    return {int(layer): fields for layer, fields in written.items()}

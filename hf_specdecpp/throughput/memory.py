@@ -116,7 +116,8 @@ class Memory:
             count = PRIOR_COUNT if trees else BIN_COUNT
             return Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], UNCHANGED), count))
 
-        key = trees, type(estimator).__name__, *_sampling(how), *_correcting(decisions, how)
+        temperature = decisions.draft_temperature if how.do_sample else 1.0
+        key = trees, type(estimator).__name__, *_sampling(how), decisions.draft_successors, temperature
         return _latest(self.learned.setdefault(owner, {}), key, new)
 
     def recall_lookups(self, owner: CausalLM, how: GenerationConfig) -> LearnedOfLookups:
@@ -163,11 +164,6 @@ class Memory:
 def _sampling(how: GenerationConfig) -> tuple[Any, ...]:
     """How a target samples, of which acceptance depends."""
     return (how.temperature, how.top_k, how.top_p) if how.do_sample else ()
-
-
-def _correcting(decisions: Decisions, how: GenerationConfig) -> tuple[Any, ...]:
-    """How the draft's distribution is corrected, of which acceptance depends, too."""
-    return decisions.draft_successors, decisions.draft_temperature if how.do_sample else 1.0
 
 
 def _latest(known: dict[tuple[Any, ...], T], key: tuple[Any, ...], new: Callable[[], T]) -> T:

@@ -46,10 +46,6 @@ class ExplorationBudget:
     def seconds(self) -> float:
         return self.passes * self.plain
 
-    def is_worth_following(self, price: float) -> bool:
-        """Whether a text is worth following for its probes, of which the first costs `price` seconds."""
-        return self.seconds >= price + FOLLOWED * self.plain
-
     def rest(self) -> None:
         """A round without candidates adds its share. There is no upper bound here, so dear probes happen too."""
         self.passes += PROBE_SHARE
@@ -133,7 +129,7 @@ class Plan:
         self._is_stale = True
 
     def rule(self, estimator: Estimator) -> Any:
-        """What decides the rounds of one text (`drafting.stopping.Rule`)."""
+        """What decides the rounds of one text."""
         raise NotImplementedError
 
     def begin_text(self) -> None:
@@ -179,7 +175,8 @@ class Plan:
     def rests(self, length: int) -> bool:
         """Whether a text of this length, which the draft has not read, is left to the target."""
         self.follow(length)
-        return not (self.pays or self.credit.is_worth_following(self._price(length)))
+        is_worth_probing = self.credit.seconds >= self._price(length) + FOLLOWED * self.credit.plain
+        return not (self.pays or is_worth_probing)
 
     def starts(self, unread: int) -> bool:
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""

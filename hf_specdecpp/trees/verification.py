@@ -174,11 +174,7 @@ def verify_tree_at_once(
         return weights.index_select(0, rows.index_select(0, chosen))
 
     index, token = randomness.outcome(tests, partial(after, left), partial(after, p))
-    parents, node, path = tree_pass.tree.parents, parents_first(tree_pass.tree)[index], []
-    while node > 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1], token
+    return tree_pass.tree.nodes_to(parents_first(tree_pass.tree)[index]), token
 
 
 def ending_chances(tree_pass: TreePass, p: Tensor, verification: Verification) -> Tensor:

@@ -4,7 +4,7 @@ dialects (`read_settings`). Relatives are refused by name."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import Qwen3Config
@@ -115,10 +115,6 @@ class DFlashSettings:
     def layer_config(self) -> Qwen3Config:
         """The transformers config of its layers."""
         return Qwen3Config(**self.layer)
-
-    def to_config(self) -> dict[str, Any]:
-        """The arguments that make the same settings; JSON-able."""
-        return asdict(self)
 
 
 def looks_like_one(raw: Mapping[str, Any]) -> bool:

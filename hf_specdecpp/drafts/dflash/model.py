@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +31,7 @@ class Context(StateReader):
     def __init__(self, settings: DFlashSettings, config: Qwen3Config) -> None:
         super().__init__()
         self.hidden_size = self.embedding_size = config.hidden_size
-        self.count, self.arguments = len(settings.reads), settings.to_config()
+        self.count, self.arguments = len(settings.reads), asdict(settings)
         self.fc = nn.Linear(self.count * config.hidden_size, config.hidden_size, bias=False)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.meet(settings.reads, None)
@@ -104,7 +105,7 @@ class DFlashModel(PreTrainedModel):
 
     def to_config(self) -> dict[str, Any]:
         """The settings that make a draft of this shape."""
-        return self.settings.to_config()
+        return asdict(self.settings)
 
     def forward(self, block: Tensor, states: Tensor, first: int, rows: Rows) -> Tensor:
         """Final states `[1, b, hidden_size]` of a block; `rows` goes on by the m verified tokens.

@@ -4,7 +4,7 @@ dialect (`read_config`). Relatives are refused by name."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
@@ -131,10 +131,6 @@ class Eagle3Settings:
 
     def _arguments(self) -> dict[str, Any]:
         return {name: value for name, value in self.layer.items() if name != "model_type"}
-
-    def to_config(self) -> dict[str, Any]:
-        """The arguments that make the same settings; JSON-able."""
-        return asdict(self)
 
 
 def looks_like_one(raw: Mapping[str, Any]) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Eagle3Input(StateReader):
         self.state_size, self.reads_final = settings.state_size, settings.num_reads == 0
         self.reads = settings.reads or []
         mixed = settings.num_reads * settings.state_size
-        self.num_reads, self.arguments = settings.num_reads, settings.to_config()
+        self.num_reads, self.arguments = settings.num_reads, asdict(settings)
         self.fc = nn.Linear(mixed, self.hidden_size, bias=settings.fc_bias) if mixed else None
         self.input_norm = norm(mixed) if settings.norm_before_fc else None
         norms = [norm(settings.state_size) for _ in range(settings.num_reads)]
@@ -145,7 +145,7 @@ class Eagle3Model(PreTrainedModel):
 
     def to_config(self) -> dict[str, Any]:
         """The settings that make a draft of this shape."""
-        return self.settings.to_config()
+        return asdict(self.settings)
 
     def get_decoder(self, *_: Any, **__: Any) -> Any:
         return self.decoder

@@ -18,16 +18,7 @@ from torch.nn import functional
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting
 from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape, with_paths
-from hf_specdecpp.sampling.on_device import (
-    exponential,
-    first_passing,
-    last_on_path,
-    outcomes,
-    race,
-    stands_greedily,
-    stands_sampled,
-    tree_tests,
-)
+from hf_specdecpp.sampling import on_device
 from hf_specdecpp.throughput.tiers import MostTokens, RoundSeconds
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -252,17 +243,17 @@ class CapturedRounds:
         if draft.q is None:
             choices = scores.argmax(-1)
             drawn = torch.arange(nodes, device=scores.device) < count[:, None]
-            stands = stands_greedily(candidates, parents, drawn, choices)
+            stands = on_device.stands_greedily(candidates, parents, drawn, choices)
         else:
             p, q = scores.softmax(-1), draft.q[:, :nodes]
             if width == 1:
-                tests, weights = outcomes(candidates, count, p, q, rules.verification)
-                last = first_passing(tests, torch.rand_like(tests))
+                tests, weights = on_device.outcomes(candidates, count, p, q, rules.verification)
+                last = on_device.first_passing(tests, torch.rand_like(tests))
                 return Accepted(last, _follows(weights, last), last, steps.expand(len(last), -1))
             drawn = q.gather(-1, candidates[..., None])[..., 0] > 0.0
-            chances, weights = tree_tests(candidates, parents, drawn, p, q, width)
-            stands = stands_sampled(parents, chances, torch.rand_like(chances))
-        last, on_path = last_on_path(stands, draft.ancestors[:, : nodes + 1, : nodes + 1])
+            chances, weights = on_device.tree_tests(candidates, parents, drawn, p, q, width)
+            stands = on_device.stands_sampled(parents, chances, torch.rand_like(chances))
+        last, on_path = on_device.last_on_path(stands, draft.ancestors[:, : nodes + 1, : nodes + 1])
         path = on_path[:, 1:].unflatten(1, (levels, width)).long().argmax(-1) + steps * width
         token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else _follows(weights, last)
         return Accepted(on_path.sum(-1) - 1, token, last, path)
@@ -292,4 +283,4 @@ NO_SCORES = torch.empty(0)
 def _follows(weights: Tensor, last: Tensor) -> Tensor:
     """A token `[texts]` after the nodes `last`, drawn by `weights` `[texts, nodes + 1, vocab]`."""
     of_last = weights.gather(1, last[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
-    return race(of_last, exponential(*of_last.shape, device=weights.device))
+    return on_device.race(of_last, on_device.exponential(*of_last.shape, device=weights.device))

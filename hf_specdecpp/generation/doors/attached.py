@@ -52,6 +52,7 @@ class Attached:
 # Kept here, so that targets stay as they are. Calls read them without the lock, which whoever changes them holds; while
 # it is held, the garbage collector may call `_take_off` in the same thread.
 _attached: WeakKeyDictionary[CausalLM, Attached] = WeakKeyDictionary()
+NOTHING = Attached()  # to targets that have never had an assistant
 _paused: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many `paused` contexts an assistant is in
 _lock = RLock()
 # A target and the default of its calls in this thread, in the place of its own.
@@ -94,14 +95,12 @@ def detach(assistant: nn.Module, target: CausalLM) -> None:
 
 
 def is_attached(assistant: Any, target: CausalLM) -> bool:
-    found = _attached.get(target)
-    return found is not None and isinstance(assistant, nn.Module) and assistant in found.assistants
+    return isinstance(assistant, nn.Module) and assistant in _attached.get(target, NOTHING).assistants
 
 
 def is_default(assistant: Any, target: CausalLM) -> bool:
     """Whether calls without an assistant run this one."""
-    found = _attached.get(target)
-    return found is not None and assistant is not None and found.default is assistant
+    return assistant is not None and _attached.get(target, NOTHING).default is assistant
 
 
 def set_default(assistant: Any, target: CausalLM, value: bool) -> None:
@@ -121,8 +120,7 @@ def targets_of(assistant: nn.Module) -> list[CausalLM]:
 def assistants_of(target: CausalLM) -> list[Any]:
     """All assistants that are attached to a target."""
     with _lock:
-        found = _attached.get(target)
-        return [] if found is None else list(found.assistants)
+        return list(_attached.get(target, NOTHING).assistants)
 
 
 @contextmanager
@@ -149,10 +147,9 @@ def as_default(assistant: nn.Module, target: CausalLM) -> Iterator[None]:
 
 def default_of(target: CausalLM) -> Any:
     """What drafts for this thread's calls without an assistant; `None` if nothing does."""
-    here, found = _default_here.get(), _attached.get(target)
+    here, default = _default_here.get(), _attached.get(target, NOTHING).default
     if here is not None and here[0] is target:
         return here[1]
-    default = None if found is None else found.default
     return None if default is None or _paused.get(default) else default
 
 
@@ -176,10 +173,9 @@ class Method:
         return self if target is None else MethodType(self, target)
 
     def __call__(self, target: CausalLM, *args: Any, **kwargs: Any) -> Any:
-        found = _attached.get(target)
         # Of several, as where a class and a subclass of it have assistants, the first that is met decides.
         first = next((each for each in type(target).__mro__ if isinstance(vars(each).get(self.name), Method)), None)
-        if found is None or not found.assistants or first is not self.kind:
+        if not _attached.get(target, NOTHING).assistants or first is not self.kind:
             return self.original(target, *args, **kwargs)
         return self.ours(target, partial(self.original, target), *args, **kwargs)
 

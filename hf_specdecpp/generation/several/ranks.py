@@ -68,10 +68,6 @@ class Ranks:
         padding = [0] * (self.size - 1 - len(numbers))
         self._broadcast(torch.tensor([len(numbers), *numbers, *padding], device=self.device))
 
-    def tell_failure(self) -> None:
-        """Instead of what the others are waiting for."""
-        self._broadcast(torch.full((self.size,), FAILED, device=self.device))
-
     def listen(self) -> list[int]:
         """What the first rank tells.
 
@@ -89,7 +85,7 @@ class Ranks:
         try:
             yield
         except Exception:
-            self.tell_failure()
+            self._broadcast(torch.full((self.size,), FAILED, device=self.device))
             raise
 
     def share(self, state: Tensor) -> Tensor:
