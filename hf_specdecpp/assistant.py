@@ -211,7 +211,6 @@ class SpecDecPPAssistant(AssistantModel):
     def _of_layers(
         cls, kind: Kind, target: CausalLM, layers: int | Sequence[int], parts: Parts, options: Options
     ) -> Self:
-        """Draft with layers of the target."""
         target = causal_lm.base_model(target)
         check_target(target, recurrent=True)
         chosen = check_layers(layers, target.config.get_text_config(decoder=True).num_hidden_layers)
@@ -282,7 +281,6 @@ class SpecDecPPAssistant(AssistantModel):
 
 
 def _parts(options: Options) -> Parts:
-    """The parts of a draft among the options."""
     adapter, vocab = options.get("adapter"), options.get("draft_vocab")
     folder = None if adapter is None else find_adapter(Repository(str(adapter)), None)
     ids = None if vocab is None else torch.as_tensor(vocab, dtype=torch.long)

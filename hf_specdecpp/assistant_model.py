@@ -198,7 +198,6 @@ class AssistantModel(PreTrainedModel):
             raise ValueError(f"{error} This assistant was made for {made_for!r}, and the target is {name!r}.") from None
 
     def _draft_with(self, target: CausalLM) -> None:
-        """Make the draft of this target."""
         if attached.is_attached(self, target):
             return
         if attached.targets_of(self):
@@ -245,7 +244,6 @@ class AssistantModel(PreTrainedModel):
         )
 
     def _trainable(self) -> frozenset[str]:
-        """`DraftSetup.trainable`."""
         if self.kind.trainable is None:
             return frozenset()
         lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}

@@ -47,7 +47,6 @@ class Repository:
 
     @property
     def full_name(self) -> str:
-        """The name with the folder."""
         return f"{self.name}/{self.subfolder}" if self.subfolder else self.name
 
     @property
@@ -180,7 +179,6 @@ class Weights(Mapping[str, Tensor]):
 
     @classmethod
     def at(cls, path: Path) -> Weights:
-        """Those of one file."""
         with _opened(path) as file:
             return cls(Repository(str(path.parent)), path, dict.fromkeys(file.keys(), path.name))
 

@@ -161,7 +161,6 @@ def _judged(family: str, setting: Any, judge: str, **settings: Any) -> Contestan
 
 
 def _chains(judges: Sequence[str]) -> list[Contestant]:
-    """Ours, without trees."""
     lengths = ((f"fixed {length}", SpeculationConfig(rule="fixed", num_tokens=length)) for length in LENGTHS)
     found = [Contestant(name, "fixed", settings, "head" in judges) for name, settings in lengths]
     for judge in judges:

@@ -19,8 +19,6 @@ WARM_UPS = 2  # runs before a capture: libraries allocate their workspaces in th
 
 
 class Graph(Protocol):
-    """What a capture makes."""
-
     def replay(self) -> None:
         """Run all that was captured again, on what its tensors hold now."""
 
@@ -30,7 +28,6 @@ class CannotCaptureError(RuntimeError):
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether functions on a device can be captured."""
     return device.type == "cuda"
 
 

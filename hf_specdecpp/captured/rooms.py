@@ -117,7 +117,6 @@ class RoomCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
         return sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in self._made())
 
     def _made(self) -> list[Any]:

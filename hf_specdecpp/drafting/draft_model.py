@@ -138,7 +138,6 @@ class DraftModel(Reader):
 
 
 def check_can_draft(model: CausalLM) -> None:
-    """Raise `ValueError` if `model` is of a kind that cannot draft."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; a draft must be a decoder-only causal LM.")

@@ -242,6 +242,5 @@ class BatchSession:
         return hidden
 
     def select(self, places: Sequence[int]) -> None:
-        """The batch goes on with these rows."""
         self.rows = [self.rows[place] for place in places]
         self.cache.select(places)

@@ -79,7 +79,6 @@ def override(config: SpecDecPPConfig, values: Any) -> None:
 
 
 def describe(config: SpecDecPPConfig) -> str:
-    """The draft of an assistant in a few words."""
     return kind_of(config).describe(config)
 
 

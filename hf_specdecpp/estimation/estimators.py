@@ -90,7 +90,6 @@ class DraftStep:
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of q in nats."""
         return torch.special.entr(self.q).sum(-1)
 
     @cached_property

@@ -125,7 +125,6 @@ class AssistedDecoding:
             self._leave()
 
     def _leave(self) -> None:
-        """Let the texts that have ended leave."""
         places = [place for place, stays in enumerate(self.target.stays(self.active)) if stays]
         if len(places) < len(self.active):
             self.drafts.select(places)

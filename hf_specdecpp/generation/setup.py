@@ -63,12 +63,10 @@ class DraftSetup:
 
     @property
     def estimator(self) -> Estimator:
-        """What judges candidates."""
         return self.head or DraftProbability()
 
     @property
     def most_tokens(self) -> int:
-        """The largest number of candidates that a round can have."""
         return self.decisions.most_tokens(self.speculation)
 
     def width(self, target: CausalLM | None) -> int | None:

@@ -96,7 +96,6 @@ class TreeDrafting:
         return growth.tree
 
     def saw(self, tree: DraftTree, path: list[int]) -> None:
-        """Learn which nodes of the last tree were accepted."""
         self.session.keep(path)
         if self.throughput is not None:
             self.throughput.saw(tree, path)

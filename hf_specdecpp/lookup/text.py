@@ -91,7 +91,6 @@ class TextRates:
         return [each / (1.0 + each) for each in odds]
 
     def observe(self, of: int, was_right: bool) -> None:
-        """As `LookupRates.observe`."""
         self._right = OF_TEXT * self._right + was_right
         odds = self.rates.odds(of)
         self._expected = OF_TEXT * self._expected + odds / (1.0 + odds)
@@ -139,7 +138,6 @@ class Seen:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Read a token."""
         place, latest = len(self.tokens), self._latest
         pair = _pair(self.tokens[-1] if place else NOTHING, token)
         self._earlier.append(latest.get(token, -1))
@@ -186,7 +184,6 @@ class Answers:
         return len(self.seen)
 
     def clear(self) -> None:
-        """Forget them."""
         self._answers: deque[Sequence[int]] = deque()
         self.seen = Seen()
 
@@ -267,13 +264,11 @@ class TextLookup:
         return len(self.sources[0])
 
     def read_prompt(self, tokens: Sequence[int]) -> None:
-        """Begin with these."""
         self.sources[0].extend(tokens[:-CONTEXT])
         for token in tokens[-CONTEXT:]:
             self.read(token)
 
     def read(self, token: int) -> None:
-        """Take note of the next token of the text."""
         self._matches = self._after((token,))
         self.sources[0].append(token)
 

@@ -138,7 +138,6 @@ class PackedWeights:
         return copy
 
     def clear(self) -> None:
-        """Give the memory back."""
         self._copies.clear()
 
     @property

@@ -71,7 +71,6 @@ class Reader(nn.Module):
 
     @property
     def max_length(self) -> float:
-        """Longest sequence that the model can read."""
         return self._longest
 
     def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
@@ -175,7 +174,6 @@ def as_wide_as(vocab_size: int, logits: Tensor) -> Tensor:
 
 
 def check_head_of(model: CausalLM) -> None:
-    """Raise `ValueError` unless `model` has an LM head."""
     head = model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
         raise ValueError(

@@ -141,7 +141,6 @@ class TargetStates:
         self._handles.clear()
 
     def clear(self) -> None:
-        """Forget what was caught."""
         for caught in self._caught:
             caught.clear()
 

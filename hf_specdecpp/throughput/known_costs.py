@@ -135,7 +135,6 @@ class KnownCosts:
 
 
 def _differ(costs: Costs, kept: Costs | None) -> bool:
-    """Whether one of the costs has changed."""
     if kept is None or len(costs.verify) != len(kept.verify):
         return True
     one, kept_one = costs.start + costs.draft, kept.start + kept.draft

@@ -162,7 +162,6 @@ class Memory:
 
 
 def _sampling(how: GenerationConfig) -> tuple[Any, ...]:
-    """How a target samples, of which acceptance depends."""
     return (how.temperature, how.top_k, how.top_p) if how.do_sample else ()
 
 

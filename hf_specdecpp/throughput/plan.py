@@ -79,7 +79,6 @@ class Earned:
         self._promise = tokens
 
     def add(self, tokens: int, candidates: int, passes: int, branches: int) -> None:
-        """Take note of a round."""
         self._tokens = RATE_MEMORY * self._tokens + tokens
         self._promised *= RATE_MEMORY
         self._passes = RATE_MEMORY * self._passes + passes

@@ -75,7 +75,6 @@ class TargetPasses:
         return set(self.contestants if is_open else self.chosen.values()) | {"own"}
 
     def of(self, rows: int) -> Product:
-        """As in `Ways`."""
         return self._now or self._ways[min(rows, len(self._ways) - 1)]
 
     @contextmanager

@@ -81,8 +81,6 @@ class Tiers(Protocol):
 
 
 class Always:
-    """One shape."""
-
     def __init__(self, shape: RoundShape) -> None:
         self.shapes = [shape]
 

@@ -125,7 +125,6 @@ class TreePlan(Plan, SlotValuation):
         return count, float(net[count])
 
     def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
-        """Learn the outcome of a round ."""
         if tree.levels == 0:
             self.credit.rest()
             return

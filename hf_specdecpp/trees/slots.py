@@ -235,7 +235,6 @@ class HeadJudgedSiblings:
         self.taken = [0] * len(depths)
 
     def next(self, row: int) -> tuple[int, float] | None:
-        """The next sibling and its estimate, `None` when no token is left."""
         place = self.taken[row]
         if place == len(self.judged[row]):
             self._judge(range(len(self.judged)) if place == 0 else range(row, row + 1))

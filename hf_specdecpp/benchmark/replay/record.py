@@ -203,7 +203,6 @@ def text_sets(
 
 
 def _write(benchmark: Benchmark, question: Question, temperature: float) -> dict[str, Any]:
-    """An answer of plain generation."""
     seed = seed_of(benchmark.config.seed, *question.key, temperature)
     options = {"max_new_tokens": benchmark.config.max_new_tokens}
     return {"answer": answer(benchmark.target, question.ids, temperature, seed, options)[0]}

@@ -113,7 +113,6 @@ class DFlashSettings:
         return self.block_size - (not self.samples_anchor)
 
     def layer_config(self) -> Qwen3Config:
-        """The transformers config of its layers."""
         return Qwen3Config(**self.layer)
 
 

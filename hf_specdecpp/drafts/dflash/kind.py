@@ -111,12 +111,10 @@ def fields(raw: Config) -> dict[str, Any]:
 
 
 def words(config: SpecDecPPConfig, target: str) -> str:
-    """The draft in a few words."""
     return f"DFlash blocks, which read states of {target}" if config.draft_id is None else f"DFlash {pinned(config)}"
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> DFlashDraft:
-    """A draft that has met its target."""
     meet(parts.module, how.target, words(config, "the target"))
     return DFlashDraft(parts.module, how.target)
 

@@ -104,7 +104,6 @@ class DFlashModel(PreTrainedModel):
         self.views: list[View] = [(reach if slid else None, each) for slid, each in zip(slides, causal, strict=True)]
 
     def to_config(self) -> dict[str, Any]:
-        """The settings that make a draft of this shape."""
         return asdict(self.settings)
 
     def forward(self, block: Tensor, states: Tensor, first: int, rows: Rows) -> Tensor:

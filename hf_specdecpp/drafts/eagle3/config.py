@@ -126,7 +126,6 @@ class Eagle3Settings:
             )
 
     def layer_config(self) -> Any:
-        """The transformers config of the draft's layers."""
         return LAYER_CONFIGS[self.layer["model_type"]](**self._arguments())
 
     def _arguments(self) -> dict[str, Any]:

@@ -57,7 +57,6 @@ def fields(raw: Config) -> dict[str, Any]:
 
 
 def facts(module: Any) -> dict[str, str]:
-    """What `inspect` shows of a draft."""
     settings: Eagle3Settings = module.settings
     layer, ids, count = settings.layer, settings.layer_ids, settings.draft_vocab_size
     if settings.num_reads == 0:
@@ -161,7 +160,6 @@ def notes(settings: Eagle3Settings, reads: list[int], depth: int) -> list[str]:
 
 
 def words(config: SpecDecPPConfig, target: str) -> str:
-    """The draft in a few words."""
     if config.draft_id is None:
         return f"an EAGLE-3 layer, which reads states of {target}"
     otherwise = ", ".join(f"{name}={value}" for name, value in (config.eagle3 or {}).items())
@@ -169,7 +167,6 @@ def words(config: SpecDecPPConfig, target: str) -> str:
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Eagle3Drafter:
-    """A draft that has met its target."""
     meet(parts.module, how.target, name := words(config, "the target"))
     drafter = Eagle3Drafter(parts.module, how.target)
     drafter.suspect = None if config.draft_id is None else name

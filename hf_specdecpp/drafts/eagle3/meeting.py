@@ -195,7 +195,6 @@ def variants(settings: Eagle3Settings, target: Any) -> Iterator[tuple[str, dict[
 
 
 def changed(settings: Eagle3Settings, overrides: dict[str, Any]) -> Eagle3Settings:
-    """The settings with these overrides."""
     changes = dict(overrides)
     if (theta := changes.pop("rope_theta", None)) is not None:
         rope = {**settings.layer["rope_parameters"], "rope_theta": theta}

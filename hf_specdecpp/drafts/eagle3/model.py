@@ -144,7 +144,6 @@ class Eagle3Model(PreTrainedModel):
         self.reader.reads = list(reads)
 
     def to_config(self) -> dict[str, Any]:
-        """The settings that make a draft of this shape."""
         return asdict(self.settings)
 
     def get_decoder(self, *_: Any, **__: Any) -> Any:

@@ -76,7 +76,6 @@ class MtpLayers:
     source: str
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All of them."""
         named = enumerate(self.tensors)
         return {f"{place}.{name}": tensor for place, layer in named for name, tensor in layer.items()}
 
@@ -192,12 +191,10 @@ def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs
 
 
 def words(config: SpecDecPPConfig, target: str) -> str:
-    """The draft in a few words."""
     return f"multi-token layers of {target if config.draft_id is None else pinned(config)}"
 
 
 def draft_of(_config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:
-    """The layers beside their target."""
     layers: MtpLayers = parts.module
     made = [one_layer(tensors, place, how.target, layers.source) for place, tensors in enumerate(layers.tensors)]
     drafters = [Drafter(model, shares_target=True, fusion=reader) for model, reader in made]

@@ -79,7 +79,6 @@ class RehearsedDecoding(AssistedDecoding):
             room *= 2
 
     def _make_whole_rounds(self, whole: WholeRounds, room: int) -> None:
-        """Rounds of each shape."""
         whole.rounds.passes.text.with_room(room)
         whole.rounds.draft.text.with_room(room)
         for shape in {RoundShape(0), *whole.tiers.shapes}:

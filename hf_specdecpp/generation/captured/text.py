@@ -88,7 +88,6 @@ class CapturedText(TargetText):
         """Nothing of a pass is held."""
 
     def give_back(self) -> Prefix:
-        """Leave the text in its growing cache."""
         self.passes.write(self.cache)
         self._prefix.text.held = self.text.held
         return self._prefix

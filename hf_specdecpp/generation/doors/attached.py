@@ -112,13 +112,11 @@ def set_default(assistant: Any, target: CausalLM, value: bool) -> None:
 
 
 def targets_of(assistant: nn.Module) -> list[CausalLM]:
-    """All targets that an assistant is attached to."""
     with _lock:
         return [target for target, found in _attached.items() if assistant in found.assistants]
 
 
 def assistants_of(target: CausalLM) -> list[Any]:
-    """All assistants that are attached to a target."""
     with _lock:
         return list(_attached.get(target, NOTHING).assistants)
 
@@ -181,7 +179,6 @@ class Method:
 
 
 def _put_on(kind: type[CausalLM]) -> None:
-    """Give a class our methods."""
     for name, ours in METHODS.items():
         if not isinstance(vars(kind).get(name), Method):
             setattr(kind, name, Method(kind, name, ours))
