@@ -54,8 +54,7 @@ class Repository:
         return Path(self.name).is_dir()
 
     def file(self, filename: str, folder: str | None = None) -> Path:
-        """Local path of a file, downloaded if need be; `FileNotFoundError` where a folder lacks it, or the Hub's
-        errors."""
+        """Local path of a file, downloaded if need be; `FileNotFoundError` where a folder lacks it, or Hub errors."""
         subfolder = "/".join(part for part in (self.subfolder, folder) if part)
         if self.is_local:
             path = Path(self.name, subfolder, filename)
@@ -328,8 +327,7 @@ def recall(kind: str, of: dict[str, Any]) -> Any:
 
 
 def remember(kind: str, of: dict[str, Any], value: Any) -> None:
-    """Keep what was measured of a kind in Hugging Face's assets cache, if that can be written; `value` and all that it
-    depends on (`of`) are JSON-able."""
+    """Keep in Hugging Face's assets cache, if that can be written, what was measured of a kind; all is JSON-able."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: huggingface_hub finds a file in the folder's place
         save_text(json.dumps({kind: value, "of": of}, indent=1), _measured_path(kind, of))
 

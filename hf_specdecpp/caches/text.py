@@ -59,8 +59,7 @@ class CachedText(ABC):
 
 
 class GrowingText(CachedText):
-    """In a cache that grows: of keys and values, with windows or without, and of recurrent states. `cache`: `None`
-    where the model makes one with its first pass."""
+    """In a cache that grows, with windows and recurrent states or without; `None` where the first pass makes one."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self.held = cache, 0 if cache is None else num_rows(cache)

@@ -110,11 +110,7 @@ def _side_stream(_device: int) -> Any:
 
 
 def captured(function: Callable[[], None], restore: Callable[[], None], pool: Any) -> Graph:
-    """A CUDA graph of a function, which has run some times before.
-
-    Args:
-        restore: takes back what a run has changed, so that the next one finds the room that it expects.
-    """
+    """A CUDA graph of a function, which has run some times; `restore` takes back what a run has changed."""
     stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

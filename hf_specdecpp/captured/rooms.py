@@ -163,8 +163,7 @@ class RoomCache(Cache):
             ours.values[:, :, first:num_tokens] = layer.values
 
     def held_of(self, text: int, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values `[heads, n, size]` of the first `num_tokens` tokens of a text, in each layer; hidden ones are
-        left out."""
+        """In each layer keys and values `[heads, n, size]` of the first tokens of a text; hidden ones are left out."""
         shown = slice(None) if self.prompt is None else self.prompt.shown[text, :num_tokens]
         return [(layer.keys[text, :, :num_tokens][:, shown], layer.values[text, :, :num_tokens][:, shown])
                 for layer in self._made()]  # fmt: skip

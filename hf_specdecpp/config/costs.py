@@ -116,13 +116,7 @@ class Costs:
         return self.draft * steps + self.branch * (nodes - steps)
 
     def tree_seconds(self, passes: int, num_read: int, verify: float) -> float:
-        """Seconds of a round with a tree.
-
-        Args:
-            passes: of the draft.
-            num_read: nodes that the draft read in them, the root included.
-            verify: seconds of the target's pass.
-        """
+        """Seconds of a round with a tree: `passes` of the draft over `num_read` nodes, and `verify` of the target."""
         return self.start + self.draft * passes + self.branch * (num_read - passes) + verify + self.overhead
 
     def verify_seconds(self, max_tokens: int) -> Floats:

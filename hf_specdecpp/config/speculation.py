@@ -154,12 +154,8 @@ class SpeculationConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculationConfig:
-        """Build from `values`; fields that no version knew are named in a warning, and removed ones are left out, but
-        for those that say the same as a setting of today.
-
-        Raises:
-            ValueError: it is not a mapping, or a value is of the wrong type or outside its range.
-        """
+        """Build from a mapping; `ValueError` for a value of a wrong type or out of range. A warning names fields that
+        no version knew; removed ones are left out, but for those that say the same as a setting of today."""
         if not isinstance(values, dict):
             raise ValueError(f"speculation={values!r} must be a mapping of settings.")
         known = {field.name for field in fields(cls)}

@@ -160,13 +160,8 @@ class CapturedDraft:
         return max(self._sizes) + self.width + self.nodes
 
     def begin(self, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
-        """Read new texts but for what the first round reads.
-
-        Args:
-            tokens: `[texts, n]`.
-            states: `[texts, n, size]`, before each token.
-            padding: `[texts]`, tokens before each text.
-        """
+        """Read new texts but for what the first round reads: `tokens` `[texts, n]` after `padding` `[texts]` others,
+        and `states` `[texts, n, size]` before each token."""
         count, again = tokens.shape[1], self.steps.again
         self.text, self._sizes = RoomText(self._empty), [count] * len(tokens)
         if not self.steps.shares_cache:
@@ -195,11 +190,7 @@ class CapturedDraft:
         return max(self.pending) == self.width
 
     def note(self, accepted: Mapping[int, int], drafted: bool) -> None:
-        """On the host, what `take` and `catch_up` did, by text.
-
-        Args:
-            drafted: whether the window was read.
-        """
+        """On the host, what `take` and `catch_up` did, by text; `drafted`: whether the window was read."""
         if drafted:
             self.pending = [min(pending, self.steps.again) for pending in self.pending]
         for text, count in accepted.items():
@@ -226,11 +217,7 @@ class CapturedDraft:
         cache.length.copy_(before + (cache.length - before) * self.alive)
 
     def propose(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
-        """Draw all levels of candidates, and find the place at which the rule stops.
-
-        Args:
-            text: `[texts, n]`, all tokens, where a processor looks at them.
-        """
+        """Draw all levels of candidates, and find where the rule stops; `text` `[texts, n]` is for processors."""
         cache, nodes, width = self.text.cache, shape.nodes, shape.width
         before, span = cache.length.clone(), torch.arange(nodes, device=self.device)
         steps = self.steps.unroll(self.source.cache, Window(self.tokens, self.states, self.last), span // width)
@@ -257,12 +244,7 @@ class CapturedDraft:
         self.count.copy_(self._count(shape, [each.judged for each in levels], rules))
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
-        """Draw a level below the nodes of another.
-
-        Args:
-            step: scores `[texts, m, vocab]` and so on, after the nodes.
-            values: `[texts, m]` of them.
-        """
+        """Draw a level below nodes: after them `step` has scores `[texts, m, vocab]`; their `values` `[texts, m]`."""
         scores, q = step.scores, step.scores if rules.greedy else step.q
         times = None if rules.greedy else exponential(*q.shape, device=self.device)
         if width == 1:

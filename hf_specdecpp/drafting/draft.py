@@ -87,11 +87,8 @@ class Reading(ABC):
         """
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after nodes of a tree.
-
-        First after the root; then after any nodes whose parents have been asked about. Rows of nothing but -inf
-        propose nothing.
-        """
+        """Logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after nodes of a tree: first after the root,
+        then after any whose parents have been asked about. Rows of nothing but -inf propose nothing."""
         raise NotImplementedError(f"{type(self).__name__} drafts chains.")
 
     def keep(self, path: list[int]) -> None:

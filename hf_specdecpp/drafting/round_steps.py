@@ -78,12 +78,8 @@ class RoundSteps(ABC):
 
     @abstractmethod
     def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:
-        """Read the window, then each level that is sent.
-
-        Args:
-            cache: holds the text before the window. What its length is afterwards does not matter.
-            depths: `[n]`, levels of the nodes that the round may have, from 0 on.
-        """
+        """Read the window, then each level that is sent; `depths` `[n]`, from 0 on, are levels of nodes that there may
+        be. The cache holds the text before the window. What its length is afterwards does not matter."""
 
     def read(self, cache: RoomCache, window: Window) -> None:
         """Read a window alone, after which the cache holds all of it but the last `again` tokens."""
@@ -126,11 +122,8 @@ class ModelSteps(RoundSteps):
 
 
 def read(drafter: DraftModel, cache: RoomCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Read a window, of which dummies are not kept.
-
-    Returns:
-        Logits `[texts, vocab_size]` and hidden states `[texts, hidden_size]` after token number `last`.
-    """
+    """Read a window without keeping dummies: logits `[texts, vocab_size]` and hidden states `[texts, hidden_size]`
+    after token number `last`."""
     hidden = at_last(read_chain(drafter, cache, window.tokens, window.states), window.last)
     cache.length.add_(window.last + 1)
     return drafter.logits(hidden, vocab_size), hidden

@@ -54,12 +54,8 @@ class Relative(NamedTuple):
 
 
 def relative_by(relatives: Sequence[Relative], raw: Mapping[str, Any], own: str, *parts: str) -> str | None:
-    """Which relative a config is of, if it is of one.
-
-    Args:
-        own: the type of speculators that is none.
-        parts: of the config that have further fields.
-    """
+    """Which relative a config is of, if it is of one. `own`: the type of speculators that is none; `parts`: of the
+    config, that have further fields."""
     said: dict[str, Any] = dict(raw)
     for part in parts:
         said |= mapping(raw, part)

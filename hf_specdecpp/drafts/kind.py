@@ -183,13 +183,9 @@ class Stored:
         return self.own if config.draft_id is None else None
 
     def load(self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None) -> Any:
-        """What was trained of the draft beside an adapter; `None` where that is nothing. `ValueError` if a file is
-        damaged, or not what is described.
-
-        Args:
-            repository: the assistant's.
-            draft: where the draft is, in the place of what the config names.
-        """
+        """What was trained of the draft beside an adapter, in the assistant's repository, or in `draft` in the place of
+        what the config names; `None` where that is nothing. `ValueError` if a file is damaged, or not what is
+        described."""
         if self.format is not None and is_model(draft):
             return self.format.of_model(draft)
         if (own := self.own_of(config)) is not None:
@@ -271,8 +267,7 @@ class Kind:
 
 
 def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:
-    """The `config.json` of a folder or a Hub id, or of a model object; `None` if it is not there, or is none: whoever
-    loads it says so."""
+    """The `config.json` of a folder, Hub id or model object; `None` if there is none: whoever loads it says so."""
     if is_model(name):
         config = getattr(name, "config", None)
         return config.to_dict() if isinstance(config, PreTrainedConfig) else None

@@ -90,6 +90,7 @@ class DraftStep:
 
     @property
     def entropy(self) -> Tensor:
+        """Entropy of q in nats."""
         return torch.special.entr(self.q).sum(-1)
 
     @cached_property

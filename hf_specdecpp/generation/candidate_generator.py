@@ -248,8 +248,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return torch.cat((input_ids, candidates), dim=1), torch.stack(self.scores_of(chain, input_ids.device))[None]
 
     def scores_of(self, chain: DraftTree, device: torch.device) -> list[Tensor]:
-        """For each candidate the `[vocab]` logits whose softmax it was drawn from: all on one token where it was looked
-        up."""
+        """For each candidate the logits that it was drawn from `[vocab]`: all on one token where it was looked up."""
         looked_up = chain.candidates[chain.num_drawn :]
         return [*chain.drawn_from, *(point_mass(token, self.vocab_size, device) for token in looked_up)]
 
@@ -328,10 +327,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 def without_padding(new: Tensor, states: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """A prompt `[1, n]` and the target's states `[1, m, size]` in it without padding, which the target ignores.
 
-    Example: of the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` 5 and 6 are left.
-
-    Args:
-        mask: `[1, length]`, longer than the prompt where that continues a cache, shorter where tokens follow it.
+    Example: of the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` 5 and 6 are left. The mask `[1, length]` is
+    longer than the prompt where that continues a cache, shorter where tokens follow it.
     """
     if states is not None:
         shown = mask[0, -states.shape[1] :].bool()

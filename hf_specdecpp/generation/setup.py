@@ -111,8 +111,7 @@ class DraftSetup:
 
     @property
     def drafts_in_int8(self) -> bool:
-        """Whether the draft of an attached target reads a few tokens in int8: where that was measured to gain, which is
-        a model of its own (`docs/using.md`)."""
+        """Whether the draft of an attached target reads a few tokens in int8: a model of its own (`docs/using.md`)."""
         wanted = self.decisions.int8_draft
         if wanted is None:
             wanted = self.is_independent and self.speculation.cpu_products == "auto"
@@ -195,11 +194,7 @@ def looking_up(
 
 
 def plan_of(setup: DraftSetup, target: CausalLM | None, generation: GenerationConfig, captures: bool) -> Plan | None:
-    """What `rule="throughput"` knows of the rounds of one generation; `None` for other rules.
-
-    Raises:
-        ValueError: nothing says what a round costs.
-    """
+    """What `rule="throughput"` knows of the rounds of a generation; `ValueError` if nothing says what they cost."""
     config, drafter = setup.speculation, setup.drafter
     trees = config.tree is not None and target is not None
     if setup.rule(target) != "throughput" or (trees and config.tree != "dyspec"):

@@ -36,14 +36,10 @@ _CLASS_OF_LENGTH = [bisect_right(LENGTHS, length) * SHARES for length in range(L
 
 
 def classes_of(lengths: range, agree: int, total: int) -> list[int]:
-    """The classes of candidates that follow one another.
+    """The classes of candidates that follow one another, after matches of these `lengths`, where `agree` of `total`
+    places go on like this.
 
     Example: after matches of 5 and 6 tokens, where 3 of 4 places go on like this, they are 4 * 4 + 1 = 17, twice.
-
-    Args:
-        lengths: tokens that match, for each of them.
-        agree: places that go on with them.
-        total: places.
     """
     share = (2 if total == 1 else 3) if agree == total else int(2 * agree >= total)
     return [_CLASS_OF_LENGTH[min(length, LONGEST)] + share for length in lengths]

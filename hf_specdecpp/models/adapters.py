@@ -138,8 +138,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Parse an `adapter_config.json`; `ValueError` if it does not describe an ordinary LoRA adapter, or a value is of
-    the wrong kind."""
+    """Parse an `adapter_config.json`; `ValueError` if it describes no ordinary LoRA, or a value is of a wrong kind."""
     config = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__

@@ -63,8 +63,7 @@ def why_no_early_exit(target: CausalLM, config: Any) -> str | None:
 
 
 def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
-    """A copy of the model with the `chosen` ones of its decoder layers, in this order; one may come several times.
-    `ValueError` if its layers are not found."""
+    """A copy with the `chosen` decoder layers, in this order; `ValueError` if its layers are not found."""
     copied = copy_sharing(model)
     # Trainers (TRL's, accelerate's mixed precision) set methods that go on to the forward of the model with all layers.
     if isinstance(vars(copied).get("forward"), MethodType):
@@ -96,8 +95,7 @@ def copy_sharing(module: Any, *others: Any) -> Any:
 
 
 def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
-    """`layers` as a list of ascending indices; `ValueError` if an index is out of range, the order is not ascending, or
-    nothing or everything is kept."""
+    """`layers` as a list of indices; `ValueError` unless they exist and ascend, and some are left out and some kept."""
     kept = list(range(min(layers, num_layers + 1))) if isinstance(layers, int) else list(layers)
     if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= num_layers:
         raise ValueError(

@@ -85,9 +85,7 @@ class Reader(nn.Module):
         """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`.
 
         With a cache they are fed after what it holds, and added to it. `inputs` are further arguments of the forward.
-
-        Args:
-            are_known: whether the embedding table is known to have all ids; else unknown ids count as 0.
+        Unknown ids count as 0, unless they `are_known` to the embedding table.
         """
         return self._decode(cache, input_ids=input_ids if are_known else self.known(input_ids), **inputs)
 

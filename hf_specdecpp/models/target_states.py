@@ -153,9 +153,6 @@ class TargetStates:
         """States `[batch, n, width]` of `rows` of what was read in the context; `None` where nothing is to be caught.
 
         Example: of the last token and 3 candidates, of which 1 was accepted, rows 0 and 1.
-
-        Raises:
-            RuntimeError: the hooks were not called.
         """
         if not self._modules:
             return None

@@ -99,12 +99,8 @@ def stands_greedily(tokens: Tensor, parents: Tensor, drawn: Tensor, choices: Ten
 
 
 def last_on_path(stands: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-    """The deepest node all of whose ancestors stand, and which nodes these are: `[texts]` and `[texts, n + 1]` bool.
-
-    Args:
-        stands: `[texts, n]`, at most one child of each node.
-        ancestors: `[texts, n + 1, n + 1]` bool, with the root and each node itself.
-    """
+    """The deepest node all of whose ancestors stand `[texts]`, and which these are, `[texts, n + 1]` bool. At most one
+    child of each node `stands`; `ancestors` `[texts, n + 1, n + 1]` have the root and each node itself."""
     fails = functional.pad(~stands, (1, 0), value=False)
     on_path = ~(ancestors & fails[:, None]).any(-1)
     return (on_path * torch.arange(on_path.shape[1], device=stands.device)).amax(-1), on_path
@@ -141,12 +137,8 @@ def tree_tests(
 
 
 def stands_sampled(parents: Tensor, chances: Tensor, uniform: Tensor) -> Tensor:
-    """Which nodes `[texts, n]` are accepted if their parents are: the first of siblings that passes its test.
-
-    Args:
-        chances: of `tree_tests`.
-        uniform: `[texts, n]`, uniform numbers.
-    """
+    """Which nodes `[texts, n]` are accepted if their parents are: the first of siblings that passes its test, whose
+    `chances` are of `tree_tests` and `uniform` numbers `[texts, n]`."""
     passes = uniform < chances
     are_siblings = parents[:, :, None] == parents[:, None]
     earlier = torch.ones_like(are_siblings).tril(-1)

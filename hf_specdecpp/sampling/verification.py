@@ -101,15 +101,7 @@ def likeliest_tokens(scores: Tensor) -> list[int]:
 
 
 def acceptance(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
-    """min(1, p(y) / q(y)): the chance that the verifier accepts the candidate y (SpecDec++, section 3.2).
-
-    Args:
-        p, q: `[..., vocab]`.
-        token: `[...]`, drawn from q.
-
-    Returns:
-        `[...]`
-    """
+    """min(1, p(y) / q(y)): the chance that the verifier accepts y, `token` (SpecDec++, section 3.2), `[...]`."""
     p_of, q_of = (probs.gather(-1, token[..., None])[..., 0] for probs in (p, q))
     return (p_of / q_of).clamp_max(1.0)
 

@@ -97,11 +97,7 @@ class KnownCosts:
         return self._formed[kind]
 
     def learn(self, times: RoundTimes) -> list[tuple[int, int]]:
-        """Follow the rounds of a text.
-
-        Returns:
-            By class of length and width the passes that took what was known of them.
-        """
+        """Follow the rounds of a text: by class of length and width the passes that took what was known of them."""
         taken: list[tuple[int, int]] = []
         if not times.passes or not self.follows:
             return taken
@@ -172,8 +168,7 @@ class Rounds:
         return self.drafter if self.target is None else self.target
 
     def formed(self) -> Callable[[Costs], Costs]:
-        """What makes costs of passes by the tokens that they read those that a rule reckons with: of a batch one row's
-        share of passes over all rows."""
+        """Makes costs of passes those that a rule reckons with: of a batch one row's share of passes over all rows."""
         # Read before: what is known of costs must not keep a target alive.
         is_recurrent, is_filled_up = keeps_recurrent_state(self.owner), self.passes != "growing"
         most, rows = self.most, self.rows

@@ -85,8 +85,7 @@ class Memory:
         self.answers.clear()
 
     def measure_again(self) -> None:
-        """Forget what was learned, and all costs and the fastest matrix products of this machine: rounds say them
-        again."""
+        """Forget what was learned, and costs and fastest products of this machine: rounds say them again."""
         self.clear()
         forget_costs()
         forget_products()
@@ -108,8 +107,7 @@ class Memory:
         how: GenerationConfig,
         trees: bool = False,
     ) -> Learned:
-        """What is known of a target and of candidates that are drawn in one way; `owner` is the draft where no target
-        is given."""
+        """What is known of an `owner`, a target or the draft where none is given, and of one way of drawing."""
         greedy = not how.do_sample
 
         def new() -> Learned:
@@ -166,8 +164,7 @@ def _sampling(how: GenerationConfig) -> tuple[Any, ...]:
 
 
 def _latest(known: dict[tuple[Any, ...], T], key: tuple[Any, ...], new: Callable[[], T]) -> T:
-    """What is known under a key, `new` if nothing is; of too many others the one that was not used for the longest
-    time goes."""
+    """What is known under a key, else `new`; of too many others the one goes that was not used for longest."""
     known[key] = known.pop(key) if key in known else new()
     if len(known) > MOST_LEARNED:
         del known[next(iter(known))]

@@ -51,12 +51,7 @@ class ExplorationBudget:
         self.passes += PROBE_SHARE
 
     def settle(self, pays: bool, saved: float) -> None:
-        """A round with candidates.
-
-        Args:
-            pays: whether speculation pays; if it does not, this was a probe.
-            saved: seconds by which it was faster than plain rounds.
-        """
+        """A round with candidates, which `saved` seconds beside plain ones; if speculation does not pay, a probe."""
         self.passes = min(self.passes + (PROBE_SHARE if pays else saved / self.plain), MOST_CREDIT)
 
 
@@ -146,11 +141,7 @@ class Plan:
         self._catch_up()  # now, and not when the round is timed: it takes a while
 
     def learn(self, times: RoundTimes) -> list[tuple[int, int]]:
-        """Let the costs follow the rounds of a text that is over.
-
-        Returns:
-            By class of length and width the passes that took what was known of them.
-        """
+        """Let the costs follow the rounds of a text that is over; returns what `KnownCosts.learn` does."""
         was_assumed, as_expected = self.known.is_assumed, self.known.learn(times)
         if was_assumed:  # what was reckoned with passes is seconds now
             self._reckon_with(self.known.at(0))

@@ -152,11 +152,7 @@ class TargetPasses:
         return self._seconds[rows]
 
     def missing(self, rows: int, has_choice: bool) -> Product | None:
-        """The product of a pass over one token of each of `rows` texts that is to be made beside those of the rounds.
-
-        Args:
-            has_choice: as in `timed`.
-        """
+        """The product of a pass over a token of each of `rows` texts that is to be made beside those of the rounds."""
         times, latest = self._of(rows), self._latest.get(rows, 0)
         self._rounds += 1
         if self._count - self._latest_own.get(rows, 0) >= AGAIN or not times["own"]:
@@ -270,12 +266,7 @@ def ways_of(target: CausalLM, other: Product | None) -> Ways:
 
 
 def parts_of(target: CausalLM | None, drafter: Draft | None, other: Product | None) -> list[Part]:
-    """Target and draft, both with the products that the target's passes have shown to be the fastest here.
-
-    Args:
-        drafter: `None` leaves it as it is.
-        other: as in `passes_of`.
-    """
+    """Target and draft, if given, with the products that have shown to be fastest here; `other` as in `passes_of`."""
     ways = Always("own") if target is None else ways_of(target, other)
     return [
         *([] if target is None else [Part([target], ways)]),

@@ -240,11 +240,8 @@ def outcome(rule: StoppingRule, chains: Iterable[RecordedChain], signal: str, se
     """Expected discard and verification rate of a rule, which learns nothing, over chains, each of them one round.
 
     Exact given the drafted tokens: candidate k is accepted with the product of the labels up to k, and a round
-    generates its accepted candidates and one more token, also where the text would have ended.
-
-    Args:
-        signal: which of the chains' signals the rule reads.
-        setting: the threshold or length, for the record.
+    generates its accepted candidates and one more token, also where the text would have ended. `signal`: which of the
+    chains' signals the rule reads; `setting`: the threshold or length, for the record.
     """
     drafted, accepted, rounds = 0, 0.0, 0
     for chain in chains:

@@ -46,11 +46,8 @@ class DrawnTree:
         return "\n".join(lines)
 
     def save(self, file: str | Path, decode: Callable[[int], str] = str) -> None:
-        """Write a picture (format by the file's ending): accepted nodes filled, others the paler the lower their value.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
+        """Write a picture, with matplotlib, in the format of the ending: accepted nodes filled, others paler by
+        value."""
         from matplotlib.figure import Figure
 
         tree, accepted = self.tree, {0, *self.path}

@@ -135,8 +135,7 @@ class Growth:
 
 
 class SlotValuation:
-    """What estimates and slots count for. `rates`: what rounds have taught of estimates. `None` takes them for
-    themselves, as the paper does."""
+    """What estimates and slots count for; `rates` has what rounds taught of estimates, as the paper has not."""
 
     def __init__(self, rates: AcceptanceRates | None = None) -> None:
         self._learned = rates
@@ -279,12 +278,8 @@ class SiblingDistribution:
     def scalars_of(
         self, drawn: list[tuple[int, float]], likeliest: Sequence[tuple[float, float]]
     ) -> list[tuple[float, ...]]:
-        """`features.scalar_features` of further siblings, each for the q without those before it.
-
-        Args:
-            drawn: tokens and their q, in order.
-            likeliest: tokens and their q, likeliest first, two more than will have been drawn by the last sibling.
-        """
+        """`scalar_features` of further siblings, each for the q without those before it, of tokens with their q:
+        `drawn`, in order, and the `likeliest` first, two more than will have been drawn by the last sibling."""
         rows: list[tuple[float, ...]] = []
         place = 0
         for token, q in drawn:

@@ -195,8 +195,7 @@ class DraftTree:
         return counts
 
     def judged(self, path: Sequence[int]) -> Iterator[tuple[list[float], int | None]]:
-        """For the root and each drawn node of the accepted `path`: its children's estimates, and the rank of the
-        accepted."""
+        """For the root and the drawn nodes of `path`: the children's estimates, and the rank of the accepted one."""
         drawn = self.drawn(path)
         for node, after in zip((0, *drawn), (*drawn, None), strict=True):
             yield [self.estimates[child] for child in self.children[node]], None if after is None else self.ranks[after]

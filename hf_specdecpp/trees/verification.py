@@ -19,14 +19,8 @@ from hf_specdecpp.trees.tree import DraftTree, Families, TreePass, parents_first
 
 
 def verify_tree_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tuple[list[int], int]:
-    """Walk down the tree along the target's likeliest tokens.
-
-    Args:
-        likeliest: gives the target's likeliest token after a node. Only asked about nodes on the way.
-
-    Returns:
-        The accepted nodes, and the token that follows them.
-    """
+    """Walk down the tree along the `likeliest` tokens, which is asked about nodes on the way only: the accepted nodes,
+    and the token that follows them."""
     path: list[int] = []
     node = 0
     while True:

@@ -216,8 +216,7 @@ class Confidence(Baseline):
 
 
 class SVIP(Baseline):
-    """Stop when the entropy H of q in nats says that the candidate was a guess: sqrt(0.15 H) > bound (arXiv
-    2411.18462)."""
+    """Stop when the entropy H of q in nats says that it was a guess: sqrt(0.15 H) > bound (arXiv 2411.18462)."""
 
     def signal(self, step: DraftStep) -> Tensor:
         return step.entropy

@@ -178,8 +178,7 @@ def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
 
 
 def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
-    """Whether a row of a block sees no later rows: z-lab says it above, vLLM and Model Optimizer below, JetSpec by
-    another name. `None` where nobody does."""
+    """Whether rows see no later rows: z-lab says it above, vLLM and Model Optimizer below, JetSpec otherwise."""
     places = {name: raw.get(name) for name in ("is_causal", "causal")}
     places |= {f"dflash_config.{name}": own.get(name) for name in ("causal", "is_causal", "causal_head")}
     said = {name: value for name, value in places.items() if value is not None}

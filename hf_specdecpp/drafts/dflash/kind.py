@@ -64,8 +64,7 @@ def tensors_of(
 
 
 def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
-    """Bring a draft, which messages call `name`, to its target, in the target's dtype; `ValueError` if the draft was
-    made for another target."""
+    """Bring a draft, `name` in messages, to its target, in its dtype; `ValueError` if it was made for another."""
     config, settings = target.config.get_text_config(decoder=True), model.settings
     depth, width = config.num_hidden_layers, model.reader.hidden_size
     known = num_embeddings(target) if model.embed_tokens is None else model.embed_tokens.num_embeddings

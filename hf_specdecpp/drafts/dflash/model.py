@@ -66,8 +66,7 @@ class Rows:
         self.layers: list[tuple[Tensor, Tensor] | None] = [None] * depth
 
     def extended(self, layer: int, keys: Tensor, values: Tensor, block: int, most: int | None) -> tuple[Tensor, Tensor]:
-        """All that the block attends to: what was kept, then these. The last `block` of them are not kept. `most`: how
-        many rows are kept at most, where a window sees no more."""
+        """All that the block attends to: of what was kept at most `most`, then these, of which `block` are not kept."""
         if (known := self.layers[layer]) is not None:
             keys, values = torch.cat((known[0], keys), dim=2), torch.cat((known[1], values), dim=2)
         end = keys.shape[2] - block
@@ -274,8 +273,7 @@ class DFlashDraft(StateDraft):
 
 
 class BlockReading(Reading):
-    """What a block draft has read of one text: the target's states at verified tokens. A round takes one pass, or none.
-    `vocab_size`: width of the target's logits."""
+    """What was read of one text: the target's states at verified tokens. A round takes one pass, or none."""
 
     length = 0
 

@@ -46,12 +46,7 @@ class Eagle3Input(StateReader):
         return max(self.num_reads, 1) * self.state_size
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """`[..., 2 * hidden_size]`: the embedding, then g.
-
-        Args:
-            states: `[..., width]` of the target, or `[..., hidden_size]` of the draft itself.
-            embeddings: `[..., hidden_size]`.
-        """
+        """`[..., 2 * hidden_size]`: the embedding, then g, of the target's states `[..., width]` or the draft's own."""
         if self.fc is not None and states.shape[-1] == self.width:
             states = self.fc(self.normed(states))
         return torch.cat((embeddings, states), dim=-1)

@@ -81,14 +81,8 @@ class MtpLayers:
 
 
 def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> MtpLayers:
-    """The multi-token layers of a target's repository.
-
-    Args:
-        tensors: of the target; none but those of the layers are read.
-
-    Raises:
-        ValueError: it has none, is quantised, or has them in a form that is not known; with what to do.
-    """
+    """The multi-token layers of a target's repository, the only ones of its `tensors` that are read; `ValueError` if it
+    has none, is quantised, or has them in a form that is not known, with what to do."""
     config = {**mapping(raw, "mtp_config"), **(mapping(raw, "text_config") or raw)}
     check_fields({name: config.get(name) for name in BOUNDS}, BOUNDS)
     name, count = next(((name, config[name]) for name in ANNOUNCING if config.get(name)), (None, 0))
@@ -175,12 +169,7 @@ def _check_plain(tensors: Mapping[str, Any], source: str) -> None:
 
 
 def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs: Any = None) -> Repository:
-    """The repository with the multi-token layers of a target's checkpoint; `ValueError` if the target is not from a
-    repository.
-
-    Args:
-        source: that holds them; by default that the target was loaded from.
-    """
+    """The repository with a target's multi-token layers: `source`, or its own; `ValueError` if that is none."""
     name = source or target.config.name_or_path
     if not name:
         raise ValueError(

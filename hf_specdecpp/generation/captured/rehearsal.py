@@ -110,11 +110,7 @@ def filling(most: int, room: int) -> list[int]:
 
 
 def warm_up(setup: DraftSetup, target: CausalLM, max_length: int, options: dict[str, Any]) -> float:
-    """Capture all that one text of up to `max_length` tokens needs: seconds that it took.
-
-    Raises:
-        ValueError: as `SpecDecPPAssistant.warm_up`.
-    """
+    """Capture all that one text of up to `max_length` tokens needs (`SpecDecPPAssistant.warm_up`): seconds it took."""
     longest = longest_text(target)
     if not isinstance(max_length, int) or not PROMPT + 2 <= max_length <= longest:
         raise ValueError(

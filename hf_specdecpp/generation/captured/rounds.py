@@ -102,12 +102,8 @@ class CapturedRounds:
         return own if self._text is None else [*own, self._text]
 
     def begin(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
-        """The rounds that follow are of other texts, whose last tokens the target has not read.
-
-        Args:
-            texts: `[texts, length]`, as processors see them.
-            tokens, states, padding: what the draft reads of them, as `CapturedDraft.begin`.
-        """
+        """The rounds that follow are of other texts `[texts, length]`, as processors see them, whose last tokens the
+        target has not read; the rest is as `CapturedDraft.begin` takes it."""
         self.token.copy_(texts[:, -1:])
         self._sizes, self._active = [self.passes.text.held] * len(texts), list(range(len(texts)))
         self._first, self._text, self._has_begun = texts, None, False

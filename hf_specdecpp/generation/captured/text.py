@@ -131,11 +131,8 @@ class Captured:
             self.rounds = whole_rounds(self.texts, self.passes)
 
     def _enter(self) -> str | None:
-        """Let the texts go on in rooms, or say why they cannot.
-
-        A target's first pass is compared with one of its own: what its forward does beside attention, positions and
-        masks is not known.
-        """
+        """Let the texts go on in rooms, or say why they cannot. A target's first pass is compared with one of its own:
+        what its forward does beside attention, positions and masks is not known."""
         side, setup = self.side, self.generator.setup
         if (reason := _why_not(side)) is not None:
             return reason

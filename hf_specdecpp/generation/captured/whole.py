@@ -85,8 +85,7 @@ class WholeRounds:
         text.hand_over(emitted[:kept])
 
     def _shape(self, length: int) -> RoundShape:
-        """Of the next round after so many tokens. What does not fit under the longest text is cut off when it is
-        emitted."""
+        """Of the next round. What does not fit under the longest text is cut off when it is emitted."""
         shape = self.tiers.next()
         if shape.levels and (rates := getattr(self.generator.rule, "rates", None)) is not None:
             self.rounds.draft.calibrate(rates)

@@ -64,8 +64,7 @@ BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.
 
 
 def attach(assistant: nn.Module, target: CausalLM) -> None:
-    """Make `target.generate(assistant_model=assistant)` run our decoding loop; `ValueError` if the target cannot be
-    assisted."""
+    """Let `target.generate(assistant_model=assistant)` run our loop; `ValueError` if it cannot be assisted."""
     check_reading(target)
     kind = type(target)
     with _lock:
@@ -104,8 +103,7 @@ def is_default(assistant: Any, target: CausalLM) -> bool:
 
 
 def set_default(assistant: Any, target: CausalLM, value: bool) -> None:
-    """Whether calls without an assistant are to run this attached one, in the place of another one; if not, any other
-    stays."""
+    """Whether calls without an assistant run this attached one and no other; if not, any other stays."""
     with _lock:
         if (value and is_attached(assistant, target)) or is_default(assistant, target):
             _attached[target].default = assistant if value else None

@@ -69,11 +69,7 @@ class Ranks:
         self._broadcast(torch.tensor([len(numbers), *numbers, *padding], device=self.device))
 
     def listen(self) -> list[int]:
-        """What the first rank tells.
-
-        Raises:
-            RuntimeError: that it has failed, or is gone.
-        """
+        """What the first rank tells; `RuntimeError` if it has failed, or is gone."""
         count, *numbers = self._broadcast(torch.empty(self.size, dtype=torch.long, device=self.device)).tolist()
         if count == FAILED:
             raise RuntimeError("The first rank of the target has failed, so this one cannot go on; see its error.")

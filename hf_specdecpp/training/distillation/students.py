@@ -215,10 +215,7 @@ def chosen(answers: Tensor, count: int, places: int) -> tuple[Tensor, Tensor]:
     """Anchors `[batch, a]`, at random among the answers' positions, and which places `[batch, a, places]` are taught.
 
     Example: of a text of 9 tokens the answer begins with token 5, and blocks have 3 places. Positions 4 to 7 may be
-    anchors, and after 6 two places are taught, the tokens 7 and 8.
-
-    Args:
-        answers: bool `[batch, n - 1]`: the target wrote the token after this one.
+    anchors (`answers` `[batch, n - 1]` says after which the target wrote), and after 6 two places are taught, 7 and 8.
     """
     draw = torch.rand(answers.shape, device=answers.device).masked_fill(~answers, -1.0)
     value, anchors = draw.topk(min(count, answers.shape[1]), dim=1)
