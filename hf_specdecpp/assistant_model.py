@@ -18,7 +18,7 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
 from hf_specdecpp.drafts.kind import Loading, Parts
 from hf_specdecpp.drafts.known import describe, draft_name, kind_of
-from hf_specdecpp.estimation.estimators import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.rehearsal import warm_up
 from hf_specdecpp.generation.doors import attached, unattached

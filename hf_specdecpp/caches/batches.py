@@ -25,7 +25,8 @@ def other_layers(layers: Iterable[object]) -> str:
 
 
 class BatchCache:
-    """The cache of a batch, whose rows each go at their own pace: it is appended to with holes.
+    """The cache of a batch, whose rows each go at their own pace: it is appended to with holes; `ValueError` where
+    layers are not attention.
 
     Each pass feeds every row the same number of columns; a row with fewer tokens gets dummies, and what it forgets
     stays in its place. `valid` says which columns are tokens of a row. They are in the order of the text, so that the
@@ -42,9 +43,6 @@ class BatchCache:
     Attributes:
         valid: `[rows, columns]` bool, on the host as all bookkeeping is.
         layers: of `cache`, as they were made.
-
-    Raises:
-        ValueError: the model has layers that are not attention.
     """
 
     def __init__(self, model: CausalLM, cache: DynamicCache, rows: int) -> None:

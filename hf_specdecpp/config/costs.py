@@ -13,7 +13,7 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class Costs:
-    """What a round costs, in seconds.
+    """What a round costs, in seconds; `ValueError` if a value is no number of seconds, or `verify` is empty.
 
     Args:
         draft (seconds): one draft step, with its estimate and its draw.
@@ -24,9 +24,6 @@ class Costs:
         branch (seconds): each further place that a draft step answers for: a node of a tree, a candidate of a block.
         start (seconds): drafting at all, whatever the number of steps.
         block (candidates): the number that one draft step proposes.
-
-    Raises:
-        ValueError: a value is not a number of seconds, or `verify` is empty.
     """
 
     draft: float

@@ -14,8 +14,9 @@ from torch.nn import functional
 from hf_specdecpp.captured.graphs import lasting
 from hf_specdecpp.captured.rooms import Rooms, RoomText
 from hf_specdecpp.drafting.round_steps import Level, RoundSteps, Window
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
-from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftStep, Estimator, lag_of
+from hf_specdecpp.estimation.estimators import DraftStep, Estimator, lag_of
 from hf_specdecpp.sampling.on_device import best_slots, count_until, exponential, race, remaining, slot_values
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.verification import Verification

@@ -107,11 +107,7 @@ class RowsAlone:
 
 
 class Beside:
-    """Where a target was when a draft was put beside it.
-
-    Raises:
-        ValueError: it is spread over several processes.
-    """
+    """Where a target was when a draft was put beside it; `ValueError` if it is spread over several processes."""
 
     def __init__(self, target: CausalLM) -> None:
         if (processes := num_processes(target)) > 1:

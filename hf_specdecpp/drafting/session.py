@@ -189,13 +189,10 @@ class RowSession(ModelReading):
 
 
 class BatchSession:
-    """The draft's cache for all rows of a batch.
+    """The draft's cache for all rows of a batch; `ValueError` if the draft has layers that are not attention.
 
     Rows that draft on are fed together. In a round's first step rows have different numbers of tokens to read, so
     dummies stand before the shorter ones; a row that does not draft is fed dummies only.
-
-    Raises:
-        ValueError: the draft has layers that are not attention.
     """
 
     def __init__(self, rows: Sequence[RowSession]) -> None:

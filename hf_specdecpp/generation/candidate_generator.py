@@ -42,7 +42,8 @@ NO_TREES = "This generator drafts trees, which only an attached target verifies.
 
 class SpecDecPPCandidateGenerator(CandidateGenerator):
     """Drafts the candidates of one `generate()` call and learns from their fate, in transformers' own assisted decoding
-    loop and in ours (`decoding.py`).
+    loop and in ours (`decoding.py`); `ValueError` if the config or a processor cannot be used, a model cannot read
+    trees, or the draft cannot do what is asked (`Draft.cannot`).
 
     Args:
         setup: the draft and what decides how far it drafts.
@@ -63,10 +64,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         times: of its rounds, where the costs follow them.
         rests: whether rounds are left to the target, as drafting does not pay: nothing is noted for the draft then.
         successors: what the target said lately, which the draft's logits are mixed with, if they shall be.
-
-    Raises:
-        ValueError: the speculation config or a processor cannot be used, a model cannot read trees, or the draft
-            cannot do what is asked of it (`Draft.cannot`).
     """
 
     def __init__(

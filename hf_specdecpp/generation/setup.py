@@ -12,8 +12,9 @@ from transformers.utils import logging
 from hf_specdecpp.config.speculation import Decisions, Rule, SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftProbability, Estimator, lag_of
+from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, lag_of
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp
 from hf_specdecpp.lookup.text import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
@@ -219,15 +220,12 @@ def make_rule(
     rates: AcceptanceRates | None = None,
     min_tokens: int = 1,
 ) -> StoppingRule:
-    """The stopping rule that `config` names, fresh for one generation.
+    """The stopping rule that `config` names, fresh for one generation; `ValueError` where `config.validate()` has one.
 
     Args:
         plan: what `rule="throughput"` has learned; by default nothing, and then `config.costs` must be given.
         rates: what calibrates the estimates of `rule="threshold"`, and learns from its rounds; by default nothing does.
         min_tokens (candidates): the fewest in a round of `rule="threshold"`.
-
-    Raises:
-        ValueError: from `config.validate()`.
     """
     config.validate()
     if config.rule == "throughput":

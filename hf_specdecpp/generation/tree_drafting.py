@@ -22,7 +22,8 @@ from hf_specdecpp.trees.tree import DraftTree
 
 
 class TreeDrafting:
-    """What stays the same from round to round, and the pace of growth, which learns.
+    """What stays the same from round to round, and the pace of growth, which learns; `ValueError` if the estimator
+    cannot value slots, or a static tree has neither shape nor rates.
 
     Args:
         setup: its settings say which algorithm; its estimator values slots, but for static trees.
@@ -32,9 +33,6 @@ class TreeDrafting:
         most: nodes that a tree may have.
         throughput: for `"dyspec"`: decides how far trees grow, and learns from them. `None` uses up the budget.
         rates: calibrates the estimates of a budget's trees; `None` takes them as they are.
-
-    Raises:
-        ValueError: the estimator cannot value slots, or a static tree has neither shape nor rates.
     """
 
     def __init__(

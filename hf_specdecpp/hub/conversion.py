@@ -19,7 +19,7 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Format
 from hf_specdecpp.drafts.known import recognise
-from hf_specdecpp.estimation.estimators import MOST_BLOCKS, AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import MOST_BLOCKS, AcceptanceHead
 from hf_specdecpp.files import CHECKPOINT, PICKLE
 from hf_specdecpp.hub.repository import CONFIG, HEAD
 from hf_specdecpp.version import __version__

@@ -18,7 +18,7 @@ from hf_specdecpp.drafts import known
 from hf_specdecpp.drafts.checkpoints import as_described, read_module
 from hf_specdecpp.drafts.kind import Kind, Parts
 from hf_specdecpp.drafts.known import draft_name, kind_of, recognise
-from hf_specdecpp.estimation.estimators import AcceptanceHead, Calibration
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
 from hf_specdecpp.files import MOST_CONFIG_BYTES, Repository, load_strict, load_tensors, read_json
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -23,12 +23,10 @@ from hf_specdecpp.models.quantised import sizes_of
 
 class Reader(nn.Module):
     """Runs a model's inner decoder and LM head. It holds no state of a generation, so several threads may share it.
+    `ValueError` if the model has no LM head, or how states become logits is not understood.
 
     Args:
         owns_model: whether `.to()` and friends on the reader move and cast the model, too. Never for a target.
-
-    Raises:
-        ValueError: the model has no LM head, or turns hidden states into logits in a way that is not understood.
     """
 
     model: CausalLM

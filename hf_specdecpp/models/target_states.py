@@ -51,7 +51,8 @@ class StateReader(nn.Module):
 
 
 class TargetStates:
-    """Catches the states that a draft reads out of the target's own passes.
+    """Catches the states that a draft reads out of the target's own passes; `ValueError` if the target has no such
+    layers.
 
     Hooks catch them, which keep references to what the decoder and its layers return. Compiled forwards run past hooks,
     so they are asked to return the states, from the first pass on that returned the very ones that hooks saw; where a
@@ -70,9 +71,6 @@ class TargetStates:
     Attributes:
         are_returned: whether passes return the states, so that they need no hooks.
         are_read: whether anything is caught.
-
-    Raises:
-        ValueError: the target has no such layers.
     """
 
     def __init__(self, target: CausalLM, reader: StateReader | None) -> None:

@@ -95,7 +95,8 @@ def _ignored(processor: Any) -> Tensor | None:
 
 
 class Processing:
-    """The logits processors of one generation.
+    """The logits processors of one generation; `ValueError` if one keeps state from call to call, so that it cannot be
+    asked about candidates.
 
     Attributes:
         does_nothing: whether scores stay as they are.
@@ -103,9 +104,6 @@ class Processing:
         asks_which: whether at most one looks at them, and that one asks no more of them than which there were.
         may_forbid_all: whether one may forbid every token that a draft with a vocabulary of its own can propose.
         in_order: those that must be called once for each emitted token, in the order of the text, and never otherwise.
-
-    Raises:
-        ValueError: a processor keeps state from call to call, so that it cannot be asked about candidates.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:

@@ -15,7 +15,8 @@ from torch import nn
 from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.estimation.estimators import AcceptanceHead, Estimator
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.files import forget, recall, remember
 from hf_specdecpp.models.causal_lm import CausalLM, num_bytes
 from hf_specdecpp.models.checks import keeps_recurrent_state

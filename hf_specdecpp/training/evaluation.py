@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule
-from hf_specdecpp.estimation.estimators import MODES, AcceptanceHead, DraftProbability
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import MODES, DraftProbability
 from hf_specdecpp.estimation.metrics import auc, reliability
 from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, save
 from hf_specdecpp.generation.setup import make_rule

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction, Trainer, set_seed
 
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.estimation.estimators import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.metrics import auc, binary_kl
 from hf_specdecpp.training import features
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import NUM_SCALARS, AcceptanceHead, Estimator
+from hf_specdecpp.estimation.estimators import NUM_SCALARS, Estimator
 from hf_specdecpp.sampling.randomness import Siblings, TreeRandomness, likeliest
 from hf_specdecpp.trees.tree import DraftTree
 

@@ -57,7 +57,7 @@ INSTEAD = "Load a DFlash or EAGLE-3 draft of this target, or train a draft of th
 
 @dataclass(frozen=True)
 class DFlashSettings:
-    """The shape of a draft, and how a block is computed.
+    """The shape of a draft, and how a block is computed; `ValueError` for numbers that make no sense.
 
     Example: with `block_size=8` and `reads=[1, 9, 17]` one pass over the last token and 7 mask tokens puts out the
     distributions of 7 candidates. They attend to the outputs of the target's layers 1, 9 and 17, counted from 0.
@@ -77,9 +77,6 @@ class DFlashSettings:
         reads_normed: whether the output of the target's last layer is read after the target's final norm.
         num_target_layers: of the target that it was made for, if that is known.
         own_embeddings, own_head: whether it brings these or takes the target's.
-
-    Raises:
-        ValueError: numbers that make no sense.
     """
 
     layer: dict[str, Any]

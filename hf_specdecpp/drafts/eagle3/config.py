@@ -56,7 +56,8 @@ TRAIN = "Train a draft of this package for the target (specdecpp train), or look
 
 @dataclass(frozen=True)
 class Eagle3Settings:
-    """The shape of a draft, and how its step is computed.
+    """The shape of a draft, and how its step is computed; `ValueError` for settings that exclude one another, or a
+    layer of another type.
 
     Example: of a target of 32 layers `reads=[1, 15, 28]` reads the outputs of its layers 1, 15 and 28, counted from 0.
     These are the ids 2, 16 and 29 of checkpoints that count what goes into a layer.
@@ -75,9 +76,6 @@ class Eagle3Settings:
         norm_output: the state that a step goes on from is the normed one (EAGLE-3.1).
         fc_bias: whether what mixes the states has a bias.
         own_embeddings, own_head: whether it brings these or takes the target's.
-
-    Raises:
-        ValueError: settings that exclude one another, or a layer of another type.
     """
 
     layer: dict[str, Any]
