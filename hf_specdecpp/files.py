@@ -152,13 +152,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a model in safetensors files, by name. A file is downloaded and opened when one of them is read.
-
-    Args:
-        source: the model's repository.
-        index: the file that lists them, or the only one that holds them; `None` without any.
-        files: which file holds which tensor.
-    """
+    """The tensors of a model in safetensors files, by name: `files` says which file holds which, of an index if there
+    is one. A file is downloaded and opened when one of them is read."""
 
     def __init__(self, source: Repository, index: Path | None, files: Mapping[str, str]) -> None:
         self.source, self.index, self.files, self._open = source, index, files, dict[str, Any]()

@@ -209,15 +209,8 @@ class Rooms:
 
 
 class RoomText(CachedText):
-    """A text in a room. As it grows, it goes on in a larger one that holds the same.
-
-    Args:
-        empty: gives an empty cache with room for so many tokens.
-
-    Attributes:
-        cache: a `RoomCache`, once there is a room.
-        held (tokens): as `cache.length`, on the host.
-    """
+    """A text in a room. As it grows, it goes on in a larger one that holds the same: `empty` gives one for so many
+    tokens. `held` is `cache.length`, on the host."""
 
     def __init__(self, empty: Callable[[int], RoomCache]) -> None:
         self._empty = empty

@@ -26,13 +26,9 @@ _known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyD
 
 @dataclass
 class Slot:
-    """What passes of one width read and write, where it stays.
-
-    Attributes:
-        tokens: `[1, width]`.
-        ancestors, depths: `[width, width]` bool and `[width]`: who sees whom, as `inputs_in_place` takes them.
-        outputs: logits `[1, width, vocab]`, then the chosen states, `[1, width, size]` each; none before a pass.
-    """
+    """What passes of one width read and write, where it stays: `tokens` `[1, width]`, who sees whom (as in
+    `inputs_in_place`), and as outputs logits `[1, width, vocab]`, then the chosen states `[1, width, size]` each; none
+    before a pass."""
 
     tokens: Tensor
     ancestors: Tensor

@@ -81,14 +81,9 @@ class RoundRules:
 
 
 class Drawn(NamedTuple):
-    """A level of candidates.
-
-    Attributes:
-        tokens, parents: `[texts, width]`, the latter as places in the level above.
-        values: `[texts, width]`, chances that they stand, as far as is known; of trees alone.
-        q: `[texts, width, vocab]`, that they were drawn from, where they were drawn.
-        judged: `[texts]`, what an estimator says of a chain.
-    """
+    """A level of candidates: tokens and their parents' places in the level above `[texts, width]`; of trees the chances
+    that they stand, as far as is known; q `[texts, width, vocab]`, where they were drawn; and what an estimator says of
+    a chain."""
 
     tokens: Tensor
     parents: Tensor

@@ -247,14 +247,8 @@ class Draft:
 
 
 class StateDraft(Draft):
-    """A draft beside the target that it has met, which reads the target's states and is no causal LM by itself.
-
-    Args:
-        model: on the target's device, in its dtype.
-
-    Attributes:
-        lacks: what it cannot do beside drafting unattached (`Draft.cannot`).
-    """
+    """A draft on the device of the target that it has met, which reads its states and is no causal LM by itself.
+    `lacks`: what it cannot do beside drafting unattached (`Draft.cannot`)."""
 
     model: Any
     draft_vocab = None  # all tokens

@@ -16,13 +16,9 @@ from hf_specdecpp.trees.attention import inputs_in_place
 
 
 class Window(NamedTuple):
-    """What a draft reads at the beginning of a round.
-
-    Attributes:
-        tokens: `[texts, n]`, the last ones of each text, then dummies.
-        states: `[texts, n, size]` of the target before each of them, for a draft that reads any.
-        last: `[texts]`, place of each text's last token.
-    """
+    """What a draft reads at the beginning of a round: the last tokens of each text, then dummies, `[texts, n]`;
+    `states` `[texts, n, size]` of the target before each, for a draft that reads any; and the place of each text's
+    `last` token."""
 
     tokens: Tensor
     states: Tensor | None
@@ -30,13 +26,8 @@ class Window(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Nodes that were drawn after a step, and are read in the next.
-
-    Attributes:
-        tokens: `[texts, width]`.
-        parents: `[texts, width]`, places of their parents in the level above.
-        seen: `[texts, width, n]` bool: which of the n nodes of a round each of them sees.
-    """
+    """Nodes that were drawn after a step, and are read in the next: `tokens` `[texts, width]`, their parents' places in
+    the level above, and which of the n nodes of a round each of them sees, `[texts, width, n]` bool."""
 
     tokens: Tensor
     parents: Tensor
@@ -51,16 +42,12 @@ class RoundSteps(ABC):
     """What drafts in captured rounds. It keeps nothing of a text: its caches are given to it.
 
     Args:
-        drafter: whose model is captured.
-        vocab_size: width of the target's logits.
-        key: what is captured, for those who keep graphs.
+        drafter: whose model is captured; `key` says what is, for those who keep graphs.
         size: of the target's states, for a draft that reads any.
 
     Attributes:
         again: tokens of the text that are read a second time in the next round.
-        least: steps that each round has to take, so that all caches hold the window.
-        most: levels of the deepest round.
-        embed: as in `Reading`.
+        least, most: steps that each round has to take, so that all caches hold the window, and of the deepest one.
         draws_trees: whether levels may have several nodes.
         shares_cache: whether it reads its target's cache in the place of one of its own.
     """

@@ -151,12 +151,8 @@ class DraftSession(ModelReading):
 
 
 class RowSession(ModelReading):
-    """What the draft has read of one row. The batch feeds it, and leaves here what the row's next step finds.
-
-    Attributes:
-        found: logits `[vocab_size]` and hidden state after what was fed last.
-        forgotten: tokens to take out of the row's part of the cache.
-    """
+    """What the draft has read of one row. The batch feeds it, and leaves here what the row's next step has `found`:
+    logits `[vocab_size]` and hidden state. `forgotten` tokens are to be taken out of the row's part of the cache."""
 
     found: tuple[Tensor, Tensor]
 

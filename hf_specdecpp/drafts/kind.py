@@ -83,12 +83,8 @@ class OwnFile:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """How well a draft guesses what a target says, as it is read and as it may have to be read.
-
-    Attributes:
-        readings: a name, and how often the first, second, ... candidate of a round is the target's choice.
-        remarks: what follows from them, in sentences.
-    """
+    """How well a draft guesses what a target says, as it is read and as it may have to be read: by name how often the
+    first, second, ... candidate of a round is the target's choice, and what follows from that, in sentences."""
 
     readings: list[tuple[str, list[float]]]
     remarks: list[str]

@@ -41,11 +41,7 @@ class Drafts:
 
 
 class AssistedDecoding:
-    """One `generate()` call of an attached target, for one text or for the rows of a batch.
-
-    Attributes:
-        active: the texts that have not ended.
-    """
+    """One `generate()` call of an attached target, for a text or the rows of a batch; `active` have not ended."""
 
     def __init__(self, texts: list[Text], drafts: Drafts, target: TargetSide) -> None:
         self.texts, self.drafts, self.target = texts, drafts, target

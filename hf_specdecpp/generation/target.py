@@ -28,13 +28,8 @@ MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and 
 
 
 class TargetSide(ABC):
-    """What the loop asks of the target, which owns its cache and how its passes run.
-
-    Attributes:
-        states: of its passes, which drafts read.
-        passes: what they take, and which products they run on.
-        captured: what of the call is captured.
-    """
+    """What the loop asks of the target, which owns its cache and how its passes run: the states that drafts read, what
+    passes take and on which products they run, and what is captured."""
 
     def __init__(self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig) -> None:
         self.model, self.config, self.device = model, config, input_device(model)
@@ -134,15 +129,8 @@ class TargetSide(ABC):
 
 
 class OneTarget(TargetSide):
-    """The target's side of one text. Nothing that it holds may hold it: in a circle, caches stay until garbage is
-    collected.
-
-    Args:
-        model_kwargs: the forward's other arguments, the cache among them.
-
-    Attributes:
-        prefix: what was read, in its cache or in captured rooms.
-    """
+    """The target's side of one text, which is read in its cache or in captured rooms (`prefix`). Nothing that it holds
+    may hold it: in a circle, caches stay until garbage is collected."""
 
     def __init__(self, model: CausalLM, text: Text, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         super().__init__(model, [text], config)

@@ -46,11 +46,7 @@ def classes_of(lengths: range, agree: int, total: int) -> list[int]:
 
 
 class LookupRates:
-    """What is known of candidates by class, in whatever text.
-
-    Attributes:
-        right, judged: by class, tokens; older ones fade.
-    """
+    """What is known of candidates by class, in whatever text: how many were right and judged; older ones fade."""
 
     def __init__(self) -> None:
         first, further = PRIOR_OF_LENGTH
@@ -225,12 +221,7 @@ EQUAL = 8  # matches of this many tokens and more count as equally good
 
 @dataclass
 class Continuation:
-    """What is expected after a text.
-
-    Attributes:
-        tokens: candidates, each after those before it.
-        classes: what each rests on (`rates.classes_of`).
-    """
+    """What is expected after a text: candidates, each after those before it, and what each rests on (`classes_of`)."""
 
     tokens: list[int] = field(default_factory=list)
     classes: list[int] = field(default_factory=list)

@@ -41,12 +41,7 @@ STORED_NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])\.weight|e
 
 @dataclass
 class Lora:
-    """What an adapter adds to the weight of one module: scaling * B A.
-
-    Attributes:
-        a: `[rank, in]`, for an embedding `[rank, number of tokens]`.
-        b: `[out, rank]`.
-    """
+    """What an adapter adds to the weight of a module: scaling * B A, `b` `[out, rank]`, `a` `[rank, in]`."""
 
     a: Tensor
     b: Tensor

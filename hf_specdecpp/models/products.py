@@ -68,13 +68,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 class Int8Weight(NamedTuple):
-    """A weight `[out, in]` in int8.
-
-    Attributes:
-        packed: in the order that the product reads.
-        scales: `[out]`, of one level.
-        zeros: `[out]`, the level of a 0, which is 0.
-    """
+    """A weight `[out, in]` in int8, in the order that the product reads; `[out]` the scale of a level, and zeros."""
 
     packed: Tensor
     scales: Tensor
@@ -148,12 +142,7 @@ class PackedWeights:
 
 @dataclass(eq=False)
 class PackedCopy:
-    """A weight in another order, or rounded.
-
-    Args:
-        state: `fingerprint` of the weight that it was made of.
-        tensor: the copy.
-    """
+    """A weight in another order, or rounded; `state` is the `fingerprint` of the weight that it was made of."""
 
     state: Tensor
     tensor: Any

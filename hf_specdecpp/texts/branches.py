@@ -174,14 +174,10 @@ def target_probabilities(
 
 
 class BranchingText:
-    """A text in a model's cache, and passes over nodes that branch off it.
+    """A text in a model's cache, and passes over nodes that branch off it; `states` are its last ones `[length,
+    hidden_size]`.
 
-    Args:
-        states: of the target along it, `[1, length or more, width]`, for a conditioned draft. That leaves the first
-            token out.
-
-    Attributes:
-        states: `[length, hidden_size]`, the last hidden state at each token of the text.
+    A conditioned draft is given the target's, `[1, length or more, width]`, and leaves the first token out.
     """
 
     def __init__(self, reader: Reader, ids: list[int], states: Tensor | None = None) -> None:

@@ -30,13 +30,8 @@ MOST_LEARNED = 16  # of a target; that of the way of sampling that was not used 
 
 @dataclass
 class Learned:
-    """What rounds of one kind have taught.
-
-    Attributes:
-        greedy: whether the target was.
-        rates: how often estimates came true.
-        plan: of `rule="throughput"`, once it was used, and what it was made for.
-    """
+    """What rounds of one kind have taught: how often estimates came true, and the plan of `rule="throughput"`, once it
+    was used, and what it was made for."""
 
     greedy: bool
     rates: AcceptanceRates
@@ -46,13 +41,8 @@ class Learned:
 
 @dataclass
 class LearnedOfLookups:
-    """What rounds have taught of candidates that were looked up.
-
-    Attributes:
-        rates: how often they were right.
-        choices: what looking up and drafting have brought, by the kind of tree, the rows of the batch, whether
-            anything drafts, and whether costs are assumed, in passes.
-    """
+    """How often candidates that were looked up were right, and what looking up and drafting have brought, by the kind
+    of tree, the rows of the batch, whether anything drafts, and whether costs are assumed, in passes."""
 
     rates: LookupRates = field(default_factory=LookupRates)
     choices: dict[tuple[str, int, bool, bool], Choice] = field(default_factory=dict)

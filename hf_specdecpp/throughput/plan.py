@@ -56,13 +56,8 @@ class ExplorationBudget:
 
 
 class Earned:
-    """What the rounds with candidates have brought and what they consisted of, later ones counting more.
-
-    Their seconds are those that such rounds cost by the costs as they are known now.
-
-    Args:
-        most: candidates of the largest round.
-    """
+    """What the rounds with candidates have brought and what they consisted of, later ones counting more. Their seconds
+    are those that such rounds cost by the costs as they are known now."""
 
     def __init__(self, most: int) -> None:
         self._tokens, self._promised, self._promise = 0.0, TRUSTED, 0.0  # plain rounds, and tokens in the time of each

@@ -204,11 +204,7 @@ class TargetPasses:
 
 class _Beside:
     """Passes with PyTorch's own product that were made beside those of rounds, which a busy machine slows alike.
-
-    Attributes:
-        ratios: the seconds of such a pass over those of the two rounds' passes that followed, which take products in
-            turns; by rows and product of these.
-    """
+    `ratios`: such a pass's seconds over those of the two rounds' passes that followed, which take products in turns."""
 
     def __init__(self) -> None:
         self.ratios: dict[_Way, deque[float]] = {}

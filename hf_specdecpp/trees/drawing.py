@@ -13,12 +13,8 @@ ACCEPTED = "*"
 
 @dataclass(frozen=True, repr=False)
 class DrawnTree:
-    """A tree and what became of it. `str()` draws it with token ids.
-
-    Attributes:
-        tree: its nodes; node 0 is the last token before it.
-        path: the accepted nodes, from below the root.
-    """
+    """A tree, whose node 0 is the last token before it, and the accepted `path` below; `str()` draws it with token
+    ids."""
 
     tree: DraftTree
     path: list[int]

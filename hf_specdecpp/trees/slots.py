@@ -182,14 +182,10 @@ class SoftmaxBuffer:
 
 @dataclass
 class Level:
-    """What the draft says after some nodes of a tree.
-
-    Attributes:
-        scores: `[n, vocab]` float32, logits after all processors: q is their softmax.
-        hidden: `[n, hidden_size]`, the states that they were computed from (for a head).
-        embed: maps token ids to their input embeddings in the draft (for a head).
-        passes: of the draft that this took: none where an earlier one has answered for these places, too.
-    """
+    """What the draft says after some nodes of a tree: scores `[n, vocab]` float32 after all processors, whose softmax
+    is q; for a head the hidden states `[n, hidden_size]` that they are of and the map from token ids to input
+    embeddings; and the passes of the draft that this took: none where an earlier one has answered for these places,
+    too."""
 
     scores: Tensor
     hidden: Tensor

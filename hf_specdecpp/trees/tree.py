@@ -209,12 +209,8 @@ class DraftTree:
 
 
 class Lineage:
-    """Who descends from whom among nodes that are fed to a model piece by piece.
-
-    Attributes:
-        nodes: fed so far, in this order.
-        ancestors: bool `[n, n]`: row i marks the nodes that node i sees, itself included.
-    """
+    """Who descends from whom among nodes that are fed to a model piece by piece: in `ancestors`, bool `[n, n]`, row i
+    marks the nodes that node i sees, itself included."""
 
     def __init__(self) -> None:
         self.nodes: list[int] = []
@@ -274,14 +270,10 @@ class Families:
 
 
 class TreePass:
-    """The rows of a pass over a tree: which node is read in which.
+    """The rows of a pass over a tree, by default depth first: which node, of its shape as it is now, is read in which.
 
     A tree whose root has the children 1 and 2, of which 1 has the child 3, is read as the nodes 0, 1, 3, 2: node 2 is
     in row 3.
-
-    Args:
-        tree: its shape is taken as it is now.
-        order: of the nodes; by default depth first.
     """
 
     def __init__(self, tree: DraftTree, order: Sequence[int] | None = None) -> None:

@@ -77,8 +77,7 @@ class Record(TypedDict):
     Attributes:
         stands: `[n]`, whether the candidate drawn at a place is the text's token: the coin.
         on_text: `[n, 5]`, the text's tokens as candidates.
-        off_text: `[c, k, 5]`, for each place whose candidate does not stand, in order: that candidate, and what the
-            draft says after it.
+        off_text: `[c, k, 5]`, each candidate that does not stand, in order, and what the draft says after it.
     """
 
     stands: list[bool]

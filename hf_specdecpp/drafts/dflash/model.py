@@ -76,12 +76,8 @@ class Rows:
 
 
 class DFlashModel(PreTrainedModel):
-    """The weights of a draft. Embeddings and LM head are the target's, unless it brings its own.
-
-    Attributes:
-        settings: of it.
-        reader: makes the context of the target's states.
-    """
+    """The weights of a draft. Embeddings and LM head are the target's, unless it brings its own; `reader` makes the
+    context of the target's states."""
 
     config_class = None
     _supports_sdpa = True
@@ -184,12 +180,8 @@ def _mask(reach: int | None, is_causal: bool, count: int, keys: Tensor) -> Tenso
 
 
 class DFlashDraft(StateDraft):
-    """Drafts blocks with a `DFlashModel` that has met its target.
-
-    Args:
-        model: on the target's device, in its dtype.
-        target: whose embeddings and LM head it takes where it has none of its own.
-    """
+    """Drafts blocks with a `DFlashModel` on the device of the target that it has met, whose embeddings and LM head it
+    takes where it has none of its own."""
 
     model: DFlashModel
 

@@ -127,13 +127,8 @@ def _settle(model: Eagle3Model, target: CausalLM, found: list[list[int]]) -> Non
 
 
 class Reading(NamedTuple):
-    """A way to read a checkpoint.
-
-    Attributes:
-        name: in words.
-        overrides: what makes `from_pretrained(..., eagle3=overrides)` read it in this way.
-        agreement: how often the likeliest first and second candidate of a round is the target's choice.
-    """
+    """A way to read a checkpoint, its name in words, the overrides for `from_pretrained(..., eagle3=overrides)`, and
+    how often the likeliest first and second candidate of a round is then the target's choice."""
 
     name: str
     overrides: dict[str, Any]

@@ -24,9 +24,6 @@ class Eagle3Input(StateReader):
 
     For a token that the target has verified g mixes the target's states there, g = fc([a_1; ...; a_k]); for a candidate
     after another one it is the draft's own state, as it is.
-
-    Args:
-        norm: makes an RMS norm of a size.
     """
 
     def __init__(self, settings: Eagle3Settings, norm: Any) -> None:
@@ -152,12 +149,7 @@ class Eagle3Model(PreTrainedModel):
 
 
 class Eagle3Drafter(Drafter):
-    """Drafts with an `Eagle3Model` that has met its target.
-
-    Args:
-        model: on the target's device, in its dtype.
-        target: whose embeddings it may share.
-    """
+    """Drafts with an `Eagle3Model` on the device of the target that it has met, whose embeddings it may share."""
 
     def __init__(self, model: Eagle3Model, target: CausalLM) -> None:
         super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)

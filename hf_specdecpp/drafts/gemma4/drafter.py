@@ -63,14 +63,10 @@ def check_readable(cache: Any) -> None:
 
 
 class Gemma4Draft(StateDraft):
-    """Drafts with an assistant of transformers' class that has met its target.
+    """Drafts with an assistant of transformers' class, on the device of the target that it has met (`kind.meet`).
 
     Its step reads a token and the state before it, which after the verified text is the target's final state, and
-    further on its own. It has no keys and values: all that it sees are the target's.
-
-    Args:
-        model: on the target's device, in its dtype (`kind.meet`).
-        target: whose embeddings it takes.
+    further on its own. It has no keys and values: all that it sees are the target's. So are the embeddings.
     """
 
     shares_cache = True
@@ -229,12 +225,7 @@ class SharedReading(Reading):
 
 class SharedSteps(RoundSteps):
     """As `SharedReading`: each node is read with the state before it, and sees the verified text but for its last
-    token in the target's cache. Of the window the last token counts alone.
-
-    Args:
-        draft: a `Gemma4Draft`, whose model is captured.
-        vocab_size: width of the target's logits.
-    """
+    token in the target's cache. Of the window the last token counts alone."""
 
     shares_cache, num_layers = True, 0
 

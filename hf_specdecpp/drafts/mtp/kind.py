@@ -64,13 +64,9 @@ NUMBERED = (
 
 @dataclass(frozen=True)
 class MtpLayers:
-    """The tensors of multi-token layers, by name: `eh_proj.weight`, `enorm.weight`, `hnorm.weight`, `post_norm.weight`
-    (some have none) and `block.*`, those of a decoder layer as the checkpoint calls them.
-
-    Attributes:
-        tensors: of each layer.
-        source: where they are from, for messages.
-    """
+    """The tensors of each multi-token layer, by name: `eh_proj.weight`, `enorm.weight`, `hnorm.weight`,
+    `post_norm.weight` (some have none) and `block.*`, those of a decoder layer as the checkpoint calls them. Messages
+    name their `source`."""
 
     tensors: list[dict[str, Tensor]]
     source: str

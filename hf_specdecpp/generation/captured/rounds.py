@@ -27,13 +27,8 @@ TOLD = 4  # numbers of a report before the candidates
 
 
 class Accepted(NamedTuple):
-    """What stands of the candidates, by text.
-
-    Attributes:
-        accepted, token: `[texts]`, how many stand and what follows them.
-        last: `[texts]`, the last that stands; the root is number 0.
-        path: `[texts, levels]`, the candidates that stand, and any others behind them; the first is number 0.
-    """
+    """What stands of the candidates, by text: how many and what `token` follows them, the `last` one (the root is 0),
+    and `path` `[texts, levels]`: the candidates that stand, counted from 0, and any others behind them."""
 
     accepted: Tensor
     token: Tensor
@@ -42,14 +37,8 @@ class Accepted(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the host reads of a round of one text.
-
-    Attributes:
-        tree: what was submitted.
-        path: the nodes that stand.
-        token: what follows them.
-        estimates: of the candidates of a chain.
-    """
+    """What the host reads of a round of a text: the tree that was submitted, its nodes that stand, what follows them,
+    and the estimates of a chain."""
 
     tree: DraftTree
     path: list[int]
@@ -63,10 +52,6 @@ class CapturedRounds:
     Example: the text ends with 6. The first graph drafts 7 8 9 and says that all three are submitted; the second reads
     6 7 8 9, finds that 7 and 8 stand and that 4 follows, and leaves both models where 4 is the text's last token. The
     host reads 2, 3, 4 and 7 8 9, and emits 7 8 4.
-
-    Args:
-        passes: the target's.
-        draft: the draft's side.
 
     Attributes:
         seconds: that rounds take.

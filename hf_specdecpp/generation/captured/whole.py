@@ -21,14 +21,7 @@ MOST_TEXTS = 8  # rows of a batch
 
 
 class WholeRounds:
-    """The rounds of one text, or of the rows of a batch.
-
-    Args:
-        texts: of the call.
-        rounds: that no other call is using.
-        rules: how candidates are drawn, judged and verified.
-        tiers: chooses the shape of the next round.
-    """
+    """The rounds, which no other call is using, of a text or of the rows of a batch; `tiers` chooses their shapes."""
 
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
         self.places = {id(text): place for place, text in enumerate(texts)}

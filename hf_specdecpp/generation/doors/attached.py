@@ -153,11 +153,8 @@ def default_of(target: CausalLM) -> Any:
 
 
 class Method:
-    """A method of a class in the place of its own, which models without an assistant go on to.
-
-    Args:
-        ours: is called with a model that has assistants, the class's own method of that model, and the arguments.
-    """
+    """A method of a class in the place of its own, which models without an assistant go on to; `ours` is called with a
+    model that has one, the method that it would have, and the arguments."""
 
     def __init__(self, kind: type[CausalLM], name: str, ours: Callable[..., Any]) -> None:
         self.kind, self.name, self.ours, self.is_own = kind, name, ours, name in vars(kind)

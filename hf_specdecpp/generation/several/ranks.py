@@ -50,11 +50,7 @@ def is_spread(target: CausalLM) -> bool:
 
 
 class Ranks:
-    """The processes of a target.
-
-    Args:
-        most (numbers): in a message, the same in all of them.
-    """
+    """The processes of a target; messages between them have at most `most` numbers."""
 
     def __init__(self, target: CausalLM, most: int) -> None:
         mesh: Any = next(each.device_mesh for each in target.parameters() if isinstance(each, DTensor))
