@@ -208,20 +208,15 @@ def num_rows(cache: Cache) -> int:
 
 
 def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor | None = None) -> None:
-    """Reduce a tree in the cache to one path, in place.
+    """Reduce a tree in the cache to one path, in place: ascending indices, the root (0) among them, also `on_device`.
 
     The rows of the path move up to the text, then the cache is cropped to them, which costs O(path): the text is
     neither copied nor read. What the crop leaves is a view of the old storage; the next pass replaces the storage, so
-    that discarded rows never pile up.
+    that discarded rows never pile up. Sliding-window layers must have recorded their past (`activate_past_recording`)
+    since before the nodes were fed.
 
     Example: 5 tokens of text and the nodes 0 to 4 lie in rows 0 to 9. For the path [0, 2, 4] node 0 stays in row 5,
     nodes 2 and 4 move from rows 7 and 9 to rows 6 and 7, and the crop leaves rows 0 to 7.
-
-    Args:
-        cache: holds `num_prefix` tokens of text, then nodes in feeding order. Sliding-window layers must have recorded
-            their past (`activate_past_recording`) since before the nodes were fed.
-        path: ascending indices of the nodes to keep, the root (node 0) among them.
-        on_device: `[n]`, the same on a device; uploaded by default.
     """
     in_place, every_layer = num_in_place(path), list[Any](cache.layers)
     layers = [layer for layer in every_layer if layer.keys is not None]  # others share keys, or were never fed

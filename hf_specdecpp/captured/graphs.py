@@ -63,14 +63,8 @@ class Graphs:
         return key in self._graphs
 
     def run(self, key: Hashable, function: Callable[[], None], changes: Sequence[Tensor] = ()) -> None:
-        """Run a function, by its graph if there is one for `key`.
-
-        Args:
-            changes: tensors that the function reads and then changes.
-
-        Raises:
-            CannotCaptureError: the function cannot be captured. `changes` are as they were before.
-        """
+        """Run a function, by its graph if there is one for `key`. It may read and then change the tensors `changes`,
+        which are as before where there is a `CannotCaptureError`."""
         if key not in self._graphs:
             begin = time.perf_counter()
             if len(self._graphs) >= MOST_GRAPHS:

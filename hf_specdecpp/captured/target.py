@@ -79,12 +79,8 @@ class CapturedTarget:
         return self.text.cache.room, self._positions
 
     def begin(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
-        """Go on with texts of `num_tokens` in a growing cache.
-
-        Args:
-            shown: `[texts, num_tokens]` bool, which of its rows the target sees; `None` for all.
-            position: `[..., texts, 1]` of the next token of each.
-        """
+        """Go on with texts of `num_tokens` in a growing cache, of whose rows the target sees those `shown` `[texts,
+        num_tokens]` (`None`: all); `position` `[..., texts, 1]` is of the next token of each."""
         self._positions = position.shape
         self.text = RoomText(partial(self.rooms.empty, positions=position.shape))
         room = self.text.with_room(num_tokens + 1)
@@ -109,17 +105,11 @@ class CapturedTarget:
             self._watched[self._reads] = seen
 
     def read(self, tokens: Tensor, tree: tuple[Tensor, Tensor] | None = None) -> Any:
-        """A pass over `tokens` `[1, n]` after the text.
+        """A pass over `tokens` `[1, n]`, a chain, or a tree with its `ancestors` `[width, width]` and `depths`
+        `[width]`.
 
-        Args:
-            tree: `ancestors` `[width, width]` and `depths` `[width]` of a tree, filled up with dummies; else the tokens
-                are a chain.
-
-        Returns:
-            `logits` `[1, n, vocab]`, and the `states` `[1, n, size]` that are watched. The next pass writes over them.
-
-        Raises:
-            CannotCaptureError: of the first pass; nothing has been read then.
+        Returns logits `[1, n, vocab]`, and the states `[1, n, size]` that are watched; the next pass writes over them.
+        `CannotCaptureError` of the first pass; nothing has been read then.
         """
         count = tokens.shape[1]
         width = width_of(count)
@@ -150,12 +140,9 @@ class CapturedTarget:
             return function()
 
     def forward(self, cache: RoomCache, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
-        """What is captured: a pass of the model over `tokens` `[texts, width]` after the texts. Arguments as in `Slot`;
-        the ancestors are `[texts, width, width]` where texts have trees of their own.
-
-        Returns:
-            Logits `[texts, width, vocab]`, then the states that are watched.
-        """
+        """What is captured: a pass of the model over `tokens` `[texts, width]` after the texts, with arguments as in
+        `Slot`; the ancestors are `[texts, width, width]` where texts have trees of their own. Logits `[texts, width,
+        vocab]`, then the states that are watched."""
         inputs = inputs_in_place(self.model, cache.room, ancestors, depths, depths, cache.length, cache.prompt)
         if self.longest < float("inf"):  # of dummies, which may stand behind the last position that there is
             inputs["position_ids"] = inputs["position_ids"].clamp_max(int(self.longest) - 1)

@@ -316,13 +316,8 @@ class CapturedDraft:
 
 
 def with_paths(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
-    """What m nodes follow, `[texts, m, length + n]`, for processors that ask which tokens there were.
-
-    Args:
-        text: `[texts, length]`.
-        candidates: `[texts, n]`.
-        seen: `[texts, m, n]` bool, which of them each node sees. For the others stands the last of the text.
-    """
+    """What m nodes follow, `[texts, m, length + n]`, for processors that ask which tokens there were: of the candidates
+    `[texts, n]` those that are `seen` `[texts, m, n]`. For the others stands the last of the text."""
     count = seen.shape[1]
     path = torch.where(seen, candidates[:, None], text[:, -1:, None])
     return torch.cat((text[:, None].expand(-1, count, -1), path), dim=2)

@@ -109,8 +109,7 @@ class ModelSteps(RoundSteps):
 
 
 def read(drafter: DraftModel, cache: RoomCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Read a window without keeping dummies: logits `[texts, vocab_size]` and hidden states `[texts, hidden_size]`
-    after token number `last`."""
+    """Logits `[texts, vocab_size]` and hidden states `[texts, hidden_size]` after a window without its dummies."""
     hidden = at_last(read_chain(drafter, cache, window.tokens, window.states), window.last)
     cache.length.add_(window.last + 1)
     return drafter.logits(hidden, vocab_size), hidden

@@ -81,8 +81,7 @@ class Fusion(StateReader):
             _last(self.read).weight.zero_()
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """The draft's inputs `[..., E]`, of states `[..., width]` (the target's, or its own) and embeddings `[...,
-        E]`."""
+        """The draft's inputs `[..., E]`, of states `[..., width]` of the target, or its own, and embeddings."""
         if self.read is not None and states.shape[-1] == self.width:
             final, read = states.split((self.hidden_size, self.width - self.hidden_size), dim=-1)
             states = final + self.read(read)

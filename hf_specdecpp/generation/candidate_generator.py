@@ -314,8 +314,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return int(max(min(room, most, self._draft_max_length - session.length + 1, drafter.places), 0))
 
     def _new(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the draft has not been shown of a text `[1, length]`: tokens `[1, n]`, and of the target's `states`
-        `[1, m, size]` those at them."""
+        """What the draft was not shown of a text: tokens `[1, n]`, and the target's states `[1, m, size]` there."""
         new, is_prompt = input_ids[:, self._shown :], not self._shown
         self._shown = input_ids.shape[1]
         return without_padding(new, states, self._mask) if is_prompt and self._mask is not None else (new, states)

@@ -77,9 +77,6 @@ def best_slots(values: Tensor, chances: Tensor, width: int, greedy: bool = False
     4.1). For a greedy target nothing is drawn, and the chance of the slot's own token counts, too.
 
     Example: in that of `slot_values` two of the best three slots are below the first node.
-
-    Args:
-        values, chances: as in `slot_values`.
     """
     slots = slot_values(values, chances)
     if greedy:  # a sibling is taken after those before it

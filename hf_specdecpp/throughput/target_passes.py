@@ -79,12 +79,9 @@ class TargetPasses:
 
     @contextmanager
     def timed(self, rows: int, has_choice: bool, device: torch.device) -> Iterator[None]:
-        """A pass over so many rows is made within, on the product whose turn it is.
-
-        Args:
-            has_choice: whether the text's layers can take both (`FasterProducts`). Else those of the next one can.
-            device: where the pass runs. Only on a CPU is it over when its call returns, and timed.
-        """
+        """A pass over so many rows is made within, on the product whose turn it is; `has_choice`: whether the text's
+        layers can take both (`FasterProducts`), else those of the next one can. Only a pass on a CPU is over when its
+        call returns, and timed."""
         if device.type != "cpu":
             yield
             return
@@ -239,12 +236,9 @@ def passes_of(target: CausalLM, other: Product | None) -> TargetPasses:
 
 
 def other_product(target: CausalLM, packs: bool | None) -> Product | None:
-    """What PyTorch's own product is compared with in the passes of a target; `None` where there is no choice.
-
-    Args:
-        packs: whether with packed copies of the weights. `None` packs where the copies take a small part of the memory
-            that is free when the target is first met.
-    """
+    """What PyTorch's own product is compared with in the passes of a target; `None` where there is no choice. Without
+    being told whether it `packs`, it does so where the copies take a small part of the memory that is free when it is
+    first met."""
     # Several processes would have to take turns in step.
     if num_processes(target) > 1 or not any(True for _ in large_layers([target])):
         return None

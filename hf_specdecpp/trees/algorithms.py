@@ -142,8 +142,7 @@ def from_expansions(counts: Sequence[int]) -> Shape:
 
 
 def from_nodes(nodes: Sequence[Sequence[int]]) -> Shape:
-    """A shape from the names of all its nodes but the root, in any order; `ValueError` if a node is listed without its
-    parent or its earlier siblings."""
+    """A shape from the names of all nodes but the root; `ValueError` where parents or earlier siblings are missing."""
     listed = {tuple(node) for node in nodes}
     shape: Shape = {}
     for node in listed:

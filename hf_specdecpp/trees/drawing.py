@@ -13,8 +13,7 @@ ACCEPTED = "*"
 
 @dataclass(frozen=True, repr=False)
 class DrawnTree:
-    """A tree, whose node 0 is the last token before it, and the accepted `path` below; `str()` draws it with token
-    ids."""
+    """A tree, its root the last token before it, and the accepted `path`; `str()` draws it with token ids."""
 
     tree: DraftTree
     path: list[int]
@@ -23,8 +22,7 @@ class DrawnTree:
         return self.text()
 
     def text(self, decode: Callable[[int], str] = str) -> str:
-        """One line a node: `*` where it was accepted, the token, its estimate a and the value v of its slot. `decode`:
-        how to write a token id."""
+        """A line a node: `*` if accepted, the token by `decode`, its estimate a and the value v of its slot."""
         tree, accepted = self.tree, set(self.path)
         lines = [
             f"{decode(tree.tokens[0])}   ({len(tree)} candidates, depth {tree.depth}, "
@@ -42,8 +40,7 @@ class DrawnTree:
         return "\n".join(lines)
 
     def save(self, file: str | Path, decode: Callable[[int], str] = str) -> None:
-        """Write a picture, with matplotlib, in the format of the ending: accepted nodes filled, others paler by
-        value."""
+        """Write a picture, by the file's ending: accepted nodes filled, others paler by value. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         tree, accepted = self.tree, {0, *self.path}

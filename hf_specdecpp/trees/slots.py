@@ -1,5 +1,4 @@
-"""A growing token tree, its open slots and the siblings that are drawn there: what `algorithms` decides about. No model
-inside."""
+"""A growing token tree, its open slots and the siblings drawn there: what `algorithms` decides about, without a model."""
 
 from __future__ import annotations
 
@@ -264,8 +263,7 @@ class HeadJudgedSiblings:
 
 
 class SiblingDistribution:
-    """What a head is told about q without the siblings drawn so far, kept up to date from one sibling to the next.
-    `entropy`: of q, in nats."""
+    """What a head is told about q without the siblings drawn so far, kept up to date; `entropy`: of q, in nats."""
 
     def __init__(self, entropy: float, greedy: bool) -> None:
         self.entropy, self.greedy = entropy, float(greedy)

@@ -147,11 +147,7 @@ class DraftTree:
 
     def path(self, node: int) -> list[int]:
         """Tokens from below the root down to `node`."""
-        tokens = []
-        while node > 0:
-            tokens.append(self.tokens[node])
-            node = self.parents[node]
-        return tokens[::-1]
+        return [self.tokens[each] for each in self.nodes_to(node)]
 
     def nodes_to(self, node: int) -> list[int]:
         """The nodes from below the root down to `node`."""

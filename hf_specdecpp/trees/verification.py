@@ -127,17 +127,11 @@ def _reject(node: Open, token: int) -> None:
 
 
 def follow_tree(tree: DraftTree, path: list[int], token: int, draw: Callable[[int], int]) -> tuple[list[int], int]:
-    """Go on from what was verified along candidates that were looked up.
+    """Go on from what was verified, `path` and `token`, along candidates that were looked up: the same, further down.
 
     Such a candidate is one token for certain, so it is accepted exactly if it is what is drawn from the target's
-    distribution: the token after the path may be one, then the token drawn after that, and so on.
-
-    Args:
-        path, token: the accepted nodes and the token after them, as `verify_tree` returns them.
-        draw: gives a token from the target's distribution after a node. Asked about one node after the other.
-
-    Returns:
-        The same, further down.
+    distribution: the token after the path may be one, then the token drawn after that, and so on. `draw` gives a token
+    from the target's distribution after a node, and is asked about one node after the other.
     """
     node = path[-1] if path else 0
     while (found := tree.looked_up.get((node, token))) is not None:

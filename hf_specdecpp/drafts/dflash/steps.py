@@ -49,8 +49,7 @@ class BlockSteps(RoundSteps):
 
 
 class _Rows:
-    """All rows of a cache in a pass over a window of `count` and a block of `size` rows at `places` `[texts, count +
-    size]`."""
+    """All rows of a cache in a pass over a window of `count` and a block of `size` rows, at these `places`."""
 
     def __init__(self, cache: RoomCache, places: Tensor, count: int, size: int) -> None:
         self.cache, self.size = cache, size

@@ -98,16 +98,12 @@ def export(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported: 
 def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict[str, Any]:
     """The config that describes a draft to other engines; `ValueError` if its layers are of another type.
 
-    What is usual is left out, since engines differ in what they understand by it. Layers that are not the usual ones
-    stand there twice: in `eagle_config` by what comes out of them (SGLang), at the top by what goes into them (vLLM).
+    What is usual is left out, since engines differ in what they understand by it. Layers of the target that are not the
+    usual ones to read stand there twice: in `eagle_config` by what comes out of them (SGLang), at the top by what goes
+    into them (vLLM).
 
     Example: of a target of 32 layers `reads=[1, 15, 28]` is usual. `[3, 15, 28]` stands there as itself and as
     `[4, 16, 29]`.
-
-    Args:
-        settings: of a draft with Llama layers.
-        reads: the target's layers whose outputs it reads.
-        target: the config of the target's text model.
     """
     if settings.layer["model_type"] != "llama":
         raise ValueError(

@@ -1,5 +1,4 @@
-"""Multi-token layers: those that the target's own checkpoint brings for drafting (`docs/ready-made.md`), how they are
-found there and read."""
+"""Multi-token layers that the target's own checkpoint brings (`docs/ready-made.md`): how they are found and read."""
 
 from __future__ import annotations
 
@@ -107,13 +106,9 @@ def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: s
 
 def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool = False) -> list[dict[str, str]]:
     """For each multi-token layer, what its tensors are called here and in the checkpoint; `ValueError` if there are
-    some in a form that is not known.
+    some in a form that is not known. `is_chained`: layers without a norm of their own after them have one together.
 
     Example: of a target of 61 layers `model.layers.61.shared_head.norm.weight` is the first one's `post_norm.weight`.
-
-    Args:
-        depth: the target's layers.
-        is_chained: whether layers that have no norm of their own after them have one together.
     """
     names = list(names)
     starts = [re.fullmatch(r"((?:.*\.)?layers\.)(\d{1,6})\.eh_proj\.weight", name) for name in names]

@@ -60,15 +60,11 @@ class MtpInput(StateReader):
 
 
 def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tuple[CausalLM, MtpInput]:
-    """A causal LM with a multi-token layer as its only one and that layer's norm as its final one, and its input;
-    `ValueError` if they do not fit the target.
+    """A causal LM with the multi-token layer at a `place` as its only one and that layer's norm as its final one, and
+    its input; `ValueError` if they do not fit the target.
 
     The target's embeddings, LM head and rotary frequencies are shared. The layer is of the target's own class, and its
     tensors are renamed and put together (experts) as transformers does it with the target's.
-
-    Args:
-        tensors: of the layer (`kind.MtpLayers`).
-        place: which of the multi-token layers it is.
     """
     _check_sizes(tensors, target, source)
     text = target.config.get_text_config(decoder=True)

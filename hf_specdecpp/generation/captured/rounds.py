@@ -37,8 +37,7 @@ class Accepted(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the host reads of a round of a text: the tree that was submitted, its nodes that stand, what follows them,
-    and the estimates of a chain."""
+    """What the host reads of a round of a text: what was submitted, what stands and follows, and estimates."""
 
     tree: DraftTree
     path: list[int]

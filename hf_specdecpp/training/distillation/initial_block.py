@@ -65,18 +65,14 @@ def untrained(settings: DFlashSettings, target: CausalLM) -> DFlashModel:
 
 @torch.no_grad()
 def fit(model: DFlashModel, target: CausalLM, texts: Iterable[Tensor], decay: float = DECAY) -> None:
-    """Begin like the last layer of the target, where the draft can.
+    """Begin like the last layer of the target, where the draft, which has met it untrained, can; texts are `[1, n]`
+    each.
 
     Let x be what the MLP of the target's last layer reads and adds to, c what the draft knows of a token, and e an
     embedding, normed. By least squares x - e = M c + G e in the first row of a block, and x - m = M' c + G' e in the
     later ones, with c of the token before the anchor, e of the anchor and m the mask token's embedding. These maps
     become values and outputs of the first layer's heads; MLP and norm of the last are the target's. Where the target
-    has no such MLP, x is what its last layer makes.
-
-    Args:
-        model: untrained, has met the target; is changed.
-        texts: `[1, n]` each.
-        decay: of the weights of places, in places.
+    has no such MLP, x is what its last layer makes. Weights of places fall by `decay`, in places.
     """
     last = LastLayer(target, model.layers[-1])
     _set_attention(model, _means(model, target, texts, last, decay))

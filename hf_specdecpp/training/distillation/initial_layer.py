@@ -63,16 +63,12 @@ def untrained(settings: Eagle3Settings, target: CausalLM, vocab: Tensor | None) 
 
 @torch.no_grad()
 def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
-    """Begin like the target's last layer.
+    """Begin like the target's last layer; texts are `[1, n]` each.
 
     By least squares fc makes of the target's states its final state before the final norm, of usual size: what the
     draft's own state y imitates, so that every step of a round goes on from the same kind of vector. What the MLP of
     that layer reads, less g, is by least squares again a linear function of this state and the embedding of the token
     after it, which attention carries; its MLP is that layer's.
-
-    Args:
-        model: is changed.
-        texts: `[1, n]` each.
     """
     texts, layer = list(texts), model.decoder.layers[0]
     last = LastLayer(target, layer)

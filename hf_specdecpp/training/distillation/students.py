@@ -105,15 +105,12 @@ class Taught(nn.Module):
         return torch.stack((torch.minimum(p[:, None], q).sum(-1), agree.float()), dim=-1)
 
     def distances(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
-        """The distance `[positions, steps]` of q from p, which is renormalised on the tokens that the draft has.
-
-        Args:
-            hidden: `[positions, steps, hidden_size]`, what the LM head reads.
-            p_logits: `[positions, d]`, of these tokens.
+        """The distance `[positions, steps]` of q from p, which is renormalised on the d tokens that the draft has;
+        `hidden` is what the LM head reads, `[positions, steps, hidden_size]`.
 
         Where q is zero by construction KL would be infinite whatever the draft says. With S the draft's tokens and p_S
-        the renormalised p, a candidate is accepted with chance sum_S min(p, q) >= p(S) * sum_S min(p_S, q): p(S) is
-        not in the draft's hands, and the second factor is 1 - TV(p_S, q), which this KL bounds (Pinsker).
+        the renormalised p, a candidate is accepted with chance sum_S min(p, q) >= p(S) * sum_S min(p_S, q): p(S) is not
+        in the draft's hands, and the second factor is 1 - TV(p_S, q), which this KL bounds (Pinsker).
         """
         q_logits = self.drafter.head_logits(hidden)
         both = min(p_logits.shape[-1], q_logits.shape[-1])  # without a draft vocabulary: the ids that both have
