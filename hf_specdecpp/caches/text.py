@@ -12,16 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import StaticCache
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import StaticCache, cache_utils
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from hf_specdecpp.caches.states import Mark, is_recurrent
 
@@ -168,7 +160,7 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
                 layer.crop(-count)
     if num_tokens == 0:
         for layer in layers:
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
+            if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
                 layer.reset()
 
 
@@ -182,7 +174,7 @@ def stop_recording(cache: Cache) -> None:
 
 def _surplus(layer: Any, num_tokens: int) -> int:
     """Rows of a layer beyond `num_tokens`; of a convolution's states those since it was last cropped."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
+    if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
         states: dict[int, Any] = layer.conv_states
         sizes: dict[int, Any] = layer.conv_kernel_size
         return max((states[i].shape[-1] - sizes[i] for i in states if states[i] is not None), default=0)
@@ -190,10 +182,10 @@ def _surplus(layer: Any, num_tokens: int) -> int:
 
 
 def _can_crop(layer: Any) -> bool:
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
+    if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
         return layer.record_past
     return (
-        type(layer) is not DynamicSlidingWindowLayer
+        type(layer) is not cache_utils.DynamicSlidingWindowLayer
         or layer.record_past
         or (layer.get_seq_length() < layer.sliding_window)
     )
@@ -202,7 +194,7 @@ def _can_crop(layer: Any) -> bool:
 def num_rows(cache: Cache) -> int:
     """Tokens that a cache holds. A cache of states alone does not count them: 1 once it has read something."""
     for layer in cache.layers:
-        if isinstance(layer, CacheLayerMixin):
+        if isinstance(layer, cache_utils.CacheLayerMixin):
             return int(cache.get_seq_length())  # of static caches it is a tensor
     return int(is_recurrent(cache))
 
@@ -268,7 +260,7 @@ def hold(cache: StaticCache, num_tokens: int) -> None:
     torch._foreach_zero_(lengths)
     torch._foreach_add_(lengths, num_tokens)
     for layer in layers:
-        if isinstance(layer, StaticSlidingWindowLayer):
+        if isinstance(layer, cache_utils.StaticSlidingWindowLayer):
             layer.cumulative_length_int = num_tokens
 
 

@@ -69,8 +69,7 @@ class LookupRates:
 
 
 class TextRates:
-    """The same for one text, in which all of them may be right more often than usual, or less. `rates`: what is usual,
-    which learns from this text, too."""
+    """The same for one text, which may be right more often than usual, or less; what is usual learns from it."""
 
     def __init__(self, rates: LookupRates) -> None:
         self.rates = rates

@@ -83,8 +83,7 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
 
 
 def copy_sharing(module: Any, *others: Any) -> Any:
-    """A copy of the structure of a model, or of a part of one, whose parameters and buffers are the original's.
-    `others`: that it refers to without having registered them."""
+    """A copy of a model's structure with the original's tensors, and `others` that it refers to unregistered."""
     kept = [each for part in (module, *others) for each in (*part.parameters(), *part.buffers(), *states_of(part))]
     shared: dict[int, object] = {id(each): each for each in kept}
     copied = copy.deepcopy(module, shared)

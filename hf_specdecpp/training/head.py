@@ -69,8 +69,7 @@ def fit(
     drafter: Drafter,
     checkpoints: Path,
 ) -> dict[str, float]:
-    """Fit `head` in place with AdamW and a cosine schedule, going on from a checkpoint; metrics on `heldout`.
-    `ValueError` if the loss is not a number."""
+    """Fit `head` in place, going on from a checkpoint; metrics on `heldout`. `ValueError` if the loss is no number."""
     options = config.head
     arguments = training_arguments(
         config,

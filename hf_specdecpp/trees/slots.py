@@ -1,4 +1,4 @@
-"""A growing token tree, its open slots and the siblings drawn there: what `algorithms` decides about, without a model."""
+"""A growing token tree, its open slots and the siblings drawn there: what `algorithms` decides about. No models."""
 
 from __future__ import annotations
 
@@ -160,8 +160,7 @@ class SoftmaxBuffer:
         self.rows: Tensor | None = None
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """Of `[n, vocab]` logits, always of one width. Rows of nothing but -inf, where no token is left, become 0, on a
-        device nan."""
+        """Of logits `[n, vocab]`. Rows of nothing but -inf, where no token is left, become 0, on a device nan."""
         begin, self.used = self.used, self.used + scores.shape[0]
         if scores.device.type != "cpu":
             return scores.softmax(dim=-1)

@@ -1,5 +1,4 @@
-"""What a DFlash draft is made of (`DFlashSettings`), as the `config.json` of a checkpoint says it in each of three
-dialects (`read_settings`). Relatives are refused by name."""
+"""What a DFlash draft is made of (`DFlashSettings`), by a `config.json` in any of three dialects (`read_settings`)."""
 
 from __future__ import annotations
 

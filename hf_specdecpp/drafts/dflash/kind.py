@@ -42,8 +42,7 @@ BELONGS = (
 
 
 def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
-    """The draft that a `config.json` and its tensors make (`Format.read`); `ValueError` if they are of a relative, or a
-    tensor is missing, unknown or of another shape."""
+    """The draft of a `config.json` and tensors (`Format.read`); `ValueError` for relatives, or misfit tensors."""
     refuse_relatives(raw, tensors)
     named = NAMES.here(tensors, source)
     own: dict[str, Any] = {name: f"{part}.weight" in named for name, part in OWN.items()}

@@ -1,5 +1,4 @@
-"""What an EAGLE-3 draft is made of (`Eagle3Settings`), and how the `config.json` of a checkpoint says it, in either
-dialect (`read_config`). Relatives are refused by name."""
+"""What an EAGLE-3 draft is made of (`Eagle3Settings`), by a `config.json` in either dialect (`read_config`)."""
 
 from __future__ import annotations
 
