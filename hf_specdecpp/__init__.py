@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_specdecpp.choosing import assist
     from hf_specdecpp.config.assistant import SpecDecPPConfig
     from hf_specdecpp.config.speculation import SpeculationConfig
-    from hf_specdecpp.estimation.estimators import AcceptanceHead
+    from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
     from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
     from hf_specdecpp.generation.stats import SpeculationStats
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AcceptanceHead": "estimation.estimators",
+    "AcceptanceHead": "estimation.acceptance_head",
     "SpecDecPPAssistant": "assistant",
     "SpecDecPPCandidateGenerator": "generation.candidate_generator",
     "SpecDecPPConfig": "config.assistant",

@@ -18,7 +18,7 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.kind import Kind, Loading, Parts, is_model
 from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, in_memory, kind_of, override, ready_made
-from hf_specdecpp.estimation.estimators import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing
 from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts
@@ -145,15 +145,12 @@ class SpecDecPPAssistant(AssistantModel):
     def from_draft(
         cls, draft: CausalLM | str | Path, target: CausalLM | None = None, **options: Unpack[Options]
     ) -> Self:
-        """Draft with a model of its own.
+        """Draft with a model of its own; `ValueError` if draft, head or vocabulary do not fit.
 
         Args:
             draft: a causal LM (a PEFT model too), its Hub id or its folder; or those of an EAGLE-3, DFlash or Gemma 4
                 draft, such as `eagle3.checkpoint.read_model` makes.
             target: attach to this model; a draft given by name is loaded in its dtype and on its device.
-
-        Raises:
-            ValueError: the draft, head or vocabulary does not fit.
         """
         parts = _parts(options)
         if (kind := ready_made(draft)) is not None:
@@ -172,14 +169,12 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def from_early_exit(cls, target: CausalLM, layers: int | Sequence[int], **options: Unpack[Options]) -> Self:
-        """Draft with some of the target's own layers, whose tensors are shared and never changed, and attach to it.
+        """Draft with some of the target's own layers, whose tensors are shared and never changed, and attach to it;
+        `ValueError` if the layers do not exist, or adapter, head or vocabulary do not fit.
 
         Args:
             target: the model to draft for and with, on the device where it is used.
             layers: number of first layers (4), or ascending indices ([0, 1, 2, 29]).
-
-        Raises:
-            ValueError: the layers do not exist, or adapter, head or vocabulary do not fit.
         """
         return cls._of_layers(EARLY_EXIT, target, layers, _parts(options), options)
 
@@ -192,7 +187,8 @@ class SpecDecPPAssistant(AssistantModel):
         fusion: Fusion | None = None,
         **options: Unpack[Options],
     ) -> Self:
-        """Draft with some of the target's own layers that read its hidden states, and attach to it.
+        """Draft with some of the target's own layers that read its hidden states, and attach to it; `ValueError` if the
+        layers do not exist, or fusion, adapter, head or vocabulary do not fit.
 
         One layer is enough, but it has to be trained (`specdecpp train --draft conditioned`).
 
@@ -200,9 +196,6 @@ class SpecDecPPAssistant(AssistantModel):
             target, layers: as in `from_early_exit`.
             reads: indices of the target's layers whose outputs are read beside its final state.
             fusion: trained, with its own `reads`; by default an untrained one.
-
-        Raises:
-            ValueError: the layers do not exist, or fusion, adapter, head or vocabulary do not fit.
         """
         fusion = fusion or Fusion.untrained(causal_lm.base_model(target), reads)
         return cls._of_layers(CONDITIONED, target, layers, replace(_parts(options), module=fusion), options)
@@ -211,7 +204,6 @@ class SpecDecPPAssistant(AssistantModel):
     def _of_layers(
         cls, kind: Kind, target: CausalLM, layers: int | Sequence[int], parts: Parts, options: Options
     ) -> Self:
-        """Draft with layers of the target."""
         target = causal_lm.base_model(target)
         check_target(target, recurrent=True)
         chosen = check_layers(layers, target.config.get_text_config(decoder=True).num_hidden_layers)
@@ -282,7 +274,6 @@ class SpecDecPPAssistant(AssistantModel):
 
 
 def _parts(options: Options) -> Parts:
-    """The parts of a draft among the options."""
     adapter, vocab = options.get("adapter"), options.get("draft_vocab")
     folder = None if adapter is None else find_adapter(Repository(str(adapter)), None)
     ids = None if vocab is None else torch.as_tensor(vocab, dtype=torch.long)

@@ -18,18 +18,11 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
 from hf_specdecpp.drafts.kind import Loading, Parts
 from hf_specdecpp.drafts.known import describe, draft_name, kind_of
-from hf_specdecpp.estimation.estimators import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.rehearsal import warm_up
-from hf_specdecpp.generation.doors import attached
-from hf_specdecpp.generation.doors.unattached import (
-    AssistantGenerationConfig,
-    DraftOutput,
-    DraftState,
-    Round,
-    check_loop,
-    draft_round,
-)
+from hf_specdecpp.generation.doors import attached, unattached
+from hf_specdecpp.generation.doors.unattached import AssistantGenerationConfig, DraftState, Round, check_loop
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models import causal_lm
@@ -205,7 +198,6 @@ class AssistantModel(PreTrainedModel):
             raise ValueError(f"{error} This assistant was made for {made_for!r}, and the target is {name!r}.") from None
 
     def _draft_with(self, target: CausalLM) -> None:
-        """Make the draft of this target."""
         if attached.is_attached(self, target):
             return
         if attached.targets_of(self):
@@ -252,7 +244,6 @@ class AssistantModel(PreTrainedModel):
         )
 
     def _trainable(self) -> frozenset[str]:
-        """`DraftSetup.trainable`."""
         if self.kind.trainable is None:
             return frozenset()
         lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}
@@ -289,7 +280,7 @@ class AssistantModel(PreTrainedModel):
         generation_config: GenerationConfig | None = None,
         max_new_tokens: int | None = None,
         **kwargs: Any,
-    ) -> DraftOutput:
+    ) -> unattached.DraftOutput:
         """Draft one round for transformers' loop, the only caller; `ValueError` where that is impossible."""
         if input_ids is None or generation_config is None or max_new_tokens is None:
             raise ValueError(
@@ -300,7 +291,8 @@ class AssistantModel(PreTrainedModel):
         given, mask = kwargs.get("logits_processor"), kwargs.get("attention_mask")
         start = partial(self.start_generation, None, generation_config, given, mask)
         least = kwargs.get("min_new_tokens", 0)
-        return draft_round(start, Round(input_ids, generation_config, list(given or []), least, max_new_tokens), state)
+        asked = Round(input_ids, generation_config, list(given or []), least, max_new_tokens)
+        return unattached.draft_round(start, asked, state)
 
     # A property where models have an attribute: transformers' reading it says that its loop begins.
     @property

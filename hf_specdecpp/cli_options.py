@@ -152,7 +152,6 @@ class DraftChoice:
 
     @property
     def is_by_default(self) -> bool:
-        """Whether nothing says what drafts."""
         return self.assistant is None and self.layers is None and not self.lookup and not self.mtp
 
     def flags(self, kind: str) -> str:

@@ -47,7 +47,6 @@ class Repository:
 
     @property
     def full_name(self) -> str:
-        """The name with the folder."""
         return f"{self.name}/{self.subfolder}" if self.subfolder else self.name
 
     @property
@@ -55,8 +54,7 @@ class Repository:
         return Path(self.name).is_dir()
 
     def file(self, filename: str, folder: str | None = None) -> Path:
-        """Local path of a file, downloaded if need be; `FileNotFoundError` where a folder lacks it, or the Hub's
-        errors."""
+        """Local path of a file, downloaded if need be; `FileNotFoundError` where a folder lacks it, or Hub errors."""
         subfolder = "/".join(part for part in (self.subfolder, folder) if part)
         if self.is_local:
             path = Path(self.name, subfolder, filename)
@@ -154,13 +152,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a model in safetensors files, by name. A file is downloaded and opened when one of them is read.
-
-    Args:
-        source: the model's repository.
-        index: the file that lists them, or the only one that holds them; `None` without any.
-        files: which file holds which tensor.
-    """
+    """The tensors of a model in safetensors files, by name: `files` says which file holds which, of an index if there
+    is one. A file is downloaded and opened when one of them is read."""
 
     def __init__(self, source: Repository, index: Path | None, files: Mapping[str, str]) -> None:
         self.source, self.index, self.files, self._open = source, index, files, dict[str, Any]()
@@ -180,7 +173,6 @@ class Weights(Mapping[str, Tensor]):
 
     @classmethod
     def at(cls, path: Path) -> Weights:
-        """Those of one file."""
         with _opened(path) as file:
             return cls(Repository(str(path.parent)), path, dict.fromkeys(file.keys(), path.name))
 
@@ -330,8 +322,7 @@ def recall(kind: str, of: dict[str, Any]) -> Any:
 
 
 def remember(kind: str, of: dict[str, Any], value: Any) -> None:
-    """Keep what was measured of a kind in Hugging Face's assets cache, if that can be written; `value` and all that it
-    depends on (`of`) are JSON-able."""
+    """Keep in Hugging Face's assets cache, if that can be written, what was measured of a kind; all is JSON-able."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: huggingface_hub finds a file in the folder's place
         save_text(json.dumps({kind: value, "of": of}, indent=1), _measured_path(kind, of))
 

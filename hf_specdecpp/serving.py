@@ -162,7 +162,9 @@ def _check_reloaded(model: CausalLM, folder: Path) -> None:
         again = load_model(folder)
     except Exception as failure:  # whatever the checks of a family's config and constructor raise
         raise _not_equal(model, f"transformers cannot load them ({str(failure)[:200]})") from failure
-    if differing := _differing(_contents(model), _contents(again)):
+    ours, theirs = _contents(model), _contents(again)
+    names = sorted({*ours, *theirs})
+    if differing := [name for name in names if not _same(ours.get(name, "none"), theirs.get(name, "none"))]:
         raise _not_equal(model, f"{len(differing)} weights or settings differ, such as {', '.join(differing[:3])}")
     tokens = torch.arange(PROBE)[None] % model.config.vocab_size
     with torch.inference_mode():
@@ -191,11 +193,6 @@ def _contents(model: CausalLM) -> dict[str, Any]:
         if isinstance(value, bool | int | float | str | None) and not key.startswith("_")
     }
     return {**settings, **model.state_dict()}
-
-
-def _differing(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Names of what is not the same in both, or only in one."""
-    return sorted(name for name in {**ours, **theirs} if not _same(ours.get(name, "none"), theirs.get(name, "none")))
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -66,11 +66,6 @@ class Contestant:
         return self.speculation is not None
 
     @property
-    def takes_batches(self) -> bool:
-        """Whether it can answer several prompts at once: plain generation and chains of ours can."""
-        return self in BASELINES or (self.speculation is not None and self.speculation.tree is None)
-
-    @property
     def is_constant(self) -> bool:
         """Whether a chain has a fixed length, up to 8, or threshold, 0.3 to 0.7: what adapting rules have to beat."""
         config = self.speculation
@@ -166,7 +161,6 @@ def _judged(family: str, setting: Any, judge: str, **settings: Any) -> Contestan
 
 
 def _chains(judges: Sequence[str]) -> list[Contestant]:
-    """Ours, without trees."""
     lengths = ((f"fixed {length}", SpeculationConfig(rule="fixed", num_tokens=length)) for length in LENGTHS)
     found = [Contestant(name, "fixed", settings, "head" in judges) for name, settings in lengths]
     for judge in judges:

@@ -141,7 +141,6 @@ def counts(mismatch: Row, results: dict[str, Any]) -> bool:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The whole report."""
     settings, where, summary = results["settings"], results["environment"], results["summary"]
 
     def picture(name: str, temperature: float) -> list[str]:

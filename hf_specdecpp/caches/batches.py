@@ -25,7 +25,8 @@ def other_layers(layers: Iterable[object]) -> str:
 
 
 class BatchCache:
-    """The cache of a batch, whose rows each go at their own pace: it is appended to with holes.
+    """The cache of a batch, whose rows each go at their own pace: it is appended to with holes; `ValueError` where
+    layers are not attention.
 
     Each pass feeds every row the same number of columns; a row with fewer tokens gets dummies, and what it forgets
     stays in its place. `valid` says which columns are tokens of a row. They are in the order of the text, so that the
@@ -42,9 +43,6 @@ class BatchCache:
     Attributes:
         valid: `[rows, columns]` bool, on the host as all bookkeeping is.
         layers: of `cache`, as they were made.
-
-    Raises:
-        ValueError: the model has layers that are not attention.
     """
 
     def __init__(self, model: CausalLM, cache: DynamicCache, rows: int) -> None:
@@ -99,11 +97,7 @@ class BatchCache:
         """Once all rows have left: make `cache` an ordinary one again that holds the first columns of all of them.
 
         Example: rows of 3 and 5 tokens, and `shown` is 0 1 1 1 and 1 1 1 1. The cache gets four columns, of which the
-        first row fills the last three, and the second row all with its first four tokens.
-
-        Args:
-            held: by each row when it left.
-            shown: `[rows, columns]` bool, which columns are tokens.
+        first row fills the last three, and the second row all with its first four tokens. `held`: by each as it left.
         """
         layers: list[Any] = self.cache.layers
         holding = [layer for layer, ours in zip(self.layers, layers, strict=True) if ours.keys is not None]
@@ -133,12 +127,9 @@ def _spread(held: KeysValues, shown: Tensor) -> KeysValues:
 
 
 def compact(cache: Cache, valid: Tensor, width: int) -> Tensor:
-    """Move each row's tokens to the right end of `width` columns, in place.
+    """Move each row's tokens to the right end of `width` columns, in place; `valid` `[rows, width]` then.
 
     Example: rows 1 0 1 and 1 1 1 of `valid` become 0 1 1 and 1 1 1 where the width is 3, their tokens in the old order.
-
-    Returns:
-        `valid` `[rows, width]`.
     """
     order = valid.long().argsort(dim=1, stable=True)[:, -width:]
     layers: list[Any] = cache.layers

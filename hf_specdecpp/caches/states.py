@@ -38,7 +38,6 @@ class Mark:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the copies."""
         return sum(copy.numel() * copy.element_size() for copies in self.copies for copy in copies)
 
     def back(self) -> None:

@@ -31,13 +31,19 @@ def check_static(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, An
 
 
 def prepare_static(model_kwargs: dict[str, Any], config: GenerationConfig, most_in_tree: int) -> None:
-    """Make the cache fit for candidates if it is a static one, before anything is read and once nothing is refused. A
-    tree, of up to `most_in_tree` candidates, is not cut to the room that is left: it has room after the longest text.
+    """Make the cache fit for candidates if it is a static one, before anything is read and once nothing is refused.
+
+    Layers with a window keep all tokens of a text: a full window moves on with each token, and what has left it cannot
+    come back. A tree, of up to `most_in_tree` candidates, is not cut to the room that is left: it has room after the
+    longest text.
     """
     cache = cache_among(model_kwargs)
     # Else the user's own; made by `generate()` for this text, nobody else uses it.
     if isinstance(cache, StaticCache) and config.cache_implementation is not None:
-        widen(cache, config.max_length - 1, width_of(most_in_tree + 1) if most_in_tree else 0)
+        further = width_of(most_in_tree + 1) if most_in_tree else 0
+        room = max(config.max_length - 1, cache.get_max_length()) + further
+        kinds = (StaticLayer, StaticSlidingWindowLayer) if further else (StaticSlidingWindowLayer,)
+        cache.layers = [_with_room(layer, room) if type(layer) in kinds else layer for layer in cache.layers]
 
 
 def _unfit(target: CausalLM, input_ids: Tensor, cache: StaticCache, longest: int, keeps_windows: bool) -> str | None:
@@ -79,14 +85,6 @@ def as_static(config: GenerationConfig, model_kwargs: dict[str, Any]) -> Generat
         config = copy.copy(config)
         config.cache_implementation = "static"
     return config
-
-
-def widen(cache: StaticCache, num_rows: int, further: int = 0) -> None:
-    """Let layers with a window, in a cache that is still empty, keep all `num_rows` tokens of a text, and give every
-    layer `further` rows: a full window moves on with each token, and what has left it cannot come back."""
-    room = max(num_rows, cache.get_max_length()) + further
-    kinds = (StaticLayer, StaticSlidingWindowLayer) if further else (StaticSlidingWindowLayer,)
-    cache.layers = [_with_room(layer, room) if type(layer) in kinds else layer for layer in cache.layers]
 
 
 def _with_room(layer: Any, room: int) -> StaticLayer:

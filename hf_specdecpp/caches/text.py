@@ -12,16 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import StaticCache
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import StaticCache, cache_utils
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from hf_specdecpp.caches.states import Mark, is_recurrent
 
@@ -59,8 +51,7 @@ class CachedText(ABC):
 
 
 class GrowingText(CachedText):
-    """In a cache that grows: of keys and values, with windows or without, and of recurrent states. `cache`: `None`
-    where the model makes one with its first pass."""
+    """In a cache that grows, with windows and recurrent states or without; `None` where the first pass makes one."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self.held = cache, 0 if cache is None else num_rows(cache)
@@ -68,28 +59,25 @@ class GrowingText(CachedText):
         self._shrinks = True
 
     def begin(self) -> None:
-        if self._is_recurrent is None:  # once, after the prompt: each layer is asked
-            self._is_recurrent = is_recurrent(self.cache)
+        if self._is_recurrent is None:  # once, after the prompt; of ordinary layers alone nothing else is asked
             self._shrinks = any(type(layer) is not DynamicLayer for layer in self.cache.layers)
+            self._is_recurrent = self._shrinks and is_recurrent(self.cache)
         if self._is_recurrent and not self.pending:
             self.mark = Mark(self.cache)
 
     def keep(self, count: int, of: int, path: PathRows | None = None) -> None:
         if self.mark is not None:
-            self._keep_states(self.mark, count, of)
+            if count == of:
+                self.pending, self.mark = 0, None
+            else:
+                self.mark.back()
+                self.pending += count
         elif path is None:
             if count < of or self._shrinks:  # windows and convolutions, with nothing to remove, too
                 self.cache.crop(count - of)
         else:
             keep_path(self.cache, self.cache.get_seq_length() - of, path.rows[:count], path.on_device[:count])
         self.held = self.cache.get_seq_length() if self._is_recurrent is False else num_rows(self.cache)
-
-    def _keep_states(self, mark: Mark, count: int, of: int) -> None:
-        if count == of:
-            self.pending, self.mark = 0, None
-        else:
-            mark.back()
-            self.pending += count
 
     def back(self) -> None:
         if self.mark is not None:
@@ -172,7 +160,7 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
                 layer.crop(-count)
     if num_tokens == 0:
         for layer in layers:
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
+            if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
                 layer.reset()
 
 
@@ -186,7 +174,7 @@ def stop_recording(cache: Cache) -> None:
 
 def _surplus(layer: Any, num_tokens: int) -> int:
     """Rows of a layer beyond `num_tokens`; of a convolution's states those since it was last cropped."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
+    if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
         states: dict[int, Any] = layer.conv_states
         sizes: dict[int, Any] = layer.conv_kernel_size
         return max((states[i].shape[-1] - sizes[i] for i in states if states[i] is not None), default=0)
@@ -194,10 +182,10 @@ def _surplus(layer: Any, num_tokens: int) -> int:
 
 
 def _can_crop(layer: Any) -> bool:
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
+    if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
         return layer.record_past
     return (
-        type(layer) is not DynamicSlidingWindowLayer
+        type(layer) is not cache_utils.DynamicSlidingWindowLayer
         or layer.record_past
         or (layer.get_seq_length() < layer.sliding_window)
     )
@@ -206,26 +194,21 @@ def _can_crop(layer: Any) -> bool:
 def num_rows(cache: Cache) -> int:
     """Tokens that a cache holds. A cache of states alone does not count them: 1 once it has read something."""
     for layer in cache.layers:
-        if isinstance(layer, CacheLayerMixin):
+        if isinstance(layer, cache_utils.CacheLayerMixin):
             return int(cache.get_seq_length())  # of static caches it is a tensor
     return int(is_recurrent(cache))
 
 
 def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor | None = None) -> None:
-    """Reduce a tree in the cache to one path, in place.
+    """Reduce a tree in the cache to one path, in place: ascending indices, the root (0) among them, also `on_device`.
 
     The rows of the path move up to the text, then the cache is cropped to them, which costs O(path): the text is
     neither copied nor read. What the crop leaves is a view of the old storage; the next pass replaces the storage, so
-    that discarded rows never pile up.
+    that discarded rows never pile up. Sliding-window layers must have recorded their past (`activate_past_recording`)
+    since before the nodes were fed.
 
     Example: 5 tokens of text and the nodes 0 to 4 lie in rows 0 to 9. For the path [0, 2, 4] node 0 stays in row 5,
     nodes 2 and 4 move from rows 7 and 9 to rows 6 and 7, and the crop leaves rows 0 to 7.
-
-    Args:
-        cache: holds `num_prefix` tokens of text, then nodes in feeding order. Sliding-window layers must have recorded
-            their past (`activate_past_recording`) since before the nodes were fed.
-        path: ascending indices of the nodes to keep, the root (node 0) among them.
-        on_device: `[n]`, the same on a device; uploaded by default.
     """
     in_place, every_layer = num_in_place(path), list[Any](cache.layers)
     layers = [layer for layer in every_layer if layer.keys is not None]  # others share keys, or were never fed
@@ -277,7 +260,7 @@ def hold(cache: StaticCache, num_tokens: int) -> None:
     torch._foreach_zero_(lengths)
     torch._foreach_add_(lengths, num_tokens)
     for layer in layers:
-        if isinstance(layer, StaticSlidingWindowLayer):
+        if isinstance(layer, cache_utils.StaticSlidingWindowLayer):
             layer.cumulative_length_int = num_tokens
 
 

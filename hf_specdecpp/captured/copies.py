@@ -33,20 +33,13 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """transformers' `sdpa` attention under a mask, without copies of keys and values for the heads that share them.
+    """As `cpu_products.grouped_attention`, without copies of keys and values for the heads that share them.
 
     The query heads of a group become further queries. On CUDA PyTorch's own sharing (`enable_gqa`) has no fast kernel
     for passes under a mask, and transformers copies all rows of a fixed cache for each layer.
 
     Example: 12 query heads share 2 heads of keys and values. Four tokens are read as 24 queries of each of these heads.
-
-    Args:
-        query: `[batch, heads, tokens, width]`.
-        key, value: `[batch, heads of keys, cached tokens, width]`.
-        attention_mask: `[batch, 1, tokens, cached tokens]`, boolean, or as `for_groups` makes it.
-
-    Returns:
-        `[batch, tokens, heads, width]`, and no weights.
+    The mask `[batch, 1, tokens, cached tokens]` is boolean, or as `for_groups` makes it.
     """
     if any(kwargs.get(name) is not None for name in UNUSUAL):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -68,12 +61,8 @@ NOTES = {"_previous_max_cache_length"}  # that `generate()` leaves at a model, a
 
 
 def for_groups(mask: Any, model: CausalLM) -> Any:
-    """A mask, or several by kind of layer, in the form that `grouped_attention` uses without changing it: made once for
-    all layers of a pass.
-
-    Returns:
-        `[batch, 1, group * tokens, cached tokens]`, to be added.
-    """
+    """A mask, or several by kind of layer, in the form `[batch, 1, group * tokens, cached tokens]`, to be added, that
+    `grouped_attention` uses without changing it: made once for all layers of a pass."""
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != GROUPED:
         return mask

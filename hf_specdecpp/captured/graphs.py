@@ -19,8 +19,6 @@ WARM_UPS = 2  # runs before a capture: libraries allocate their workspaces in th
 
 
 class Graph(Protocol):
-    """What a capture makes."""
-
     def replay(self) -> None:
         """Run all that was captured again, on what its tensors hold now."""
 
@@ -30,7 +28,6 @@ class CannotCaptureError(RuntimeError):
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether functions on a device can be captured."""
     return device.type == "cuda"
 
 
@@ -66,14 +63,8 @@ class Graphs:
         return key in self._graphs
 
     def run(self, key: Hashable, function: Callable[[], None], changes: Sequence[Tensor] = ()) -> None:
-        """Run a function, by its graph if there is one for `key`.
-
-        Args:
-            changes: tensors that the function reads and then changes.
-
-        Raises:
-            CannotCaptureError: the function cannot be captured. `changes` are as they were before.
-        """
+        """Run a function, by its graph if there is one for `key`. It may read and then change the tensors `changes`,
+        which are as before where there is a `CannotCaptureError`."""
         if key not in self._graphs:
             begin = time.perf_counter()
             if len(self._graphs) >= MOST_GRAPHS:
@@ -113,11 +104,7 @@ def _side_stream(_device: int) -> Any:
 
 
 def captured(function: Callable[[], None], restore: Callable[[], None], pool: Any) -> Graph:
-    """A CUDA graph of a function, which has run some times before.
-
-    Args:
-        restore: takes back what a run has changed, so that the next one finds the room that it expects.
-    """
+    """A CUDA graph of a function, which has run some times; `restore` takes back what a run has changed."""
     stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

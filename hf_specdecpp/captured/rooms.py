@@ -117,7 +117,6 @@ class RoomCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
         return sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in self._made())
 
     def _made(self) -> list[Any]:
@@ -164,8 +163,7 @@ class RoomCache(Cache):
             ours.values[:, :, first:num_tokens] = layer.values
 
     def held_of(self, text: int, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values `[heads, n, size]` of the first `num_tokens` tokens of a text, in each layer; hidden ones are
-        left out."""
+        """In each layer keys and values `[heads, n, size]` of the first tokens of a text; hidden ones are left out."""
         shown = slice(None) if self.prompt is None else self.prompt.shown[text, :num_tokens]
         return [(layer.keys[text, :, :num_tokens][:, shown], layer.values[text, :, :num_tokens][:, shown])
                 for layer in self._made()]  # fmt: skip
@@ -211,15 +209,8 @@ class Rooms:
 
 
 class RoomText(CachedText):
-    """A text in a room. As it grows, it goes on in a larger one that holds the same.
-
-    Args:
-        empty: gives an empty cache with room for so many tokens.
-
-    Attributes:
-        cache: a `RoomCache`, once there is a room.
-        held (tokens): as `cache.length`, on the host.
-    """
+    """A text in a room. As it grows, it goes on in a larger one that holds the same: `empty` gives one for so many
+    tokens. `held` is `cache.length`, on the host."""
 
     def __init__(self, empty: Callable[[int], RoomCache]) -> None:
         self._empty = empty

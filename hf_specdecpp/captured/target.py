@@ -26,13 +26,9 @@ _known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyD
 
 @dataclass
 class Slot:
-    """What passes of one width read and write, where it stays.
-
-    Attributes:
-        tokens: `[1, width]`.
-        ancestors, depths: `[width, width]` bool and `[width]`: who sees whom, as `inputs_in_place` takes them.
-        outputs: logits `[1, width, vocab]`, then the chosen states, `[1, width, size]` each; none before a pass.
-    """
+    """What passes of one width read and write, where it stays: `tokens` `[1, width]`, who sees whom (as in
+    `inputs_in_place`), and as outputs logits `[1, width, vocab]`, then the chosen states `[1, width, size]` each; none
+    before a pass."""
 
     tokens: Tensor
     ancestors: Tensor
@@ -72,7 +68,7 @@ class CapturedTarget:
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
         self._reads: tuple[int, ...] = ()  # whether the final state is watched, then numbers of layers
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # states of the latest pass, by what is watched
-        self._paths: dict[int, Tensor] = {}  # rows of a path, by their number
+        self._paths: dict[int, Tensor] = {}  # where rows of a path are written, by their number
         # What is kept of whole rounds from text to text, by draft and ways of drawing (`generation.captured.rounds`).
         self.rounds: dict[Any, Any] = {}
         self._positions = torch.Size()
@@ -83,12 +79,8 @@ class CapturedTarget:
         return self.text.cache.room, self._positions
 
     def begin(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
-        """Go on with texts of `num_tokens` in a growing cache.
-
-        Args:
-            shown: `[texts, num_tokens]` bool, which of its rows the target sees; `None` for all.
-            position: `[..., texts, 1]` of the next token of each.
-        """
+        """Go on with texts of `num_tokens` in a growing cache, of whose rows the target sees those `shown` `[texts,
+        num_tokens]` (`None`: all); `position` `[..., texts, 1]` is of the next token of each."""
         self._positions = position.shape
         self.text = RoomText(partial(self.rooms.empty, positions=position.shape))
         room = self.text.with_room(num_tokens + 1)
@@ -113,17 +105,11 @@ class CapturedTarget:
             self._watched[self._reads] = seen
 
     def read(self, tokens: Tensor, tree: tuple[Tensor, Tensor] | None = None) -> Any:
-        """A pass over `tokens` `[1, n]` after the text.
+        """A pass over `tokens` `[1, n]`, a chain, or a tree with its `ancestors` `[width, width]` and `depths`
+        `[width]`.
 
-        Args:
-            tree: `ancestors` `[width, width]` and `depths` `[width]` of a tree, filled up with dummies; else the tokens
-                are a chain.
-
-        Returns:
-            `logits` `[1, n, vocab]`, and the `states` `[1, n, size]` that are watched. The next pass writes over them.
-
-        Raises:
-            CannotCaptureError: of the first pass; nothing has been read then.
+        Returns logits `[1, n, vocab]`, and the states `[1, n, size]` that are watched; the next pass writes over them.
+        `CannotCaptureError` of the first pass; nothing has been read then.
         """
         count = tokens.shape[1]
         width = width_of(count)
@@ -154,12 +140,9 @@ class CapturedTarget:
             return function()
 
     def forward(self, cache: RoomCache, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
-        """What is captured: a pass of the model over `tokens` `[texts, width]` after the texts. Arguments as in `Slot`;
-        the ancestors are `[texts, width, width]` where texts have trees of their own.
-
-        Returns:
-            Logits `[texts, width, vocab]`, then the states that are watched.
-        """
+        """What is captured: a pass of the model over `tokens` `[texts, width]` after the texts, with arguments as in
+        `Slot`; the ancestors are `[texts, width, width]` where texts have trees of their own. Logits `[texts, width,
+        vocab]`, then the states that are watched."""
         inputs = inputs_in_place(self.model, cache.room, ancestors, depths, depths, cache.length, cache.prompt)
         if self.longest < float("inf"):  # of dummies, which may stand behind the last position that there is
             inputs["position_ids"] = inputs["position_ids"].clamp_max(int(self.longest) - 1)
@@ -192,8 +175,10 @@ class CapturedTarget:
     def _move(self, path: Tensor) -> None:
         """Move the rows of a path up to the text."""
         cache, width = self.text.cache, width_of(len(path))
-        rows = self._path_rows(width)
-        key = "path", width, *self.place
+        if width not in self._paths:
+            with lasting():
+                self._paths[width] = torch.zeros(width, dtype=torch.long, device=self.device)
+        rows, key = self._paths[width], ("path", width, *self.place)
 
         def move() -> None:
             cache.move(rows[None])
@@ -203,13 +188,6 @@ class CapturedTarget:
             self._run(key, move)
         rows[: len(path)] = path
         self._run(key, move)
-
-    def _path_rows(self, width: int) -> Tensor:
-        """`[width]`, where a path's rows are written."""
-        if width not in self._paths:
-            with lasting():
-                self._paths[width] = torch.zeros(width, dtype=torch.long, device=self.device)
-        return self._paths[width]
 
 
 def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:

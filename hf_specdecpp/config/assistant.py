@@ -86,8 +86,7 @@ class SpecDecPPConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The config that a `config.json` describes; `ValueError` if it is of a newer format, or a value is of the
-        wrong type or out of its range."""
+        """The config of a `config.json`; `ValueError` for a newer format, or a value of a wrong type or range."""
         written_for = config_dict.get("format_version", FORMAT_VERSION)
         if type(written_for) is int and written_for > FORMAT_VERSION:
             raise ValueError(

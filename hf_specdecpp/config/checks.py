@@ -25,9 +25,7 @@ LARGEST = 2**63  # no integer of a tensor is larger, and JSON has integers of an
 def check_types(settings: Any, path: str = "") -> None:
     """Raise `ValueError` naming the first field, in nested dataclasses too, whose value is of another type.
 
-    Args:
-        settings: a dataclass.
-        path: what its fields are called before their names, such as `"head."`.
+    `path` is what fields are called before their names, such as `"head."`.
     """
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
     check_values(values, _hints(settings.__class__), path)
@@ -37,10 +35,9 @@ def check_types(settings: Any, path: str = "") -> None:
 
 
 def check_arguments(function: Callable[..., Any], values: Any, path: str = "") -> None:
-    """Raise `ValueError` unless `values` is a mapping of arguments that `function` has, of the types it annotates.
+    """Raise `ValueError` unless `values` maps arguments of `function` to values of the types it annotates.
 
-    Args:
-        path: what the arguments are called before their names, such as `"head."`.
+    `path` is what arguments are called before their names, such as `"head."`.
     """
     hints = _hints(function)
     if not isinstance(values, dict):

@@ -13,7 +13,7 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class Costs:
-    """What a round costs, in seconds.
+    """What a round costs, in seconds; `ValueError` if a value is no number of seconds, or `verify` is empty.
 
     Args:
         draft (seconds): one draft step, with its estimate and its draw.
@@ -24,9 +24,6 @@ class Costs:
         branch (seconds): each further place that a draft step answers for: a node of a tree, a candidate of a block.
         start (seconds): drafting at all, whatever the number of steps.
         block (candidates): the number that one draft step proposes.
-
-    Raises:
-        ValueError: a value is not a number of seconds, or `verify` is empty.
     """
 
     draft: float
@@ -116,13 +113,7 @@ class Costs:
         return self.draft * steps + self.branch * (nodes - steps)
 
     def tree_seconds(self, passes: int, num_read: int, verify: float) -> float:
-        """Seconds of a round with a tree.
-
-        Args:
-            passes: of the draft.
-            num_read: nodes that the draft read in them, the root included.
-            verify: seconds of the target's pass.
-        """
+        """Seconds of a round with a tree: `passes` of the draft over `num_read` nodes, and `verify` of the target."""
         return self.start + self.draft * passes + self.branch * (num_read - passes) + verify + self.overhead
 
     def verify_seconds(self, max_tokens: int) -> Floats:

@@ -42,7 +42,8 @@ REMOVED_RULES = ("confidence", "svip", "adaedl")
 
 @dataclass
 class SpeculationConfig:
-    """How far to speculate, and with which means; all else the package decides (`stats.decided`).
+    """How far to speculate, and with which means; all else the package decides (`stats.decided`); `ValueError` if a
+    value is out of its range, or a setting is one of an earlier version: what takes its place is said.
 
     Args:
         rule: when a round stops drafting. `"throughput"`: where that maximises tokens a second (`docs/throughput.md`);
@@ -72,10 +73,6 @@ class SpeculationConfig:
             (`stats.uncaptured` says why not); `"off"`: they run as ever.
         compile: compile small pieces of captured passes with `torch.compile`: on an H100 a pass took 10 to 28 % less,
             and the first text some seconds more (`docs/gpu.md`).
-
-    Raises:
-        ValueError: a value is outside its range, or the setting is one of an earlier version: what takes its place is
-            said.
     """
 
     rule: Rule = "throughput"
@@ -154,12 +151,8 @@ class SpeculationConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculationConfig:
-        """Build from `values`; fields that no version knew are named in a warning, and removed ones are left out, but
-        for those that say the same as a setting of today.
-
-        Raises:
-            ValueError: it is not a mapping, or a value is of the wrong type or outside its range.
-        """
+        """Build from a mapping; `ValueError` for a value of a wrong type or out of range. A warning names fields that
+        no version knew; removed ones are left out, but for those that say the same as a setting of today."""
         if not isinstance(values, dict):
             raise ValueError(f"speculation={values!r} must be a mapping of settings.")
         known = {field.name for field in fields(cls)}
@@ -198,7 +191,8 @@ def warn_unknown(names: list[str], where: str) -> None:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What the package decides where nobody experiments: `assistant.decisions`, for experiments and tests.
+    """What the package decides where nobody experiments: `assistant.decisions`, for experiments and tests. `ValueError`
+    if a value is of the wrong type or out of its range.
 
     `SpeculationStats.decided` says what a generation made of it. `None` is decided for each target and draft.
 
@@ -220,9 +214,6 @@ class Decisions:
         pack_weights: let oneDNN compute with packed copies of the weights. `None`: where memory allows.
         int8_draft: let the draft read a few tokens with int8 copies of its weights. `None`: drafts that are models of
             their own.
-
-    Raises:
-        ValueError: a value is of the wrong type or outside its range.
     """
 
     min_tokens: int = 1

@@ -14,8 +14,9 @@ from torch.nn import functional
 from hf_specdecpp.captured.graphs import lasting
 from hf_specdecpp.captured.rooms import Rooms, RoomText
 from hf_specdecpp.drafting.round_steps import Level, RoundSteps, Window
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
-from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftStep, Estimator, lag_of
+from hf_specdecpp.estimation.estimators import DraftStep, Estimator, lag_of
 from hf_specdecpp.sampling.on_device import best_slots, count_until, exponential, race, remaining, slot_values
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.verification import Verification
@@ -80,14 +81,9 @@ class RoundRules:
 
 
 class Drawn(NamedTuple):
-    """A level of candidates.
-
-    Attributes:
-        tokens, parents: `[texts, width]`, the latter as places in the level above.
-        values: `[texts, width]`, chances that they stand, as far as is known; of trees alone.
-        q: `[texts, width, vocab]`, that they were drawn from, where they were drawn.
-        judged: `[texts]`, what an estimator says of a chain.
-    """
+    """A level of candidates: tokens and their parents' places in the level above `[texts, width]`; of trees the chances
+    that they stand, as far as is known; q `[texts, width, vocab]`, where they were drawn; and what an estimator says of
+    a chain."""
 
     tokens: Tensor
     parents: Tensor
@@ -160,13 +156,8 @@ class CapturedDraft:
         return max(self._sizes) + self.width + self.nodes
 
     def begin(self, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
-        """Read new texts but for what the first round reads.
-
-        Args:
-            tokens: `[texts, n]`.
-            states: `[texts, n, size]`, before each token.
-            padding: `[texts]`, tokens before each text.
-        """
+        """Read new texts but for what the first round reads: `tokens` `[texts, n]` after `padding` `[texts]` others,
+        and `states` `[texts, n, size]` before each token."""
         count, again = tokens.shape[1], self.steps.again
         self.text, self._sizes = RoomText(self._empty), [count] * len(tokens)
         if not self.steps.shares_cache:
@@ -195,11 +186,7 @@ class CapturedDraft:
         return max(self.pending) == self.width
 
     def note(self, accepted: Mapping[int, int], drafted: bool) -> None:
-        """On the host, what `take` and `catch_up` did, by text.
-
-        Args:
-            drafted: whether the window was read.
-        """
+        """On the host, what `take` and `catch_up` did, by text; `drafted`: whether the window was read."""
         if drafted:
             self.pending = [min(pending, self.steps.again) for pending in self.pending]
         for text, count in accepted.items():
@@ -226,11 +213,7 @@ class CapturedDraft:
         cache.length.copy_(before + (cache.length - before) * self.alive)
 
     def propose(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
-        """Draw all levels of candidates, and find the place at which the rule stops.
-
-        Args:
-            text: `[texts, n]`, all tokens, where a processor looks at them.
-        """
+        """Draw all levels of candidates, and find where the rule stops; `text` `[texts, n]` is for processors."""
         cache, nodes, width = self.text.cache, shape.nodes, shape.width
         before, span = cache.length.clone(), torch.arange(nodes, device=self.device)
         steps = self.steps.unroll(self.source.cache, Window(self.tokens, self.states, self.last), span // width)
@@ -257,12 +240,7 @@ class CapturedDraft:
         self.count.copy_(self._count(shape, [each.judged for each in levels], rules))
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
-        """Draw a level below the nodes of another.
-
-        Args:
-            step: scores `[texts, m, vocab]` and so on, after the nodes.
-            values: `[texts, m]` of them.
-        """
+        """Draw a level below nodes: after them `step` has scores `[texts, m, vocab]`; their `values` `[texts, m]`."""
         scores, q = step.scores, step.scores if rules.greedy else step.q
         times = None if rules.greedy else exponential(*q.shape, device=self.device)
         if width == 1:
@@ -338,13 +316,8 @@ class CapturedDraft:
 
 
 def with_paths(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
-    """What m nodes follow, `[texts, m, length + n]`, for processors that ask which tokens there were.
-
-    Args:
-        text: `[texts, length]`.
-        candidates: `[texts, n]`.
-        seen: `[texts, m, n]` bool, which of them each node sees. For the others stands the last of the text.
-    """
+    """What m nodes follow, `[texts, m, length + n]`, for processors that ask which tokens there were: of the candidates
+    `[texts, n]` those that are `seen` `[texts, m, n]`. For the others stands the last of the text."""
     count = seen.shape[1]
     path = torch.where(seen, candidates[:, None], text[:, -1:, None])
     return torch.cat((text[:, None].expand(-1, count, -1), path), dim=2)

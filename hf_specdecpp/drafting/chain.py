@@ -119,13 +119,8 @@ def drafted_alone(row: Drafting) -> DraftTree:
 
 
 def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool]) -> list[DraftTree]:
-    """Draft the chains of several rows, step by step together.
-
-    Args:
-        rows: one coroutine each.
-        prepare: called before each step with the candidates of those rows that go on, by their places in `rows`; says
-            whether they do.
-    """
+    """Draft the chains of several rows, each a coroutine, step by step together. `prepare` is called before each step
+    with the candidates of those that go on, by their places in `rows`; says whether they do."""
     chains: dict[int, DraftTree] = {}
     going, goes_on = list(range(len(rows))), None
     while going:

@@ -87,11 +87,8 @@ class Reading(ABC):
         """
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after nodes of a tree.
-
-        First after the root; then after any nodes whose parents have been asked about. Rows of nothing but -inf
-        propose nothing.
-        """
+        """Logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after nodes of a tree: first after the root,
+        then after any whose parents have been asked about. Rows of nothing but -inf propose nothing."""
         raise NotImplementedError(f"{type(self).__name__} drafts chains.")
 
     def keep(self, path: list[int]) -> None:
@@ -110,11 +107,7 @@ class RowsAlone:
 
 
 class Beside:
-    """Where a target was when a draft was put beside it.
-
-    Raises:
-        ValueError: it is spread over several processes.
-    """
+    """Where a target was when a draft was put beside it; `ValueError` if it is spread over several processes."""
 
     def __init__(self, target: CausalLM) -> None:
         if (processes := num_processes(target)) > 1:
@@ -252,21 +245,10 @@ class Draft:
         reads = None if self.reads is None else self.reads.to_config()
         return {"reads": reads, "draft_vocab": None}
 
-    def check_can(self, what: str) -> None:
-        """Raise `ValueError` if it cannot do this (`cannot`)."""
-        if (reason := self.cannot.get(what)) is not None:
-            raise ValueError(reason)
-
 
 class StateDraft(Draft):
-    """A draft beside the target that it has met, which reads the target's states and is no causal LM by itself.
-
-    Args:
-        model: on the target's device, in its dtype.
-
-    Attributes:
-        lacks: what it cannot do beside drafting unattached (`Draft.cannot`).
-    """
+    """A draft on the device of the target that it has met, which reads its states and is no causal LM by itself.
+    `lacks`: what it cannot do beside drafting unattached (`Draft.cannot`)."""
 
     model: Any
     draft_vocab = None  # all tokens

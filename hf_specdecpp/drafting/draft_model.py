@@ -16,7 +16,8 @@ from hf_specdecpp.models.target_states import StateReader
 
 
 class DraftModel(Reader):
-    """A causal LM that drafts for a target.
+    """A causal LM that drafts for a target; `ValueError` if the model cannot draft, `draft_vocab` is no set of token
+    ids, the fusion has other sizes, or how states become logits is not understood.
 
     Args:
         model: an independent draft, or an early exit of the target (`early_exit.early_exit`).
@@ -24,10 +25,6 @@ class DraftModel(Reader):
         shares_target: the model's tensors are the target's. Then it is not registered as a submodule: `.to()` and
             friends on the drafter never move or cast the target, and its small head stays where the target is.
         fusion: makes inputs of the target's hidden states and embeddings, for a draft that reads them.
-
-    Raises:
-        ValueError: the model cannot draft, `draft_vocab` is not a set of token ids, the fusion has other sizes, or the
-            model turns hidden states into logits in a way that is not understood.
     """
 
     draft_vocab: Tensor | None
@@ -138,7 +135,6 @@ class DraftModel(Reader):
 
 
 def check_can_draft(model: CausalLM) -> None:
-    """Raise `ValueError` if `model` is of a kind that cannot draft."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; a draft must be a decoder-only causal LM.")

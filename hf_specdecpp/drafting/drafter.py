@@ -11,7 +11,7 @@ from hf_specdecpp.drafting.draft import NO_STATES, Draft, Reading
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.round_steps import ModelSteps
 from hf_specdecpp.drafting.session import BatchSession, DraftSession, RowSession
-from hf_specdecpp.estimation.estimators import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.attention import check_tree

@@ -16,13 +16,9 @@ from hf_specdecpp.trees.attention import inputs_in_place
 
 
 class Window(NamedTuple):
-    """What a draft reads at the beginning of a round.
-
-    Attributes:
-        tokens: `[texts, n]`, the last ones of each text, then dummies.
-        states: `[texts, n, size]` of the target before each of them, for a draft that reads any.
-        last: `[texts]`, place of each text's last token.
-    """
+    """What a draft reads at the beginning of a round: the last tokens of each text, then dummies, `[texts, n]`;
+    `states` `[texts, n, size]` of the target before each, for a draft that reads any; and the place of each text's
+    `last` token."""
 
     tokens: Tensor
     states: Tensor | None
@@ -30,13 +26,8 @@ class Window(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Nodes that were drawn after a step, and are read in the next.
-
-    Attributes:
-        tokens: `[texts, width]`.
-        parents: `[texts, width]`, places of their parents in the level above.
-        seen: `[texts, width, n]` bool: which of the n nodes of a round each of them sees.
-    """
+    """Nodes that were drawn after a step, and are read in the next: `tokens` `[texts, width]`, their parents' places in
+    the level above, and which of the n nodes of a round each of them sees, `[texts, width, n]` bool."""
 
     tokens: Tensor
     parents: Tensor
@@ -51,16 +42,12 @@ class RoundSteps(ABC):
     """What drafts in captured rounds. It keeps nothing of a text: its caches are given to it.
 
     Args:
-        drafter: whose model is captured.
-        vocab_size: width of the target's logits.
-        key: what is captured, for those who keep graphs.
+        drafter: whose model is captured; `key` says what is, for those who keep graphs.
         size: of the target's states, for a draft that reads any.
 
     Attributes:
         again: tokens of the text that are read a second time in the next round.
-        least: steps that each round has to take, so that all caches hold the window.
-        most: levels of the deepest round.
-        embed: as in `Reading`.
+        least, most: steps that each round has to take, so that all caches hold the window, and of the deepest one.
         draws_trees: whether levels may have several nodes.
         shares_cache: whether it reads its target's cache in the place of one of its own.
     """
@@ -78,12 +65,8 @@ class RoundSteps(ABC):
 
     @abstractmethod
     def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:
-        """Read the window, then each level that is sent.
-
-        Args:
-            cache: holds the text before the window. What its length is afterwards does not matter.
-            depths: `[n]`, levels of the nodes that the round may have, from 0 on.
-        """
+        """Read the window, then each level that is sent; `depths` `[n]`, from 0 on, are levels of nodes that there may
+        be. The cache holds the text before the window. What its length is afterwards does not matter."""
 
     def read(self, cache: RoomCache, window: Window) -> None:
         """Read a window alone, after which the cache holds all of it but the last `again` tokens."""
@@ -126,11 +109,7 @@ class ModelSteps(RoundSteps):
 
 
 def read(drafter: DraftModel, cache: RoomCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Read a window, of which dummies are not kept.
-
-    Returns:
-        Logits `[texts, vocab_size]` and hidden states `[texts, hidden_size]` after token number `last`.
-    """
+    """Logits `[texts, vocab_size]` and hidden states `[texts, hidden_size]` after a window without its dummies."""
     hidden = at_last(read_chain(drafter, cache, window.tokens, window.states), window.last)
     cache.length.add_(window.last + 1)
     return drafter.logits(hidden, vocab_size), hidden

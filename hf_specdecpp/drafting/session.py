@@ -151,12 +151,8 @@ class DraftSession(ModelReading):
 
 
 class RowSession(ModelReading):
-    """What the draft has read of one row. The batch feeds it, and leaves here what the row's next step finds.
-
-    Attributes:
-        found: logits `[vocab_size]` and hidden state after what was fed last.
-        forgotten: tokens to take out of the row's part of the cache.
-    """
+    """What the draft has read of one row. The batch feeds it, and leaves here what the row's next step has `found`:
+    logits `[vocab_size]` and hidden state. `forgotten` tokens are to be taken out of the row's part of the cache."""
 
     found: tuple[Tensor, Tensor]
 
@@ -189,13 +185,10 @@ class RowSession(ModelReading):
 
 
 class BatchSession:
-    """The draft's cache for all rows of a batch.
+    """The draft's cache for all rows of a batch; `ValueError` if the draft has layers that are not attention.
 
     Rows that draft on are fed together. In a round's first step rows have different numbers of tokens to read, so
     dummies stand before the shorter ones; a row that does not draft is fed dummies only.
-
-    Raises:
-        ValueError: the draft has layers that are not attention.
     """
 
     def __init__(self, rows: Sequence[RowSession]) -> None:
@@ -242,6 +235,5 @@ class BatchSession:
         return hidden
 
     def select(self, places: Sequence[int]) -> None:
-        """The batch goes on with these rows."""
         self.rows = [self.rows[place] for place in places]
         self.cache.select(places)

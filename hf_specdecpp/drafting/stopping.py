@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -26,21 +26,6 @@ class Proposal(Protocol):
 
     def drawn(self, path: Sequence[int], /) -> Sequence[int]:
         """Those of accepted candidates that the draft drew."""
-
-
-class Rule(Protocol):
-    """What decides how far rounds are drafted, chains and trees alike."""
-
-    def starts(self, unread: int, /) -> bool:
-        """Whether the round drafts at all. `unread`: how many tokens the draft would have to read first."""
-
-    def saw(self, proposal: Any, stands: Sequence[int], /) -> None:
-        """Learn the outcome of a round.
-
-        Args:
-            proposal: a `DraftTree`.
-            stands: the candidates that were accepted.
-        """
 
 
 class StoppingRule:

@@ -60,9 +60,6 @@ def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
 
     Example: with 3 places what follows b, c and d in the text a b c d e f is the first, second and third candidate of
     the block after b, and what follows e and f those after e. Before a there is no state, so nothing follows it.
-
-    Args:
-        draft: with `blocks_after`.
     """
     anchors = torch.arange(1, input_ids.shape[1], int(draft.places), device=input_ids.device)
     blocks = draft.blocks_after(input_ids, states, anchors.expand(len(input_ids), -1))

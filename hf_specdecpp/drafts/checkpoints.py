@@ -54,12 +54,8 @@ class Relative(NamedTuple):
 
 
 def relative_by(relatives: Sequence[Relative], raw: Mapping[str, Any], own: str, *parts: str) -> str | None:
-    """Which relative a config is of, if it is of one.
-
-    Args:
-        own: the type of speculators that is none.
-        parts: of the config that have further fields.
-    """
+    """Which relative a config is of, if it is of one. `own`: the type of speculators that is none; `parts`: of the
+    config, that have further fields."""
     said: dict[str, Any] = dict(raw)
     for part in parts:
         said |= mapping(raw, part)
@@ -79,14 +75,9 @@ def relative_among(relatives: Sequence[Relative], tensors: Iterable[str]) -> str
 
 
 def rotary_parameters(layers: Mapping[str, Any], cure: str, theta: float | None = None) -> dict[str, Any]:
-    """The rotary parameters of a draft's layers, as transformers takes them. They are its own, not a target's.
-    `ValueError` if a part of each head only is rotated, or they make no sense.
-
-    Args:
-        layers: the config of the layers, with `rope_parameters`, or with `rope_theta` and `rope_scaling`.
-        cure: what to do where they make no sense.
-        theta: in the place of what stands there.
-    """
+    """The rotary parameters of a draft's layers, as transformers takes them, of `rope_parameters`, or of `rope_theta`
+    and `rope_scaling`. They are its own, not a target's. `ValueError`, with a `cure`, if they make no sense, or a part
+    of each head only is rotated. `theta`: in the place of what stands there."""
     rope = dict(mapping(layers, "rope_parameters") or mapping(layers, "rope_scaling"))
     older, kind = rope.pop("type", None), rope.pop("rope_type", None)
     found = rope.pop("rope_theta", None) or layers.get("rope_theta") or DEFAULT_THETA

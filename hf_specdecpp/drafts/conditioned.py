@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,12 +81,7 @@ class Fusion(StateReader):
             _last(self.read).weight.zero_()
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """The inputs `[..., E]` of the draft.
-
-        Args:
-            states: `[..., width]` of the target, or `[..., H]` of the draft itself.
-            embeddings: `[..., E]`.
-        """
+        """The draft's inputs `[..., E]`, of states `[..., width]` of the target, or its own, and embeddings."""
         if self.read is not None and states.shape[-1] == self.width:
             final, read = states.split((self.hidden_size, self.width - self.hidden_size), dim=-1)
             states = final + self.read(read)
@@ -104,11 +99,7 @@ def _last(layer: nn.Module) -> Any:
     return layer[-1] if isinstance(layer, nn.Sequential) else layer
 
 
-def read_fusion(arguments: dict[str, Any], path: Path) -> Fusion:
-    """The fusion with these arguments, whose weights are in `path`; `ValueError` if the arguments make no sense, or the
-    file is damaged or does not fit them."""
-    hint = "It does not belong to the fusion that config.json describes: download or save both again."
-    return read_module(Fusion, "fusion", arguments, path, hint)
+OTHERS = "It does not belong to the fusion that config.json describes: download or save both again."
 
 
 def words(config: SpecDecPPConfig, target: str) -> str:
@@ -123,7 +114,7 @@ CONDITIONED = Kind(
     draft=EARLY_EXIT.draft,
     words=words,
     stored=Stored(
-        own=OwnFile(FUSION, "fusion", read_fusion),
+        own=OwnFile(FUSION, "fusion", partial(read_module, Fusion, "fusion", hint=OTHERS)),
         unserved="This assistant drafts with {draft}: a layer of the target whose input is made of the target's "
         "states, in a form that no other engine has, so nothing is exported. Engines serve drafts that read states in "
         "the form of EAGLE-3. Train one and export it: `specdecpp train --draft eagle3 --target {target} --data FILE "

@@ -12,7 +12,6 @@ from hf_specdecpp.serving import Destination, Exported, write_plain_model
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
-    """Layers of a target as its draft."""
     draft = early_exit(how.target, config.draft_layers or [])
     if parts.adapter is not None:
         draft = add_adapter(draft, parts.adapter, merge=parts.merge)
@@ -22,7 +21,6 @@ def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
 
 
 def export(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-    """Write the layers as a model of their own."""
     if to.target is None:
         raise ValueError(
             "This assistant drafts with layers of a target that its config.json does not name (target_id), so there "

@@ -22,7 +22,6 @@ def load(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
 
 
 def export(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-    """Write the model with its adapter merged."""
     model = load(config, parts, Loading()).model
     return write_plain_model(model, str(config.draft_id), config.draft_revision, config, to)
 

@@ -23,7 +23,6 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.serving import Destination, Exported
 
 Config: TypeAlias = Mapping[str, Any]  # what a `config.json` says
-Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,8 @@ class OwnFile:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """How well a draft guesses what a target says, as it is read and as it may have to be read.
-
-    Attributes:
-        readings: a name, and how often the first, second, ... candidate of a round is the target's choice.
-        remarks: what follows from them, in sentences.
-    """
+    """How well a draft guesses what a target says, as it is read and as it may have to be read: by name how often the
+    first, second, ... candidate of a round is the target's choice, and what follows from that, in sentences."""
 
     readings: list[tuple[str, list[float]]]
     remarks: list[str]
@@ -183,18 +178,10 @@ class Stored:
         """The draft's file in the assistant's repository, if it has one there: what others publish stays elsewhere."""
         return self.own if config.draft_id is None else None
 
-    def takes_copy(self, config: SpecDecPPConfig) -> bool:
-        """Whether the draft is in a repository of its own, which another copy can take the place of."""
-        return self.is_named or config.draft_id is not None
-
     def load(self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None) -> Any:
-        """What was trained of the draft beside an adapter; `None` where that is nothing. `ValueError` if a file is
-        damaged, or not what is described.
-
-        Args:
-            repository: the assistant's.
-            draft: where the draft is, in the place of what the config names.
-        """
+        """What was trained of the draft beside an adapter, in the assistant's repository, or in `draft` in the place of
+        what the config names; `None` where that is nothing. `ValueError` if a file is damaged, or not what is
+        described."""
         if self.format is not None and is_model(draft):
             return self.format.of_model(draft)
         if (own := self.own_of(config)) is not None:
@@ -276,8 +263,7 @@ class Kind:
 
 
 def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:
-    """The `config.json` of a folder or a Hub id, or of a model object; `None` if it is not there, or is none: whoever
-    loads it says so."""
+    """The `config.json` of a folder, Hub id or model object; `None` if there is none: whoever loads it says so."""
     if is_model(name):
         config = getattr(name, "config", None)
         return config.to_dict() if isinstance(config, PreTrainedConfig) else None

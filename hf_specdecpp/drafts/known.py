@@ -61,8 +61,7 @@ def read_config(raw: dict[str, Any], kind: Kind, source: Repository, commit: str
 
 
 def published(kind: Kind, source: Repository, commit: str | None, **fields: Any) -> SpecDecPPConfig:
-    """The config of an assistant that drafts with what is in a repository of others. `fields`: further ones of the
-    config."""
+    """The config, with these fields, of an assistant that drafts with what is in a repository of others."""
     return SpecDecPPConfig(draft_kind=kind.name, draft_id=source.full_name, draft_revision=commit, **fields)
 
 
@@ -79,7 +78,6 @@ def override(config: SpecDecPPConfig, values: Any) -> None:
 
 
 def describe(config: SpecDecPPConfig) -> str:
-    """The draft of an assistant in a few words."""
     return kind_of(config).describe(config)
 
 
@@ -95,8 +93,7 @@ def draft_name(config: SpecDecPPConfig) -> str:
 
 
 def ready_made(draft: CausalLM | str | Path) -> Kind | None:
-    """The kind of a draft that cannot draft by itself, of a model object or of what a folder or Hub id holds, if it is
-    there and can be reached."""
+    """The kind of a draft that cannot draft by itself: a model object, or what is found in a folder or Hub id."""
     made = [kind for kind, form in FORMATS if form.module is not None and isinstance(draft, form.module)]
     if made:
         return made[0]

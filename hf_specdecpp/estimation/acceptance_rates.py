@@ -97,8 +97,7 @@ class AcceptanceRates:
         return self._end_round()
 
     def observe_tree(self, families: Iterable[tuple[list[float], int | None]]) -> bool:
-        """The same for a tree. `families`: for each node that the target got to the estimates of its children, and the
-        rank of the accepted one, or `None`."""
+        """The same for a tree: of each node reached the estimates of its children, and the rank of the accepted one."""
         for estimates, accepted in families:
             row = NO_VERDICT
             for rank, estimate in enumerate(estimates if accepted is None else estimates[: accepted + 1]):

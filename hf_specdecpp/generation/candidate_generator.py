@@ -42,7 +42,8 @@ NO_TREES = "This generator drafts trees, which only an attached target verifies.
 
 class SpecDecPPCandidateGenerator(CandidateGenerator):
     """Drafts the candidates of one `generate()` call and learns from their fate, in transformers' own assisted decoding
-    loop and in ours (`decoding.py`).
+    loop and in ours (`decoding.py`); `ValueError` if the config or a processor cannot be used, a model cannot read
+    trees, or the draft cannot do what is asked (`Draft.cannot`).
 
     Args:
         setup: the draft and what decides how far it drafts.
@@ -63,10 +64,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         times: of its rounds, where the costs follow them.
         rests: whether rounds are left to the target, as drafting does not pay: nothing is noted for the draft then.
         successors: what the target said lately, which the draft's logits are mixed with, if they shall be.
-
-    Raises:
-        ValueError: the speculation config or a processor cannot be used, a model cannot read trees, or the draft
-            cannot do what is asked of it (`Draft.cannot`).
     """
 
     def __init__(
@@ -81,8 +78,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         setup.speculation.validate()
         draws_trees = setup.speculation.tree is not None and target is not None
         for asked, what in ((target is None, "unattached"), (setup.rows > 1, "batches"), (draws_trees, "trees")):
-            if asked:
-                setup.drafter.check_can(what)
+            if asked and (reason := setup.drafter.cannot.get(what)) is not None:
+                raise ValueError(reason)
         self.setup, self.vocab_size = setup, setup.width(target) or 0
         self._target, self._generation_config = target, generation_config
         session = setup.drafter.row_session if setup.rows > 1 else setup.drafter.session
@@ -248,8 +245,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return torch.cat((input_ids, candidates), dim=1), torch.stack(self.scores_of(chain, input_ids.device))[None]
 
     def scores_of(self, chain: DraftTree, device: torch.device) -> list[Tensor]:
-        """For each candidate the `[vocab]` logits whose softmax it was drawn from: all on one token where it was looked
-        up."""
+        """For each candidate the logits that it was drawn from `[vocab]`: all on one token where it was looked up."""
         looked_up = chain.candidates[chain.num_drawn :]
         return [*chain.drawn_from, *(point_mass(token, self.vocab_size, device) for token in looked_up)]
 
@@ -318,8 +314,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return int(max(min(room, most, self._draft_max_length - session.length + 1, drafter.places), 0))
 
     def _new(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the draft has not been shown of a text `[1, length]`: tokens `[1, n]`, and of the target's `states`
-        `[1, m, size]` those at them."""
+        """What the draft was not shown of a text: tokens `[1, n]`, and the target's states `[1, m, size]` there."""
         new, is_prompt = input_ids[:, self._shown :], not self._shown
         self._shown = input_ids.shape[1]
         return without_padding(new, states, self._mask) if is_prompt and self._mask is not None else (new, states)
@@ -328,10 +323,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 def without_padding(new: Tensor, states: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """A prompt `[1, n]` and the target's states `[1, m, size]` in it without padding, which the target ignores.
 
-    Example: of the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` 5 and 6 are left.
-
-    Args:
-        mask: `[1, length]`, longer than the prompt where that continues a cache, shorter where tokens follow it.
+    Example: of the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` 5 and 6 are left. The mask `[1, length]` is
+    longer than the prompt where that continues a cache, shorter where tokens follow it.
     """
     if states is not None:
         shown = mask[0, -states.shape[1] :].bool()

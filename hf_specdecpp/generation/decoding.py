@@ -25,7 +25,7 @@ class Drafts:
     def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:
         """A tree for each text; a chain has one branch, and an empty tree leaves the round to the target."""
         (text,) = texts
-        with target.draft_attention:
+        with target.attention(beside_captured=True):
             return [text.generator.propose(text.ids, target.room(text), text.states)]
 
     def saw(self, rounds: Sequence[Round]) -> None:
@@ -41,11 +41,7 @@ class Drafts:
 
 
 class AssistedDecoding:
-    """One `generate()` call of an attached target, for one text or for the rows of a batch.
-
-    Attributes:
-        active: the texts that have not ended.
-    """
+    """One `generate()` call of an attached target, for a text or the rows of a batch; `active` have not ended."""
 
     def __init__(self, texts: list[Text], drafts: Drafts, target: TargetSide) -> None:
         self.texts, self.drafts, self.target = texts, drafts, target
@@ -75,7 +71,7 @@ class AssistedDecoding:
             text.stats.prompt_seconds = (time.perf_counter() - begin) / count  # its token has been read
         with self.target.model._optimize_model_for_decode():
             self.target.begin(self.active)
-            with self.target.products, self.target.attention:
+            with self.target.products, self.target.attention():
                 self._make_rounds()
             self.target.complete(self.texts)
         for text in self.texts:
@@ -98,7 +94,8 @@ class AssistedDecoding:
 
     def round(self) -> None:
         """Draft, one target pass, verify, emit, keep (SpecDec++, section 3; DySpec, section 4, where trees branch)."""
-        if self.target.make_whole_round(self.active):  # on a GPU that runs all of this as two launches
+        captured = self.target.captured  # on a GPU that may run all of this as two launches
+        if captured.rounds is not None and captured.make_round(self.active):
             self._leave()
             return
         begin = time.perf_counter()
@@ -125,7 +122,6 @@ class AssistedDecoding:
             self._leave()
 
     def _leave(self) -> None:
-        """Let the texts that have ended leave."""
         places = [place for place, stays in enumerate(self.target.stays(self.active)) if stays]
         if len(places) < len(self.active):
             self.drafts.select(places)

@@ -109,13 +109,11 @@ class Prefix(TargetText):
 
     @property
     def shown(self) -> Tensor | None:
-        """`[rows]` bool: which rows of the cache the target sees; `None` for all."""
         mask = self.model_kwargs.get("attention_mask")
         return mask[0, : self.rows].bool() if mask is not None and self.is_masked else None
 
     @property
     def position(self) -> Tensor:
-        """`[1, 1]`: where the text's last token, which the target has not read, stands between rounds."""
         positions = self.model_kwargs.get("position_ids")
         return torch.tensor([[self.rows]]) if positions is None else positions[..., -1:]
 

@@ -117,14 +117,10 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
 
 
 def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None:
-    """Raise `LateRefusalError` where padding has made logits NaN, as eager attention with windows does.
+    """Raise `LateRefusalError` where padding has made the prompts' logits NaN, as eager attention with windows does.
 
     Plain generation may recover once the padding has left the windows. That depends on which rows a cache still has,
     since 0 times NaN is NaN, and a cache that can be taken back has more of them.
-
-    Args:
-        logits: `[rows, n, vocab]`, of the prompts.
-        mask: `[rows, length]`, or `None` where nothing is padded.
     """
     if mask is None or bool(mask.all()):
         return

@@ -12,8 +12,9 @@ from transformers.utils import logging
 from hf_specdecpp.config.speculation import Decisions, Rule, SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftProbability, Estimator, lag_of
+from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, lag_of
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp
 from hf_specdecpp.lookup.text import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
@@ -63,12 +64,10 @@ class DraftSetup:
 
     @property
     def estimator(self) -> Estimator:
-        """What judges candidates."""
         return self.head or DraftProbability()
 
     @property
     def most_tokens(self) -> int:
-        """The largest number of candidates that a round can have."""
         return self.decisions.most_tokens(self.speculation)
 
     def width(self, target: CausalLM | None) -> int | None:
@@ -113,8 +112,7 @@ class DraftSetup:
 
     @property
     def drafts_in_int8(self) -> bool:
-        """Whether the draft of an attached target reads a few tokens in int8: where that was measured to gain, which is
-        a model of its own (`docs/using.md`)."""
+        """Whether the draft of an attached target reads a few tokens in int8: a model of its own (`docs/using.md`)."""
         wanted = self.decisions.int8_draft
         if wanted is None:
             wanted = self.is_independent and self.speculation.cpu_products == "auto"
@@ -197,11 +195,7 @@ def looking_up(
 
 
 def plan_of(setup: DraftSetup, target: CausalLM | None, generation: GenerationConfig, captures: bool) -> Plan | None:
-    """What `rule="throughput"` knows of the rounds of one generation; `None` for other rules.
-
-    Raises:
-        ValueError: nothing says what a round costs.
-    """
+    """What `rule="throughput"` knows of the rounds of a generation; `ValueError` if nothing says what they cost."""
     config, drafter = setup.speculation, setup.drafter
     trees = config.tree is not None and target is not None
     if setup.rule(target) != "throughput" or (trees and config.tree != "dyspec"):
@@ -226,15 +220,12 @@ def make_rule(
     rates: AcceptanceRates | None = None,
     min_tokens: int = 1,
 ) -> StoppingRule:
-    """The stopping rule that `config` names, fresh for one generation.
+    """The stopping rule that `config` names, fresh for one generation; `ValueError` where `config.validate()` has one.
 
     Args:
         plan: what `rule="throughput"` has learned; by default nothing, and then `config.costs` must be given.
         rates: what calibrates the estimates of `rule="threshold"`, and learns from its rounds; by default nothing does.
         min_tokens (candidates): the fewest in a round of `rule="threshold"`.
-
-    Raises:
-        ValueError: from `config.validate()`.
     """
     config.validate()
     if config.rule == "throughput":

@@ -28,13 +28,8 @@ MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and 
 
 
 class TargetSide(ABC):
-    """What the loop asks of the target, which owns its cache and how its passes run.
-
-    Attributes:
-        states: of its passes, which drafts read.
-        passes: what they take, and which products they run on.
-        captured: what of the call is captured.
-    """
+    """What the loop asks of the target, which owns its cache and how its passes run: the states that drafts read, what
+    passes take and on which products they run, and what is captured."""
 
     def __init__(self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig) -> None:
         self.model, self.config, self.device = model, config, input_device(model)
@@ -48,16 +43,9 @@ class TargetSide(ABC):
         """The context within which passes are made."""
         return self.generator.products
 
-    @property
-    def attention(self) -> AbstractContextManager[None]:
-        """The context in which rounds are made."""
-        grows = self.device.type == "cuda" and self.captured.passes is None
-        return without_cudnn() if grows else nullcontext()
-
-    @property
-    def draft_attention(self) -> AbstractContextManager[None]:
-        """The context in which a draft reads: where passes alone are captured, it reads uncaptured."""
-        grows = self.device.type == "cuda" and self.captured.passes is not None
+    def attention(self, beside_captured: bool = False) -> AbstractContextManager[None]:
+        """The context in which rounds are made, or in which a draft reads beside passes that alone are captured."""
+        grows = self.device.type == "cuda" and beside_captured == (self.captured.passes is not None)
         return without_cudnn() if grows else nullcontext()
 
     @abstractmethod
@@ -91,10 +79,6 @@ class TargetSide(ABC):
     @abstractmethod
     def leave_rooms(self) -> Any:
         """Go on uncaptured."""
-
-    def make_whole_round(self, texts: Sequence[Text]) -> bool:
-        """Make a round that is captured from its first step to its last, where that can be done."""
-        return self.captured.rounds is not None and self.captured.make_round(texts)
 
     def forget(self, count: int) -> None:  # noqa: B027 - of rows, what is read after their end is not looked at
         """At the end of a text: its last `count` tokens, which captured rounds have read, are not part of it."""
@@ -145,15 +129,8 @@ class TargetSide(ABC):
 
 
 class OneTarget(TargetSide):
-    """The target's side of one text. Nothing that it holds may hold it: in a circle, caches stay until garbage is
-    collected.
-
-    Args:
-        model_kwargs: the forward's other arguments, the cache among them.
-
-    Attributes:
-        prefix: what was read, in its cache or in captured rooms.
-    """
+    """The target's side of one text, which is read in its cache or in captured rooms (`prefix`). Nothing that it holds
+    may hold it: in a circle, caches stay until garbage is collected."""
 
     def __init__(self, model: CausalLM, text: Text, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         super().__init__(model, [text], config)
@@ -255,8 +232,7 @@ class OneTarget(TargetSide):
                 rows = slice(again, again + kept)
             else:
                 rows = path.on_device[:kept]
-            self.states.keep(rows)
-            self.text.states = self.states.found
+            self.text.states = self.states.take(rows)
         self.prefix.settle(each.outputs, kept, count, path)
 
     def try_pass(self, count: int) -> None:

@@ -99,14 +99,12 @@ class Text:
         return self.ids.shape[1]
 
     def verify(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
-        """Which candidates stand, and the token after them.
+        """Which candidates stand, and the token after them, by the target's `logits` `[rows, vocab]` in the pass's
+        order.
 
         Processors that must be called once for each emitted token, in order, are asked on the way down only. All others
         are asked about every node of a chain, and of a tree on a device, which then is read once; on a CPU only about
         those nodes of a tree that p is needed at.
-
-        Args:
-            logits: `[rows, vocab]` of the target, in the order of the pass.
         """
         tree, generator = tree_pass.tree, self.generator
         # Where drafting does not pay, what this costs would be most of what a round loses to plain decoding.
@@ -249,8 +247,7 @@ class Text:
 
 
 class Emitted(NamedTuple):
-    """What a round added to a text: so many tokens, and where they were a tree, of the root and the accepted candidates
-    the rows in the pass."""
+    """How many tokens a round added to a text, and of a tree the rows of the root and the accepted candidates."""
 
     kept: int
     path: PathRows | None = None

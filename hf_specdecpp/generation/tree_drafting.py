@@ -16,21 +16,14 @@ from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.trees import TreePlan
-from hf_specdecpp.trees.algorithms import (
-    Shape,
-    ThresholdSchedule,
-    best_shape,
-    grow_by_level,
-    grow_exactly,
-    grow_shape,
-    size,
-)
+from hf_specdecpp.trees import algorithms
 from hf_specdecpp.trees.slots import Growth, Level, SlotValuation, SoftmaxBuffer, check_estimator
 from hf_specdecpp.trees.tree import DraftTree
 
 
 class TreeDrafting:
-    """What stays the same from round to round, and the pace of growth, which learns.
+    """What stays the same from round to round, and the pace of growth, which learns; `ValueError` if the estimator
+    cannot value slots, or a static tree has neither shape nor rates.
 
     Args:
         setup: its settings say which algorithm; its estimator values slots, but for static trees.
@@ -40,9 +33,6 @@ class TreeDrafting:
         most: nodes that a tree may have.
         throughput: for `"dyspec"`: decides how far trees grow, and learns from them. `None` uses up the budget.
         rates: calibrates the estimates of a budget's trees; `None` takes them as they are.
-
-    Raises:
-        ValueError: the estimator cannot value slots, or a static tree has neither shape nor rates.
     """
 
     def __init__(
@@ -58,8 +48,8 @@ class TreeDrafting:
         self.estimator = setup.estimator if self.shape is None else DraftProbability()  # for the records only
         check_estimator(self.estimator)
         self.processing, self.randomness, self.eos_token_ids = processing, randomness, eos_token_ids
-        self.most = self.config.tree_budget if self.shape is None else size(self.shape)
-        self.pace, self.unread = ThresholdSchedule(), 0
+        self.most = self.config.tree_budget if self.shape is None else algorithms.size(self.shape)
+        self.pace, self.unread = algorithms.ThresholdSchedule(), 0
         self.throughput: TreePlan | None = None
         self.rates: AcceptanceRates | None = None
         self.valuation = SlotValuation()
@@ -96,15 +86,14 @@ class TreeDrafting:
         if rule is not None:
             rule.grow(growth, threshold)
         elif self.shape is not None:
-            grow_shape(growth, self.shape)
+            algorithms.grow_shape(growth, self.shape)
         elif config.tree == "dyspec":
-            grow_by_level(growth, config.tree_budget, self.pace, threshold)
+            algorithms.grow_by_level(growth, config.tree_budget, self.pace, threshold)
         else:
-            grow_exactly(growth, config.tree_budget, threshold)
+            algorithms.grow_exactly(growth, config.tree_budget, threshold)
         return growth.tree
 
     def saw(self, tree: DraftTree, path: list[int]) -> None:
-        """Learn which nodes of the last tree were accepted."""
         self.session.keep(path)
         if self.throughput is not None:
             self.throughput.saw(tree, path)
@@ -112,7 +101,7 @@ class TreeDrafting:
             self.rates.observe_tree(tree.judged(path))
 
 
-def _static_shape(setup: DraftSetup, greedy: bool) -> Shape | None:
+def _static_shape(setup: DraftSetup, greedy: bool) -> algorithms.Shape | None:
     """The shape of all trees; `None` where they are dynamic."""
     config, rates = setup.speculation, setup.rates.get(MODES[greedy])
     if config.tree != "static":
@@ -122,4 +111,4 @@ def _static_shape(setup: DraftSetup, greedy: bool) -> Shape | None:
             "tree='static' is the best shape for measured rates of acceptance, which this assistant comes without. "
             "Give a shape: tree=[4, 2, 1, 1] has four children, two for each of them, and so on."
         )
-    return best_shape(rates, config.tree_budget, setup.decisions.tree_depth)
+    return algorithms.best_shape(rates, config.tree_budget, setup.decisions.tree_depth)

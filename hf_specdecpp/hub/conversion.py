@@ -14,22 +14,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Format
 from hf_specdecpp.drafts.known import recognise
-from hf_specdecpp.estimation.estimators import MOST_BLOCKS, AcceptanceHead
-from hf_specdecpp.files import (
-    CHECKPOINT,
-    MOST_CONFIG_BYTES,
-    PICKLE,
-    check_finite,
-    load_tensors,
-    read_json,
-    refuse_pointer,
-    save_tensors,
-    save_text,
-)
+from hf_specdecpp.estimation.acceptance_head import MOST_BLOCKS, AcceptanceHead
+from hf_specdecpp.files import CHECKPOINT, PICKLE
 from hf_specdecpp.hub.repository import CONFIG, HEAD
 from hf_specdecpp.version import __version__
 
@@ -50,7 +41,7 @@ def convert(folder: Path, out: Path, tied: bool | None = None, **models: str | N
     """
     if (out / CONFIG).exists():
         raise FileExistsError(f"{out} already holds a {CONFIG}, which would be overwritten. Choose a new folder.")
-    raw: Any = read_json(folder / CONFIG, MOST_CONFIG_BYTES) if (folder / CONFIG).is_file() else None
+    raw: Any = files.read_json(folder / CONFIG, files.MOST_CONFIG_BYTES) if (folder / CONFIG).is_file() else None
     is_ours = not isinstance(raw, dict) or raw.get("model_type") == SpecDecPPConfig.model_type
     kind = None if is_ours else recognise(raw)
     if kind is not None and kind.stored.format is not None:
@@ -69,8 +60,8 @@ def convert(folder: Path, out: Path, tied: bool | None = None, **models: str | N
         architectures=["SpecDecPPAssistant"],
     )
     out.mkdir(parents=True, exist_ok=True)
-    save_tensors(head.state_dict(), out / HEAD)
-    save_text(config.to_json_string(), out / CONFIG)  # last: a folder with a config is a complete one
+    files.save_tensors(head.state_dict(), out / HEAD)
+    files.save_text(config.to_json_string(), out / CONFIG)  # last: a folder with a config is a complete one
 
 
 def _convert_draft(form: Format, raw: dict[str, Any], folder: Path, out: Path) -> None:
@@ -82,11 +73,11 @@ def _convert_draft(form: Format, raw: dict[str, Any], folder: Path, out: Path) -
             "they are: SpecDecPPAssistant.from_pretrained."
         )
     tensors = {name: tensor.detach().clone() for name, tensor in _load_pickle(path).items()}  # some share memory
-    check_finite(tensors, path)
+    files.check_finite(tensors, path)
     form.read(raw, tensors, str(path))
     out.mkdir(parents=True, exist_ok=True)
-    save_tensors(tensors, out / CHECKPOINT)
-    save_text((folder / CONFIG).read_text(encoding="utf-8"), out / CONFIG)
+    files.save_tensors(tensors, out / CHECKPOINT)
+    files.save_text((folder / CONFIG).read_text(encoding="utf-8"), out / CONFIG)
 
 
 def read_released_head(folder: Path, tied: bool | None = None) -> AcceptanceHead:
@@ -118,7 +109,7 @@ def _read_sizes(path: Path) -> tuple[int, int]:
     """`hidden_size` and `num_layers`."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; it says how large the head is. Download the whole repository.")
-    config = read_json(path, MOST_CONFIG_BYTES)
+    config = files.read_json(path, files.MOST_CONFIG_BYTES)
     if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:
         raise ValueError(f"{path} is in our format already. Use it as it is.")
     size, depth = (config.get(key) if isinstance(config, dict) else None for key in ("hidden_size", "num_layers"))
@@ -143,14 +134,14 @@ def _find_weights(folder: Path) -> Path:
 
 def _load_with_aliases(path: Path) -> dict[str, Tensor]:
     """Tensors of a safetensors file, those that were stored once under all of their names."""
-    tensors = load_tensors(path)
+    tensors = files.load_tensors(path)
     with safe_open(path, framework="pt") as file:
         names: dict[str, str] = file.metadata() or {}
     return tensors | {alias: tensors[name] for alias, name in names.items() if name in tensors and alias not in tensors}
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
-    refuse_pointer(path)
+    files.refuse_pointer(path)
     try:
         tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001 - what a damaged or malicious pickle raises is anybody's guess
@@ -204,7 +195,7 @@ def _check_fit(tensors: dict[str, Tensor], size: int, depth: int, path: Path) ->
                 f"{shape} floating point. The two files do not belong together."
             )
     tensors = {name: tensor.detach().float() for name, tensor in tensors.items()}
-    check_finite(tensors, path)
+    files.check_finite(tensors, path)
     return tensors
 
 

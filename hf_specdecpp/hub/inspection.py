@@ -42,10 +42,7 @@ class FileReport:
 @dataclass
 class Report:
     """What `inspect` found: files that there are or that the config promises, and traps, which a sound assistant may
-    have.
-
-    `config` is `None` if it cannot be read, and `facts` are of a draft that others made (`is_foreign`).
-    """
+    have. `config` is `None` if it cannot be read, and `facts` are of a draft that others made (`is_foreign`)."""
 
     name: str
     commit: str | None = None

@@ -19,7 +19,7 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.drafts.known import describe, kind_of
-from hf_specdecpp.estimation.estimators import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository, read_json, save_tensors, save_text
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
 from hf_specdecpp.models.adapters import ADAPTER_FILES

@@ -18,7 +18,7 @@ from hf_specdecpp.drafts import known
 from hf_specdecpp.drafts.checkpoints import as_described, read_module
 from hf_specdecpp.drafts.kind import Kind, Parts
 from hf_specdecpp.drafts.known import draft_name, kind_of, recognise
-from hf_specdecpp.estimation.estimators import AcceptanceHead, Calibration
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
 from hf_specdecpp.files import MOST_CONFIG_BYTES, Repository, load_strict, load_tensors, read_json
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -59,7 +59,7 @@ def load_parts(
 ) -> tuple[AcceptanceHead | None, Parts]:
     """Head, and what the config promises of the draft, which may be a copy elsewhere; errors as below."""
     kind = kind_of(config)
-    if draft is not None and not kind.stored.takes_copy(config):
+    if draft is not None and not kind.stored.is_named and config.draft_id is None:  # no copy can take its place
         raise ValueError(f"This assistant drafts with {kind.describe(config)}, so draft= must be left out.")
     head = load_head(repository, config) if config.head is not None else None
     draft_vocab = load_draft_vocab(repository, config) if config.draft_vocab_size is not None else None

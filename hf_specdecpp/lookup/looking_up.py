@@ -143,8 +143,7 @@ class LookingUp:
         self.verify: Floats = np.zeros(1)
 
     def begin_round(self, new_tokens: Sequence[int], room: int, unread: int = 0) -> None:
-        """Take note of what the target has said, and find what may follow: at most `room` candidates. `unread`: tokens
-        that the draft has not read."""
+        """Find what may follow, at most `room` candidates; `unread`: tokens that the draft has not read."""
         most = self._room = min(room, self.most)
         if not len(self.text):
             self.text.read_prompt(new_tokens)

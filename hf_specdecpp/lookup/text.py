@@ -36,25 +36,17 @@ _CLASS_OF_LENGTH = [bisect_right(LENGTHS, length) * SHARES for length in range(L
 
 
 def classes_of(lengths: range, agree: int, total: int) -> list[int]:
-    """The classes of candidates that follow one another.
+    """The classes of candidates that follow one another, after matches of these `lengths`, where `agree` of `total`
+    places go on like this.
 
     Example: after matches of 5 and 6 tokens, where 3 of 4 places go on like this, they are 4 * 4 + 1 = 17, twice.
-
-    Args:
-        lengths: tokens that match, for each of them.
-        agree: places that go on with them.
-        total: places.
     """
     share = (2 if total == 1 else 3) if agree == total else int(2 * agree >= total)
     return [_CLASS_OF_LENGTH[min(length, LONGEST)] + share for length in lengths]
 
 
 class LookupRates:
-    """What is known of candidates by class, in whatever text.
-
-    Attributes:
-        right, judged: by class, tokens; older ones fade.
-    """
+    """What is known of candidates by class, in whatever text: how many were right and judged; older ones fade."""
 
     def __init__(self) -> None:
         first, further = PRIOR_OF_LENGTH
@@ -77,8 +69,7 @@ class LookupRates:
 
 
 class TextRates:
-    """The same for one text, in which all of them may be right more often than usual, or less. `rates`: what is usual,
-    which learns from this text, too."""
+    """The same for one text, which may be right more often than usual, or less; what is usual learns from it."""
 
     def __init__(self, rates: LookupRates) -> None:
         self.rates = rates
@@ -91,7 +82,6 @@ class TextRates:
         return [each / (1.0 + each) for each in odds]
 
     def observe(self, of: int, was_right: bool) -> None:
-        """As `LookupRates.observe`."""
         self._right = OF_TEXT * self._right + was_right
         odds = self.rates.odds(of)
         self._expected = OF_TEXT * self._expected + odds / (1.0 + odds)
@@ -139,7 +129,6 @@ class Seen:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Read a token."""
         place, latest = len(self.tokens), self._latest
         pair = _pair(self.tokens[-1] if place else NOTHING, token)
         self._earlier.append(latest.get(token, -1))
@@ -186,7 +175,6 @@ class Answers:
         return len(self.seen)
 
     def clear(self) -> None:
-        """Forget them."""
         self._answers: deque[Sequence[int]] = deque()
         self.seen = Seen()
 
@@ -232,12 +220,7 @@ EQUAL = 8  # matches of this many tokens and more count as equally good
 
 @dataclass
 class Continuation:
-    """What is expected after a text.
-
-    Attributes:
-        tokens: candidates, each after those before it.
-        classes: what each rests on (`rates.classes_of`).
-    """
+    """What is expected after a text: candidates, each after those before it, and what each rests on (`classes_of`)."""
 
     tokens: list[int] = field(default_factory=list)
     classes: list[int] = field(default_factory=list)
@@ -267,13 +250,11 @@ class TextLookup:
         return len(self.sources[0])
 
     def read_prompt(self, tokens: Sequence[int]) -> None:
-        """Begin with these."""
         self.sources[0].extend(tokens[:-CONTEXT])
         for token in tokens[-CONTEXT:]:
             self.read(token)
 
     def read(self, token: int) -> None:
-        """Take note of the next token of the text."""
         self._matches = self._after((token,))
         self.sources[0].append(token)
 

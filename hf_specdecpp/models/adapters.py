@@ -41,12 +41,7 @@ STORED_NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])\.weight|e
 
 @dataclass
 class Lora:
-    """What an adapter adds to the weight of one module: scaling * B A.
-
-    Attributes:
-        a: `[rank, in]`, for an embedding `[rank, number of tokens]`.
-        b: `[out, rank]`.
-    """
+    """What an adapter adds to the weight of a module: scaling * B A, `b` `[out, rank]`, `a` `[rank, in]`."""
 
     a: Tensor
     b: Tensor
@@ -138,8 +133,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Parse an `adapter_config.json`; `ValueError` if it does not describe an ordinary LoRA adapter, or a value is of
-    the wrong kind."""
+    """Parse an `adapter_config.json`; `ValueError` if it describes no ordinary LoRA, or a value is of a wrong kind."""
     config = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__

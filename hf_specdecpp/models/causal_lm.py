@@ -73,8 +73,7 @@ def inner_decoder(model: CausalLM) -> CausalLM:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """A model and all modules below it, each once. They are walked over before each text, and there are thousands of
-    them: `modules()` takes ten times as long."""
+    """A model and all modules below it, each once, for each text anew: `modules()` takes ten times as long."""
     found = {model: None}
     left = [model]
     for module in left:

@@ -17,8 +17,7 @@ ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attent
 
 
 def check_target(target: CausalLM, recurrent: bool = False) -> None:
-    """Raise `ValueError` if nothing that `target` generates can be assisted. `recurrent`: whether the caller takes
-    recurrent states back (`caches.states`)."""
+    """Raise `ValueError` if `target` cannot be assisted. `recurrent`: whether the caller takes states back."""
     name = type(target).__name__
     if not target.can_generate():
         raise ValueError(f"{name} cannot generate, so there is nothing to assist. Load it with AutoModelForCausalLM.")

@@ -99,7 +99,8 @@ class FasterProducts:
         self.has_choice = any(ways.products != {"own"} for _, ways in parts)
         models = [module for modules, _ in parts for module in modules]
         # Attention that comes and goes would compile a compiled model again.
-        self.groups_attention = any(map(_on_cpu, models)) and not any(map(_recompiles, models))
+        on_cpu = any(all(device.type == "cpu" for device in devices_of(model)) for model in models)
+        self.groups_attention = on_cpu and not any(map(_recompiles, models))
 
     def __enter__(self) -> None:
         with _lock:
@@ -214,10 +215,6 @@ def large_layers(models: Iterable[nn.Module], seen: set[nn.Module] | None = None
 def _recompiles(module: nn.Module) -> bool:
     """Whether a forward that comes and goes would have it compiled again each time."""
     return has_compiled_call(module) or "_compiled_call" in vars(module)  # `generate(cache_implementation="static")`
-
-
-def _on_cpu(model: nn.Module) -> bool:
-    return all(device.type == "cpu" for device in devices_of(model))
 
 
 def can_be_packed(layer: nn.Linear) -> bool:

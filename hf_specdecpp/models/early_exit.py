@@ -63,8 +63,7 @@ def why_no_early_exit(target: CausalLM, config: Any) -> str | None:
 
 
 def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
-    """A copy of the model with the `chosen` ones of its decoder layers, in this order; one may come several times.
-    `ValueError` if its layers are not found."""
+    """A copy with the `chosen` decoder layers, in this order; `ValueError` if its layers are not found."""
     copied = copy_sharing(model)
     # Trainers (TRL's, accelerate's mixed precision) set methods that go on to the forward of the model with all layers.
     if isinstance(vars(copied).get("forward"), MethodType):
@@ -84,8 +83,7 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
 
 
 def copy_sharing(module: Any, *others: Any) -> Any:
-    """A copy of the structure of a model, or of a part of one, whose parameters and buffers are the original's.
-    `others`: that it refers to without having registered them."""
+    """A copy of a model's structure with the original's tensors, and `others` that it refers to unregistered."""
     kept = [each for part in (module, *others) for each in (*part.parameters(), *part.buffers(), *states_of(part))]
     shared: dict[int, object] = {id(each): each for each in kept}
     copied = copy.deepcopy(module, shared)
@@ -96,8 +94,7 @@ def copy_sharing(module: Any, *others: Any) -> Any:
 
 
 def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
-    """`layers` as a list of ascending indices; `ValueError` if an index is out of range, the order is not ascending, or
-    nothing or everything is kept."""
+    """`layers` as a list of indices; `ValueError` unless they exist and ascend, and some are left out and some kept."""
     kept = list(range(min(layers, num_layers + 1))) if isinstance(layers, int) else list(layers)
     if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= num_layers:
         raise ValueError(
@@ -152,13 +149,8 @@ def _choose_layers(config: PreTrainedConfig, chosen: Sequence[int], depth: int) 
     for name in NUMBERS:
         if isinstance(numbers := getattr(config, name, None), list):
             setattr(config, name, [place for place, own in enumerate(chosen) if own in numbers])
-    differing = of_layers(config)
+    # What some layers' fields are in the place of the config's own, such as other numbers of heads.
+    differing = {int(layer): own for layer, own in (config.to_dict().get("per_layer_config") or {}).items()}
     config.num_hidden_layers = len(chosen)
     if differing:
         config.per_layer_config = {place: differing[own] for place, own in enumerate(chosen) if own in differing}
-
-
-def of_layers(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
-    """What some layers' fields are in the place of the config's own, such as other numbers of heads."""
-    written = config.to_dict().get("per_layer_config") or {}
-    return {int(layer): fields for layer, fields in written.items()}

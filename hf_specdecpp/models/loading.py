@@ -121,7 +121,6 @@ def _check_config(source: Repository) -> None:
 
 
 def load_tokenizer(name: str, revision: str | None = None, **hub_kwargs: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model."""
     source = Repository(name)
     place = {"subfolder": source.subfolder} if source.subfolder else {}
     return AutoTokenizer.from_pretrained(source.name, revision=revision, trust_remote_code=False, **place, **hub_kwargs)

@@ -68,13 +68,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 class Int8Weight(NamedTuple):
-    """A weight `[out, in]` in int8.
-
-    Attributes:
-        packed: in the order that the product reads.
-        scales: `[out]`, of one level.
-        zeros: `[out]`, the level of a 0, which is 0.
-    """
+    """A weight `[out, in]` in int8, in the order that the product reads; `[out]` the scale of a level, and zeros."""
 
     packed: Tensor
     scales: Tensor
@@ -104,7 +98,8 @@ def int8_product(x: Tensor, copy: Int8Weight, bias: Tensor | None) -> Tensor:
     Example: the largest number of the input is 2.54, so a level is 0.02, and 1.0 becomes 128 + 50. In 7 bits a level is
     2.54 / 63, and 1.0 becomes 64 + 25.
     """
-    levels = LEVELS if _has_vnni() else LEVELS // 2
+    is_vnni_supported = getattr(torch.cpu, "_is_vnni_supported", lambda: False)  # not in every PyTorch
+    levels = LEVELS if is_vnni_supported() else LEVELS // 2
     scale, middle = max(x.abs().max().item(), TINY) / levels, levels + 1  # oneDNN's fast kernels take no signs
     # Half a level is added before the digits after the point are cut off.
     rounded = torch.add(torch.tensor(middle + 0.5), x.reshape(-1, x.shape[-1]), alpha=1.0 / scale).to(torch.uint8)
@@ -112,10 +107,6 @@ def int8_product(x: Tensor, copy: Int8Weight, bias: Tensor | None) -> Tensor:
         rounded, scale, middle, *copy, bias, 1.0, 0, torch.float32, "none", [], ""
     )
     return product.view(*x.shape[:-1], -1)
-
-
-def _has_vnni() -> bool:
-    return bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())  # not in every PyTorch
 
 
 class PackedWeights:
@@ -141,7 +132,6 @@ class PackedWeights:
         return copy
 
     def clear(self) -> None:
-        """Give the memory back."""
         self._copies.clear()
 
     @property
@@ -152,12 +142,7 @@ class PackedWeights:
 
 @dataclass(eq=False)
 class PackedCopy:
-    """A weight in another order, or rounded.
-
-    Args:
-        state: `fingerprint` of the weight that it was made of.
-        tensor: the copy.
-    """
+    """A weight in another order, or rounded; `state` is the `fingerprint` of the weight that it was made of."""
 
     state: Tensor
     tensor: Any

@@ -81,8 +81,7 @@ def quantised_activations(model: nn.Module) -> str | None:
 
 
 def multiplies_in_half(model: nn.Module) -> bool:
-    """Whether products round as in half precision whatever the model's dtype: 4 bits of bitsandbytes, on some CPUs from
-    the first pass on."""
+    """Whether products round as in half precision, whatever the dtype: 4 bits of bitsandbytes on some CPUs."""
     dtypes = {
         dtype
         for layer in model.modules()

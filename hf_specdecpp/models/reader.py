@@ -23,12 +23,10 @@ from hf_specdecpp.models.quantised import sizes_of
 
 class Reader(nn.Module):
     """Runs a model's inner decoder and LM head. It holds no state of a generation, so several threads may share it.
+    `ValueError` if the model has no LM head, or how states become logits is not understood.
 
     Args:
         owns_model: whether `.to()` and friends on the reader move and cast the model, too. Never for a target.
-
-    Raises:
-        ValueError: the model has no LM head, or turns hidden states into logits in a way that is not understood.
     """
 
     model: CausalLM
@@ -71,7 +69,6 @@ class Reader(nn.Module):
 
     @property
     def max_length(self) -> float:
-        """Longest sequence that the model can read."""
         return self._longest
 
     def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
@@ -86,9 +83,7 @@ class Reader(nn.Module):
         """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`.
 
         With a cache they are fed after what it holds, and added to it. `inputs` are further arguments of the forward.
-
-        Args:
-            are_known: whether the embedding table is known to have all ids; else unknown ids count as 0.
+        Unknown ids count as 0, unless they `are_known` to the embedding table.
         """
         return self._decode(cache, input_ids=input_ids if are_known else self.known(input_ids), **inputs)
 
@@ -175,7 +170,6 @@ def as_wide_as(vocab_size: int, logits: Tensor) -> Tensor:
 
 
 def check_head_of(model: CausalLM) -> None:
-    """Raise `ValueError` unless `model` has an LM head."""
     head = model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
         raise ValueError(

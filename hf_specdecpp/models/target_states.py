@@ -51,7 +51,8 @@ class StateReader(nn.Module):
 
 
 class TargetStates:
-    """Catches the states that a draft reads out of the target's own passes, and keeps them for its next round.
+    """Catches the states that a draft reads out of the target's own passes; `ValueError` if the target has no such
+    layers.
 
     Hooks catch them, which keep references to what the decoder and its layers return. Compiled forwards run past hooks,
     so they are asked to return the states, from the first pass on that returned the very ones that hooks saw; where a
@@ -68,17 +69,11 @@ class TargetStates:
         reader: says which layers; with `None` nothing is caught.
 
     Attributes:
-        found: `[1, n, width]` at the n tokens that the last pass verified, for one text (`keep`); `None`
-            before there was one, or where nothing is caught.
         are_returned: whether passes return the states, so that they need no hooks.
         are_read: whether anything is caught.
-
-    Raises:
-        ValueError: the target has no such layers.
     """
 
     def __init__(self, target: CausalLM, reader: StateReader | None) -> None:
-        self.found: Tensor | None = None
         self.are_returned = False
         self._modules: list[nn.Module] = []
         self._numbers: list[int] = []  # of the states in what a forward returns, if it does
@@ -144,16 +139,8 @@ class TargetStates:
         self._handles.clear()
 
     def clear(self) -> None:
-        """Forget what was caught."""
         for caught in self._caught:
             caught.clear()
-
-    def keep(self, rows: Tensor | slice) -> None:
-        """Keep the states of `rows` of the pass for the draft: of a chain those that stand, of a tree an accepted path.
-
-        Example: the last token and 3 candidates were read, of which 1 was accepted: rows 0 and 1.
-        """
-        self.found = self.take(rows)
 
     def by_row(self, count: int) -> list[Tensor | None]:
         """The states `[1, n, width]` of each of the `count` rows of a batch."""
@@ -163,8 +150,7 @@ class TargetStates:
     def take(self, rows: Tensor | slice = slice(None)) -> Tensor | None:
         """States `[batch, n, width]` of `rows` of what was read in the context; `None` where nothing is to be caught.
 
-        Raises:
-            RuntimeError: the hooks were not called.
+        Example: of the last token and 3 candidates, of which 1 was accepted, rows 0 and 1.
         """
         if not self._modules:
             return None

@@ -77,9 +77,6 @@ def best_slots(values: Tensor, chances: Tensor, width: int, greedy: bool = False
     4.1). For a greedy target nothing is drawn, and the chance of the slot's own token counts, too.
 
     Example: in that of `slot_values` two of the best three slots are below the first node.
-
-    Args:
-        values, chances: as in `slot_values`.
     """
     slots = slot_values(values, chances)
     if greedy:  # a sibling is taken after those before it
@@ -99,12 +96,8 @@ def stands_greedily(tokens: Tensor, parents: Tensor, drawn: Tensor, choices: Ten
 
 
 def last_on_path(stands: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-    """The deepest node all of whose ancestors stand, and which nodes these are: `[texts]` and `[texts, n + 1]` bool.
-
-    Args:
-        stands: `[texts, n]`, at most one child of each node.
-        ancestors: `[texts, n + 1, n + 1]` bool, with the root and each node itself.
-    """
+    """The deepest node all of whose ancestors stand `[texts]`, and which these are, `[texts, n + 1]` bool. At most one
+    child of each node `stands`; `ancestors` `[texts, n + 1, n + 1]` have the root and each node itself."""
     fails = functional.pad(~stands, (1, 0), value=False)
     on_path = ~(ancestors & fails[:, None]).any(-1)
     return (on_path * torch.arange(on_path.shape[1], device=stands.device)).amax(-1), on_path
@@ -141,12 +134,8 @@ def tree_tests(
 
 
 def stands_sampled(parents: Tensor, chances: Tensor, uniform: Tensor) -> Tensor:
-    """Which nodes `[texts, n]` are accepted if their parents are: the first of siblings that passes its test.
-
-    Args:
-        chances: of `tree_tests`.
-        uniform: `[texts, n]`, uniform numbers.
-    """
+    """Which nodes `[texts, n]` are accepted if their parents are: the first of siblings that passes its test, whose
+    `chances` are of `tree_tests` and `uniform` numbers `[texts, n]`."""
     passes = uniform < chances
     are_siblings = parents[:, :, None] == parents[:, None]
     earlier = torch.ones_like(are_siblings).tril(-1)

@@ -8,21 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from transformers.generation import logits_process
 
 # Candidates: token ids on the host, or 0-d or `[k]` tensors of them, which need no upload.
 Tokens: TypeAlias = Sequence[int] | Sequence[Tensor] | Tensor
@@ -30,24 +16,27 @@ Tokens: TypeAlias = Sequence[int] | Sequence[Tensor] | Tensor
 # Never look at the tokens: all positions can go through them as one batch.
 PREFIX_FREE = frozenset(
     {
-        EpsilonLogitsWarper,
-        EtaLogitsWarper,
-        InfNanRemoveLogitsProcessor,
-        LogitNormalization,
-        MinPLogitsWarper,
-        SuppressTokensLogitsProcessor,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-        TypicalLogitsWarper,
+        logits_process.EpsilonLogitsWarper,
+        logits_process.EtaLogitsWarper,
+        logits_process.InfNanRemoveLogitsProcessor,
+        logits_process.LogitNormalization,
+        logits_process.MinPLogitsWarper,
+        logits_process.SuppressTokensLogitsProcessor,
+        logits_process.TemperatureLogitsWarper,
+        logits_process.TopKLogitsWarper,
+        logits_process.TopPLogitsWarper,
+        logits_process.TypicalLogitsWarper,
     }
 )
 # Ask which tokens there were, and not how often or in which order: further ones of the text may follow it.
-ASKS_WHICH = frozenset({RepetitionPenaltyLogitsProcessor})
+ASKS_WHICH = frozenset({logits_process.RepetitionPenaltyLogitsProcessor})
 # Count their calls or keep a cache of their own: a call for a position that is then rejected would derail them.
-STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+STATEFUL = (
+    logits_process.SynthIDTextWatermarkLogitsProcessor,
+    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 # Leave at least one token that was allowed before, and of `PREFIX_FREE` only this one does not.
-KEEPS_SOME = (PREFIX_FREE | ASKS_WHICH) - {SuppressTokensLogitsProcessor}
+KEEPS_SOME = (PREFIX_FREE | ASKS_WHICH) - {logits_process.SuppressTokensLogitsProcessor}
 
 
 def reads_prefix_only(processor: object) -> bool:
@@ -95,7 +84,8 @@ def _ignored(processor: Any) -> Tensor | None:
 
 
 class Processing:
-    """The logits processors of one generation.
+    """The logits processors of one generation; `ValueError` if one keeps state from call to call, so that it cannot be
+    asked about candidates.
 
     Attributes:
         does_nothing: whether scores stay as they are.
@@ -103,9 +93,6 @@ class Processing:
         asks_which: whether at most one looks at them, and that one asks no more of them than which there were.
         may_forbid_all: whether one may forbid every token that a draft with a vocabulary of its own can propose.
         in_order: those that must be called once for each emitted token, in the order of the text, and never otherwise.
-
-    Raises:
-        ValueError: a processor keeps state from call to call, so that it cannot be asked about candidates.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
@@ -130,7 +117,7 @@ class Processing:
 
     def cooled(self, temperature: float) -> Processing:
         """With a temperature before all others."""
-        return Processing([TemperatureLogitsWarper(temperature), *self.processors])
+        return Processing([logits_process.TemperatureLogitsWarper(temperature), *self.processors])
 
     def together(self) -> Processing:
         """For all texts of a call at once, as `shown` leaves them: with nothing of one call, so that it fits others."""

@@ -115,8 +115,7 @@ class Successors:
         return (keys * spread >> 32 & mask) + begin, keys
 
     def _known(self, places: Tensor, is_known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of contexts the length `[n]` of the longest part that is known, 0 for none, and r after it: ids and
-        probabilities `[n, k]`."""
+        """How long a part of each context is known, `[n]` (0: none), and r after it: ids, probabilities `[n, k]`."""
         order = (is_known * self._lengths).amax(-1)
         # What nothing is known of has the place of its last token, where nothing has a probability yet.
         at = places.gather(1, (order - 1).clamp_min(0)[:, None])[:, 0]

@@ -101,15 +101,7 @@ def likeliest_tokens(scores: Tensor) -> list[int]:
 
 
 def acceptance(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
-    """min(1, p(y) / q(y)): the chance that the verifier accepts the candidate y (SpecDec++, section 3.2).
-
-    Args:
-        p, q: `[..., vocab]`.
-        token: `[...]`, drawn from q.
-
-    Returns:
-        `[...]`
-    """
+    """min(1, p(y) / q(y)): the chance that the verifier accepts y, `token` (SpecDec++, section 3.2), `[...]`."""
     p_of, q_of = (probs.gather(-1, token[..., None])[..., 0] for probs in (p, q))
     return (p_of / q_of).clamp_max(1.0)
 
@@ -174,14 +166,8 @@ def verify_sampled(
 def verify_at_once(
     candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
 ) -> tuple[int, int]:
-    """The same distribution of results as `verify_block` or `verify_chain`: all tests of the number of accepted
-    candidates are made, and the longest that passes counts; then the token after them is drawn.
-
-    Args:
-        candidates: k tokens, the i-th drawn from `q[i]`.
-        p: `[k + 1, vocab]` probabilities of the target.
-        q: `[k, vocab]` probabilities of the draft.
-    """
+    """The same distribution of results as `verify_block` or `verify_chain`, of the same arguments: all tests of the
+    number of accepted candidates are made, and the longest that passes counts; then the token after them is drawn."""
     ratios = chain_ratios(candidates, p, q)
     is_block = verification == "block"
     carries = carried(ratios) if is_block else ratios.new_ones(len(candidates) + 1)
@@ -193,8 +179,7 @@ def verify_at_once(
 
 
 def leftovers(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """(c_i p - q)+, `[..., n, vocab]`, by c_i `[..., n]` and p `[..., n, vocab]`; c_i p in rows for which q
-    `[..., k, vocab]` has none."""
+    """(c_i p - q)+, by c_i `[..., n]` and p `[..., n, vocab]`; c_i p in rows for which q `[..., k, vocab]` has none."""
     left = p * carries[..., None].to(p.dtype)
     left[..., : q.shape[-2], :].sub_(q)
     return left.clamp_min_(0.0)

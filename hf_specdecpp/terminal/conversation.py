@@ -84,7 +84,6 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
         self.answers: list[Answer] = []
         self._cache: Cache | None = None

@@ -45,11 +45,7 @@ class Pair:
 
 
 def run(config: DemoConfig) -> None:
-    """Load the target and its assistant, answer every prompt twice and print what came of it.
-
-    Raises:
-        typer.Exit: code 1 if a greedy answer differs with the assistant.
-    """
+    """Load target and assistant, answer every prompt twice, and print both; exit code 1 if greedy texts differ."""
     _check_writable(config.svg)  # before minutes of work
     with console.status(f"loading {config.target}"):
         model, tokenizer = load_model(config.target), load_tokenizer(config.target)

@@ -52,11 +52,7 @@ class Answer:
 
 class Listener(BaseStreamer):
     """Notes what each target pass of one `generate()` call adds, and tells another streamer. Make it right before the
-    call.
-
-    Attributes:
-        passes: of each pass, in order: seconds from the beginning to its tokens, and the tokens.
-    """
+    call. `passes`: of each, in order, seconds from the beginning to its tokens, and the tokens."""
 
     def __init__(self, onward: BaseStreamer | None = None) -> None:
         self.onward = onward

@@ -21,8 +21,7 @@ TRAIN, HELDOUT = "train", "heldout"
 
 
 def record(work: Path) -> dict[str, Any]:
-    """What `rollouts.json` says: `settings`, and how much was answered in each split. `ValueError` if the stage has not
-    ended yet."""
+    """`settings` and how much was answered, by split; `ValueError` if the stage has not ended yet."""
     path = work / FOLDER / RECORD
     if not path.is_file() or not (found := read_json(path)).get("complete"):
         raise ValueError(f"{work / FOLDER} is not complete. Run the stage rollouts first; it goes on where it stopped.")
@@ -36,8 +35,7 @@ def test_sets(work: Path) -> list[str]:
 
 
 def load(work: Path, split: str) -> datasets.Dataset:
-    """The answers of `train`, `heldout` or a test set; `ValueError` if the stage has not ended yet, or nothing is held
-    out."""
+    """The answers of `train`, `heldout` or a test set; `ValueError` if the stage has not ended, or there are none."""
     record(work)
     shards = sorted((work / FOLDER / split).glob("shard-*.parquet"))
     if not shards:

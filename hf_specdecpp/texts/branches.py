@@ -143,14 +143,8 @@ def target_states(target: CausalLM, drafter: Draft, ids: list[int]) -> Tensor | 
 def target_probabilities(
     reader: Reader, ids: list[int], starts: Tensor, tokens: Tensor, to_p: Callable[[Tensor], Tensor], vocab_size: int
 ) -> Tensor:
-    """p of every candidate given those before it in its chain, `[c, k]`.
-
-    Args:
-        reader: the target, wrapped as if it were a draft.
-        ids, starts: as in `draft_chains`.
-        tokens: `[c, k]`, the candidates.
-        to_p: logits `[n, vocab]` to p.
-    """
+    """p of every candidate `[c, k]` given those before it in its chain; `reader` wraps the target as if it were a
+    draft. `ids` and `starts` are as in `draft_chains`; `to_p` makes p of logits `[n, vocab]`."""
     device = reader.device
     starts, tokens = starts.to(device), tokens.to(device)
     text = BranchingText(reader, ids[: int(starts[-1])])
@@ -174,14 +168,10 @@ def target_probabilities(
 
 
 class BranchingText:
-    """A text in a model's cache, and passes over nodes that branch off it.
+    """A text in a model's cache, and passes over nodes that branch off it; `states` are its last ones `[length,
+    hidden_size]`.
 
-    Args:
-        states: of the target along it, `[1, length or more, width]`, for a conditioned draft. That leaves the first
-            token out.
-
-    Attributes:
-        states: `[length, hidden_size]`, the last hidden state at each token of the text.
+    A conditioned draft is given the target's, `[1, length or more, width]`, and leaves the first token out.
     """
 
     def __init__(self, reader: Reader, ids: list[int], states: Tensor | None = None) -> None:

@@ -56,8 +56,7 @@ class Codec:
         return Encoded(prompt, text, self._tokens(text))
 
     def encode_all(self, prompts: list[Prompt]) -> list[Encoded]:
-        """All prompts that leave room for a token of an answer; the others are counted in a warning. `ValueError` if
-        none does."""
+        """The prompts that leave room for an answer, the others in a warning; `ValueError` if none does."""
         bar = logging.tqdm(prompts, desc="encoding prompts", disable=len(prompts) < 5000)
         encoded = [self.encode(prompt) for prompt in bar]
         kept = [item for item in encoded if self.room(item) > 0]

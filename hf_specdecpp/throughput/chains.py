@@ -97,7 +97,6 @@ class ChainPlan(Plan):
         return self.trials.pop(0) if self.trials else None
 
     def observe(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
-        """Learn the outcome of a round."""
         if num_drafted == 0:
             self.credit.rest()
             return

@@ -15,7 +15,8 @@ from torch import nn
 from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.estimation.estimators import AcceptanceHead, Estimator
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.files import forget, recall, remember
 from hf_specdecpp.models.causal_lm import CausalLM, num_bytes
 from hf_specdecpp.models.checks import keeps_recurrent_state
@@ -32,10 +33,6 @@ WIDER_ON_CPU, WIDER, LEAST_STEP, AMONG_MANY = 0.1, 0.03, 0.03, 0.1
 
 # In this process, by what they depend on.
 _known: dict[str, KnownCosts] = {}
-
-
-def as_they_are(costs: Costs) -> Costs:
-    return costs
 
 
 class KnownCosts:
@@ -56,7 +53,7 @@ class KnownCosts:
     def __init__(
         self,
         first: Costs,
-        form: Callable[[Costs], Costs] = as_they_are,
+        form: Callable[[Costs], Costs] = lambda costs: costs,
         of: dict[str, Any] | None = None,
         by_length: Mapping[int, Costs] | None = None,
         is_assumed: bool = False,
@@ -79,7 +76,7 @@ class KnownCosts:
             raise ValueError(f"{values!r} are not costs.") from error
 
     @classmethod
-    def given(cls, costs: dict[str, Any] | None, form: Callable[[Costs], Costs] = as_they_are) -> KnownCosts:
+    def given(cls, costs: dict[str, Any] | None, form: Callable[[Costs], Costs] = lambda costs: costs) -> KnownCosts:
         """Those of `SpeculationConfig.costs`, which stay; `ValueError` if there are none, or they are no costs."""
         if costs is None:
             raise ValueError(
@@ -101,11 +98,7 @@ class KnownCosts:
         return self._formed[kind]
 
     def learn(self, times: RoundTimes) -> list[tuple[int, int]]:
-        """Follow the rounds of a text.
-
-        Returns:
-            By class of length and width the passes that took what was known of them.
-        """
+        """Follow the rounds of a text: by class of length and width the passes that took what was known of them."""
         taken: list[tuple[int, int]] = []
         if not times.passes or not self.follows:
             return taken
@@ -139,7 +132,6 @@ class KnownCosts:
 
 
 def _differ(costs: Costs, kept: Costs | None) -> bool:
-    """Whether one of the costs has changed."""
     if kept is None or len(costs.verify) != len(kept.verify):
         return True
     one, kept_one = costs.start + costs.draft, kept.start + kept.draft
@@ -177,8 +169,7 @@ class Rounds:
         return self.drafter if self.target is None else self.target
 
     def formed(self) -> Callable[[Costs], Costs]:
-        """What makes costs of passes by the tokens that they read those that a rule reckons with: of a batch one row's
-        share of passes over all rows."""
+        """Makes costs of passes those that a rule reckons with: of a batch one row's share of passes over all rows."""
         # Read before: what is known of costs must not keep a target alive.
         is_recurrent, is_filled_up = keeps_recurrent_state(self.owner), self.passes != "growing"
         most, rows = self.most, self.rows

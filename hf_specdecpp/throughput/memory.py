@@ -30,13 +30,8 @@ MOST_LEARNED = 16  # of a target; that of the way of sampling that was not used 
 
 @dataclass
 class Learned:
-    """What rounds of one kind have taught.
-
-    Attributes:
-        greedy: whether the target was.
-        rates: how often estimates came true.
-        plan: of `rule="throughput"`, once it was used, and what it was made for.
-    """
+    """What rounds of one kind have taught: how often estimates came true, and the plan of `rule="throughput"`, once it
+    was used, and what it was made for."""
 
     greedy: bool
     rates: AcceptanceRates
@@ -46,13 +41,8 @@ class Learned:
 
 @dataclass
 class LearnedOfLookups:
-    """What rounds have taught of candidates that were looked up.
-
-    Attributes:
-        rates: how often they were right.
-        choices: what looking up and drafting have brought, by the kind of tree, the rows of the batch, whether
-            anything drafts, and whether costs are assumed, in passes.
-    """
+    """How often candidates that were looked up were right, and what looking up and drafting have brought, by the kind
+    of tree, the rows of the batch, whether anything drafts, and whether costs are assumed, in passes."""
 
     rates: LookupRates = field(default_factory=LookupRates)
     choices: dict[tuple[str, int, bool, bool], Choice] = field(default_factory=dict)
@@ -85,8 +75,7 @@ class Memory:
         self.answers.clear()
 
     def measure_again(self) -> None:
-        """Forget what was learned, and all costs and the fastest matrix products of this machine: rounds say them
-        again."""
+        """Forget what was learned, and costs and fastest products of this machine: rounds say them again."""
         self.clear()
         forget_costs()
         forget_products()
@@ -108,15 +97,15 @@ class Memory:
         how: GenerationConfig,
         trees: bool = False,
     ) -> Learned:
-        """What is known of a target and of candidates that are drawn in one way; `owner` is the draft where no target
-        is given."""
+        """What is known of an `owner`, a target or the draft where none is given, and of one way of drawing."""
         greedy = not how.do_sample
 
         def new() -> Learned:
             count = PRIOR_COUNT if trees else BIN_COUNT
             return Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], UNCHANGED), count))
 
-        key = trees, type(estimator).__name__, *_sampling(how), *_correcting(decisions, how)
+        temperature = decisions.draft_temperature if how.do_sample else 1.0
+        key = trees, type(estimator).__name__, *_sampling(how), decisions.draft_successors, temperature
         return _latest(self.learned.setdefault(owner, {}), key, new)
 
     def recall_lookups(self, owner: CausalLM, how: GenerationConfig) -> LearnedOfLookups:
@@ -161,18 +150,11 @@ class Memory:
 
 
 def _sampling(how: GenerationConfig) -> tuple[Any, ...]:
-    """How a target samples, of which acceptance depends."""
     return (how.temperature, how.top_k, how.top_p) if how.do_sample else ()
 
 
-def _correcting(decisions: Decisions, how: GenerationConfig) -> tuple[Any, ...]:
-    """How the draft's distribution is corrected, of which acceptance depends, too."""
-    return decisions.draft_successors, decisions.draft_temperature if how.do_sample else 1.0
-
-
 def _latest(known: dict[tuple[Any, ...], T], key: tuple[Any, ...], new: Callable[[], T]) -> T:
-    """What is known under a key, `new` if nothing is; of too many others the one that was not used for the longest
-    time goes."""
+    """What is known under a key, else `new`; of too many others the one goes that was not used for longest."""
     known[key] = known.pop(key) if key in known else new()
     if len(known) > MOST_LEARNED:
         del known[next(iter(known))]

@@ -46,32 +46,18 @@ class ExplorationBudget:
     def seconds(self) -> float:
         return self.passes * self.plain
 
-    def is_worth_following(self, price: float) -> bool:
-        """Whether a text is worth following for its probes, of which the first costs `price` seconds."""
-        return self.seconds >= price + FOLLOWED * self.plain
-
     def rest(self) -> None:
         """A round without candidates adds its share. There is no upper bound here, so dear probes happen too."""
         self.passes += PROBE_SHARE
 
     def settle(self, pays: bool, saved: float) -> None:
-        """A round with candidates.
-
-        Args:
-            pays: whether speculation pays; if it does not, this was a probe.
-            saved: seconds by which it was faster than plain rounds.
-        """
+        """A round with candidates, which `saved` seconds beside plain ones; if speculation does not pay, a probe."""
         self.passes = min(self.passes + (PROBE_SHARE if pays else saved / self.plain), MOST_CREDIT)
 
 
 class Earned:
-    """What the rounds with candidates have brought and what they consisted of, later ones counting more.
-
-    Their seconds are those that such rounds cost by the costs as they are known now.
-
-    Args:
-        most: candidates of the largest round.
-    """
+    """What the rounds with candidates have brought and what they consisted of, later ones counting more. Their seconds
+    are those that such rounds cost by the costs as they are known now."""
 
     def __init__(self, most: int) -> None:
         self._tokens, self._promised, self._promise = 0.0, TRUSTED, 0.0  # plain rounds, and tokens in the time of each
@@ -83,7 +69,6 @@ class Earned:
         self._promise = tokens
 
     def add(self, tokens: int, candidates: int, passes: int, branches: int) -> None:
-        """Take note of a round."""
         self._tokens = RATE_MEMORY * self._tokens + tokens
         self._promised *= RATE_MEMORY
         self._passes = RATE_MEMORY * self._passes + passes
@@ -133,7 +118,7 @@ class Plan:
         self._is_stale = True
 
     def rule(self, estimator: Estimator) -> Any:
-        """What decides the rounds of one text (`drafting.stopping.Rule`)."""
+        """What decides the rounds of one text."""
         raise NotImplementedError
 
     def begin_text(self) -> None:
@@ -151,11 +136,7 @@ class Plan:
         self._catch_up()  # now, and not when the round is timed: it takes a while
 
     def learn(self, times: RoundTimes) -> list[tuple[int, int]]:
-        """Let the costs follow the rounds of a text that is over.
-
-        Returns:
-            By class of length and width the passes that took what was known of them.
-        """
+        """Let the costs follow the rounds of a text that is over; returns what `KnownCosts.learn` does."""
         was_assumed, as_expected = self.known.is_assumed, self.known.learn(times)
         if was_assumed:  # what was reckoned with passes is seconds now
             self._reckon_with(self.known.at(0))
@@ -179,7 +160,8 @@ class Plan:
     def rests(self, length: int) -> bool:
         """Whether a text of this length, which the draft has not read, is left to the target."""
         self.follow(length)
-        return not (self.pays or self.credit.is_worth_following(self._price(length)))
+        is_worth_probing = self.credit.seconds >= self._price(length) + FOLLOWED * self.credit.plain
+        return not (self.pays or is_worth_probing)
 
     def starts(self, unread: int) -> bool:
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""

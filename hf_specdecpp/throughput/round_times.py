@@ -83,12 +83,7 @@ class RoundTimes:
         self._drafting = drafting if drafting is not None and drafting.read <= MOST_READ else None
 
     def end(self, length: int, width: int) -> None:
-        """The round is over.
-
-        Args:
-            length: of the text when it began.
-            width: tokens that its pass read, dummies included.
-        """
+        """The round of a text that had this length is over, whose pass read `width` tokens, dummies included."""
         kind = length_class(length)
         of_width = self.passes.setdefault(kind, defaultdict(list))
         of_width[width].append(self.clock() - self._drafted)

@@ -76,17 +76,13 @@ class TargetPasses:
         return set(self.contestants if is_open else self.chosen.values()) | {"own"}
 
     def of(self, rows: int) -> Product:
-        """As in `Ways`."""
         return self._now or self._ways[min(rows, len(self._ways) - 1)]
 
     @contextmanager
     def timed(self, rows: int, has_choice: bool, device: torch.device) -> Iterator[None]:
-        """A pass over so many rows is made within, on the product whose turn it is.
-
-        Args:
-            has_choice: whether the text's layers can take both (`FasterProducts`). Else those of the next one can.
-            device: where the pass runs. Only on a CPU is it over when its call returns, and timed.
-        """
+        """A pass over so many rows is made within, on the product whose turn it is; `has_choice`: whether the text's
+        layers can take both (`FasterProducts`), else those of the next one can. Only a pass on a CPU is over when its
+        call returns, and timed."""
         if device.type != "cpu":
             yield
             return
@@ -157,11 +153,7 @@ class TargetPasses:
         return self._seconds[rows]
 
     def missing(self, rows: int, has_choice: bool) -> Product | None:
-        """The product of a pass over one token of each of `rows` texts that is to be made beside those of the rounds.
-
-        Args:
-            has_choice: as in `timed`.
-        """
+        """The product of a pass over a token of each of `rows` texts that is to be made beside those of the rounds."""
         times, latest = self._of(rows), self._latest.get(rows, 0)
         self._rounds += 1
         compares = len(self.contestants) > 1
@@ -216,13 +208,8 @@ class TargetPasses:
 
 
 class _Beside:
-    """Passes with PyTorch's own product beside others of rounds, which a busy machine slows alike.
-
-    Attributes:
-        count: of these passes.
-        ratios: the seconds of such a pass over those of the two rounds' passes that followed, which take products in
-            turns; by rows and product of these.
-    """
+    """Passes with PyTorch's own product beside others of rounds, which a busy machine slows alike. `count`: of these
+    passes; `ratios`: their seconds over those of the two rounds' passes that followed, which take products in turns."""
 
     def __init__(self) -> None:
         self.ratios: dict[_Way, deque[float]] = {}
@@ -258,12 +245,9 @@ def passes_of(target: CausalLM, other: Product | None) -> TargetPasses:
 
 
 def other_product(target: CausalLM, packs: bool | None) -> Product | None:
-    """What PyTorch's own product is compared with in the passes of a target; `None` where there is no choice.
-
-    Args:
-        packs: whether with packed copies of the weights. `None` packs where the copies take a small part of the memory
-            that is free when the target is first met.
-    """
+    """What PyTorch's own product is compared with in the passes of a target; `None` where there is no choice. Without
+    being told whether it `packs`, it does so where the copies take a small part of the memory that is free when it is
+    first met."""
     # Several processes would have to take turns in step.
     if num_processes(target) > 1 or not any(True for _ in large_layers([target])):
         return None
@@ -281,12 +265,7 @@ def ways_of(target: CausalLM, other: Product | None) -> Ways:
 
 
 def parts_of(target: CausalLM | None, drafter: Draft | None, other: Product | None) -> list[Part]:
-    """Target and draft, both with the products that the target's passes have shown to be the fastest here.
-
-    Args:
-        drafter: `None` leaves it as it is.
-        other: as in `passes_of`.
-    """
+    """Target and draft, if given, with the products that have shown to be fastest here; `other` as in `passes_of`."""
     ways = Always("own") if target is None else ways_of(target, other)
     return [
         *([] if target is None else [Part([target], ways)]),

@@ -65,11 +65,7 @@ class RoundSeconds:
 
 
 class Tiers(Protocol):
-    """Chooses the shape of the next round by what earlier ones brought.
-
-    Attributes:
-        shapes: that it may choose, chains by their length, then trees.
-    """
+    """Chooses the shape of the next round, of chains by their length, then trees, by what earlier ones brought."""
 
     shapes: list[RoundShape]
 
@@ -81,8 +77,6 @@ class Tiers(Protocol):
 
 
 class Always:
-    """One shape."""
-
     def __init__(self, shape: RoundShape) -> None:
         self.shapes = [shape]
 

@@ -104,14 +104,9 @@ class TreePlan(Plan, SlotValuation):
         return float(t[best]) if net[best] > 0.0 else math.inf
 
     def reads(self, gains: Collection[float], others: Collection[float], size: int, level: int) -> bool:
-        """Whether asking the draft about some leaves is worth its seconds.
-
-        Args:
-            gains: of their first children's slots.
-            others: gains of the open slots, where the same nodes could be drawn.
-            size: of the tree so far.
-            level: how often the draft was asked before.
-        """
+        """Whether asking the draft about some leaves is worth its seconds, `level` questions after the first, in a tree
+        of `size`: by the gains of their first children's slots, and those of the `others`, where the same nodes could
+        be drawn."""
         seconds = self.costs.level_seconds(level, len(gains))
         added = self.best_draws([*gains, *others], size)[1] - self.best_draws(others, size)[1]
         return added > self.price * seconds
@@ -125,7 +120,6 @@ class TreePlan(Plan, SlotValuation):
         return count, float(net[count])
 
     def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
-        """Learn the outcome of a round (`drafting.stopping.Rule`)."""
         if tree.levels == 0:
             self.credit.rest()
             return

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_specdecpp.estimation.estimators import MODES, Calibration
+from hf_specdecpp.estimation.acceptance_head import Calibration
+from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.estimation.metrics import binary_kl, ece
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import chains

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.estimation.estimators import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, longest_text
 from hf_specdecpp.models.reader import Reader

@@ -18,7 +18,6 @@ from hf_specdecpp.texts.sampling import Sampling
 
 
 def _at_least(least: int, default: int | None) -> Any:
-    """A whole number."""
     return field(default=default, metadata={"least": least})
 
 

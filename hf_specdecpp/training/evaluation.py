@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule
-from hf_specdecpp.estimation.estimators import MODES, AcceptanceHead, DraftProbability
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import MODES, DraftProbability
 from hf_specdecpp.estimation.metrics import auc, reliability
 from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, save
 from hf_specdecpp.generation.setup import make_rule
@@ -240,11 +241,8 @@ def outcome(rule: StoppingRule, chains: Iterable[RecordedChain], signal: str, se
     """Expected discard and verification rate of a rule, which learns nothing, over chains, each of them one round.
 
     Exact given the drafted tokens: candidate k is accepted with the product of the labels up to k, and a round
-    generates its accepted candidates and one more token, also where the text would have ended.
-
-    Args:
-        signal: which of the chains' signals the rule reads.
-        setting: the threshold or length, for the record.
+    generates its accepted candidates and one more token, also where the text would have ended. `signal`: which of the
+    chains' signals the rule reads; `setting`: the threshold or length, for the record.
     """
     drafted, accepted, rounds = 0, 0.0, 0
     for chain in chains:

@@ -233,20 +233,12 @@ def draw_siblings(q: Tensor, n: int, generator: torch.Generator | None = None, g
 def sibling_labels(
     p: Tensor, drawn_from: list[Tensor], tokens: Tensor, analytic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Chance that the verifier accepts each sibling once it has rejected those before it (DySpec, Algorithm 3).
+    """Chance that the verifier accepts each sibling once it has rejected those before it (DySpec, Algorithm 3), `[...,
+    n]`, and the chance that each is tested, `[..., n]`, 1 for the first; `drawn_from` are n tensors, D of each sibling.
 
-    The verifier gets as far as sibling j with the chance of the second result (`sibling_tests`). A head that
-    is fitted with that as the weight of the example learns P(accepted | reached): unweighted, it would learn as much
-    from siblings that are hardly ever tested.
-
-    Args:
-        p: `[..., vocab]`.
-        drawn_from: n tensors `[..., vocab]`, D of each sibling.
-        tokens: `[..., n]`.
-        analytic: labels Σ min(R, D) in the place of min(1, R(y) / D(y)).
-
-    Returns:
-        labels `[..., n]` and the chance that each sibling is tested `[..., n]`, 1 for the first.
+    The verifier gets as far as sibling j with the chance of the second result (`sibling_tests`). A head that is fitted
+    with that as the weight of the example learns P(accepted | reached): unweighted, it would learn as much from
+    siblings that are hardly ever tested. `analytic` labels are Σ min(R, D) in the place of min(1, R(y) / D(y)).
     """
     reached = torch.ones_like(p[..., 0])
     labels, reach = [], []
@@ -259,15 +251,11 @@ def sibling_labels(
 
 
 def weighted_bce(log_odds: Tensor, label: Tensor, rejection_weight: float, mask: Tensor) -> Tensor:
-    """The paper's loss: - Σ [P log P̂ + w_rej (1 - P) log(1 - P̂)] / [w_rej Σ (1 - P) + Σ P].
+    """The paper's loss, 0-d: - Σ [P log P̂ + w_rej (1 - P) log(1 - P̂)] / [w_rej Σ (1 - P) + Σ P]; zero where nothing
+    counts.
 
-    Args:
-        log_odds: `[...]`, of P̂.
-        label: `[...]`, P, which may lie between 0 and 1.
-        mask: `[...]`, which candidates count: bool, or weights (`sibling_labels`).
-
-    Returns:
-        0-d; zero where nothing counts.
+    `label` is P, which may lie between 0 and 1; `mask` says which candidates count: bool, or weights
+    (`sibling_labels`).
     """
     weight = mask.to(log_odds.dtype)
     accept, reject = weight * label, weight * rejection_weight * (1.0 - label)

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction, Trainer, set_seed
 
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.estimation.estimators import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.metrics import auc, binary_kl
 from hf_specdecpp.training import features
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
@@ -69,8 +69,7 @@ def fit(
     drafter: Drafter,
     checkpoints: Path,
 ) -> dict[str, float]:
-    """Fit `head` in place with AdamW and a cosine schedule, going on from a checkpoint; metrics on `heldout`.
-    `ValueError` if the loss is not a number."""
+    """Fit `head` in place, going on from a checkpoint; metrics on `heldout`. `ValueError` if the loss is no number."""
     options = config.head
     arguments = training_arguments(
         config,

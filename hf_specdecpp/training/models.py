@@ -20,7 +20,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.kind import Kind, OwnFile, Parts
-from hf_specdecpp.estimation.estimators import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import check_finite, load_tensors, read_json, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
 from hf_specdecpp.models.adapters import ADAPTER_FILES

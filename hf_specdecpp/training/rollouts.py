@@ -232,7 +232,6 @@ def _is_whole(path: Path, num_rows: int) -> bool:
 
 
 def _summary(paths: list[Path]) -> dict[str, Any]:
-    """How much was answered."""
     rows = tokens = finished = 0
     for path in paths:
         table = pyarrow.parquet.read_table(path, columns=["input_ids", "prompt_length", "finished"])

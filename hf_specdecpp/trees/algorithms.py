@@ -46,10 +46,7 @@ def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshol
     """Algorithm 2: one draft pass a level, then a draw at every slot above t, best first.
 
     The paper fixes t, and where the draft is unsure most of the budget stays unused. Here `pace` chooses t anew for
-    each level, and what is left in the end goes to the best slots that are still open.
-
-    Args:
-        threshold: lower bound of t, also in the end. 0 uses the whole budget.
+    each level, above `threshold`, and what is left in the end goes to the best open slots above that; 0 uses it all.
     """
     tree, done = growth.tree, False
     usual = pace.estimate if growth.greedy else 1.0  # a(y) of a leaf's child, which is not known yet
@@ -145,8 +142,7 @@ def from_expansions(counts: Sequence[int]) -> Shape:
 
 
 def from_nodes(nodes: Sequence[Sequence[int]]) -> Shape:
-    """A shape from the names of all its nodes but the root, in any order; `ValueError` if a node is listed without its
-    parent or its earlier siblings."""
+    """A shape from the names of all nodes but the root; `ValueError` where parents or earlier siblings are missing."""
     listed = {tuple(node) for node in nodes}
     shape: Shape = {}
     for node in listed:

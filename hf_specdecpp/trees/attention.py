@@ -188,13 +188,10 @@ _passed: WeakKeyDictionary[CausalLM, tuple[str, torch.dtype]] = WeakKeyDictionar
 
 
 def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = None) -> None:
-    """Raise `ValueError` unless `target` reads a token tree in one pass as it reads each path of it.
+    """Raise `ValueError` unless `target`, the `role` in messages, reads a token tree in one pass as it reads its paths.
 
-    What is known not to work is refused by name; then the model itself is tried on a small tree, once.
-
-    Args:
-        role: what to call it in messages.
-        cache: the one that it will use, where it is not the model's own kind.
+    What is known not to work is refused by name; then the model itself is tried on a small tree, once: in `cache`,
+    where that is not the model's own kind.
     """
     check_target(target, recurrent=True)
     subject, config = f"The {role} {type(target).__name__}", target.config.get_text_config(decoder=True)

@@ -13,12 +13,7 @@ ACCEPTED = "*"
 
 @dataclass(frozen=True, repr=False)
 class DrawnTree:
-    """A tree and what became of it. `str()` draws it with token ids.
-
-    Attributes:
-        tree: its nodes; node 0 is the last token before it.
-        path: the accepted nodes, from below the root.
-    """
+    """A tree, its root the last token before it, and the accepted `path`; `str()` draws it with token ids."""
 
     tree: DraftTree
     path: list[int]
@@ -27,8 +22,7 @@ class DrawnTree:
         return self.text()
 
     def text(self, decode: Callable[[int], str] = str) -> str:
-        """One line a node: `*` where it was accepted, the token, its estimate a and the value v of its slot. `decode`:
-        how to write a token id."""
+        """A line a node: `*` if accepted, the token by `decode`, its estimate a and the value v of its slot."""
         tree, accepted = self.tree, set(self.path)
         lines = [
             f"{decode(tree.tokens[0])}   ({len(tree)} candidates, depth {tree.depth}, "
@@ -46,11 +40,7 @@ class DrawnTree:
         return "\n".join(lines)
 
     def save(self, file: str | Path, decode: Callable[[int], str] = str) -> None:
-        """Write a picture (format by the file's ending): accepted nodes filled, others the paler the lower their value.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
+        """Write a picture, by the file's ending: accepted nodes filled, others paler by value. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         tree, accepted = self.tree, {0, *self.path}

@@ -1,5 +1,4 @@
-"""A growing token tree, its open slots and the siblings that are drawn there: what `algorithms` decides about. No model
-inside."""
+"""A growing token tree, its open slots and the siblings drawn there: what `algorithms` decides about. No models."""
 
 from __future__ import annotations
 
@@ -14,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import NUM_SCALARS, AcceptanceHead, Estimator
+from hf_specdecpp.estimation.estimators import NUM_SCALARS, Estimator
 from hf_specdecpp.sampling.randomness import Siblings, TreeRandomness, likeliest
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -135,8 +135,7 @@ class Growth:
 
 
 class SlotValuation:
-    """What estimates and slots count for. `rates`: what rounds have taught of estimates. `None` takes them for
-    themselves, as the paper does."""
+    """What estimates and slots count for; `rates` has what rounds taught of estimates, as the paper has not."""
 
     def __init__(self, rates: AcceptanceRates | None = None) -> None:
         self._learned = rates
@@ -161,8 +160,7 @@ class SoftmaxBuffer:
         self.rows: Tensor | None = None
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """Of `[n, vocab]` logits, always of one width. Rows of nothing but -inf, where no token is left, become 0, on a
-        device nan."""
+        """Of logits `[n, vocab]`. Rows of nothing but -inf, where no token is left, become 0, on a device nan."""
         begin, self.used = self.used, self.used + scores.shape[0]
         if scores.device.type != "cpu":
             return scores.softmax(dim=-1)
@@ -182,14 +180,10 @@ class SoftmaxBuffer:
 
 @dataclass
 class Level:
-    """What the draft says after some nodes of a tree.
-
-    Attributes:
-        scores: `[n, vocab]` float32, logits after all processors: q is their softmax.
-        hidden: `[n, hidden_size]`, the states that they were computed from (for a head).
-        embed: maps token ids to their input embeddings in the draft (for a head).
-        passes: of the draft that this took: none where an earlier one has answered for these places, too.
-    """
+    """What the draft says after some nodes of a tree: scores `[n, vocab]` float32 after all processors, whose softmax
+    is q; for a head the hidden states `[n, hidden_size]` that they are of and the map from token ids to input
+    embeddings; and the passes of the draft that this took: none where an earlier one has answered for these places,
+    too."""
 
     scores: Tensor
     hidden: Tensor
@@ -235,7 +229,6 @@ class HeadJudgedSiblings:
         self.taken = [0] * len(depths)
 
     def next(self, row: int) -> tuple[int, float] | None:
-        """The next sibling and its estimate, `None` when no token is left."""
         place = self.taken[row]
         if place == len(self.judged[row]):
             self._judge(range(len(self.judged)) if place == 0 else range(row, row + 1))
@@ -269,8 +262,7 @@ class HeadJudgedSiblings:
 
 
 class SiblingDistribution:
-    """What a head is told about q without the siblings drawn so far, kept up to date from one sibling to the next.
-    `entropy`: of q, in nats."""
+    """What a head is told about q without the siblings drawn so far, kept up to date; `entropy`: of q, in nats."""
 
     def __init__(self, entropy: float, greedy: bool) -> None:
         self.entropy, self.greedy = entropy, float(greedy)
@@ -280,12 +272,8 @@ class SiblingDistribution:
     def scalars_of(
         self, drawn: list[tuple[int, float]], likeliest: Sequence[tuple[float, float]]
     ) -> list[tuple[float, ...]]:
-        """`features.scalar_features` of further siblings, each for the q without those before it.
-
-        Args:
-            drawn: tokens and their q, in order.
-            likeliest: tokens and their q, likeliest first, two more than will have been drawn by the last sibling.
-        """
+        """`scalar_features` of further siblings, each for the q without those before it, of tokens with their q:
+        `drawn`, in order, and the `likeliest` first, two more than will have been drawn by the last sibling."""
         rows: list[tuple[float, ...]] = []
         place = 0
         for token, q in drawn:

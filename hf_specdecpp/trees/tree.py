@@ -147,11 +147,7 @@ class DraftTree:
 
     def path(self, node: int) -> list[int]:
         """Tokens from below the root down to `node`."""
-        tokens = []
-        while node > 0:
-            tokens.append(self.tokens[node])
-            node = self.parents[node]
-        return tokens[::-1]
+        return [self.tokens[each] for each in self.nodes_to(node)]
 
     def nodes_to(self, node: int) -> list[int]:
         """The nodes from below the root down to `node`."""
@@ -195,8 +191,7 @@ class DraftTree:
         return counts
 
     def judged(self, path: Sequence[int]) -> Iterator[tuple[list[float], int | None]]:
-        """For the root and each drawn node of the accepted `path`: its children's estimates, and the rank of the
-        accepted."""
+        """For the root and the drawn nodes of `path`: the children's estimates, and the rank of the accepted one."""
         drawn = self.drawn(path)
         for node, after in zip((0, *drawn), (*drawn, None), strict=True):
             yield [self.estimates[child] for child in self.children[node]], None if after is None else self.ranks[after]
@@ -210,12 +205,8 @@ class DraftTree:
 
 
 class Lineage:
-    """Who descends from whom among nodes that are fed to a model piece by piece.
-
-    Attributes:
-        nodes: fed so far, in this order.
-        ancestors: bool `[n, n]`: row i marks the nodes that node i sees, itself included.
-    """
+    """Who descends from whom among nodes that are fed to a model piece by piece: in `ancestors`, bool `[n, n]`, row i
+    marks the nodes that node i sees, itself included."""
 
     def __init__(self) -> None:
         self.nodes: list[int] = []
@@ -275,14 +266,10 @@ class Families:
 
 
 class TreePass:
-    """The rows of a pass over a tree: which node is read in which.
+    """The rows of a pass over a tree, by default depth first: which node, of its shape as it is now, is read in which.
 
     A tree whose root has the children 1 and 2, of which 1 has the child 3, is read as the nodes 0, 1, 3, 2: node 2 is
     in row 3.
-
-    Args:
-        tree: its shape is taken as it is now.
-        order: of the nodes; by default depth first.
     """
 
     def __init__(self, tree: DraftTree, order: Sequence[int] | None = None) -> None:

@@ -19,14 +19,8 @@ from hf_specdecpp.trees.tree import DraftTree, Families, TreePass, parents_first
 
 
 def verify_tree_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tuple[list[int], int]:
-    """Walk down the tree along the target's likeliest tokens.
-
-    Args:
-        likeliest: gives the target's likeliest token after a node. Only asked about nodes on the way.
-
-    Returns:
-        The accepted nodes, and the token that follows them.
-    """
+    """Walk down the tree along the `likeliest` tokens, which is asked about nodes on the way only: the accepted nodes,
+    and the token that follows them."""
     path: list[int] = []
     node = 0
     while True:
@@ -133,17 +127,11 @@ def _reject(node: Open, token: int) -> None:
 
 
 def follow_tree(tree: DraftTree, path: list[int], token: int, draw: Callable[[int], int]) -> tuple[list[int], int]:
-    """Go on from what was verified along candidates that were looked up.
+    """Go on from what was verified, `path` and `token`, along candidates that were looked up: the same, further down.
 
     Such a candidate is one token for certain, so it is accepted exactly if it is what is drawn from the target's
-    distribution: the token after the path may be one, then the token drawn after that, and so on.
-
-    Args:
-        path, token: the accepted nodes and the token after them, as `verify_tree` returns them.
-        draw: gives a token from the target's distribution after a node. Asked about one node after the other.
-
-    Returns:
-        The same, further down.
+    distribution: the token after the path may be one, then the token drawn after that, and so on. `draw` gives a token
+    from the target's distribution after a node, and is asked about one node after the other.
     """
     node = path[-1] if path else 0
     while (found := tree.looked_up.get((node, token))) is not None:
@@ -174,11 +162,7 @@ def verify_tree_at_once(
         return weights.index_select(0, rows.index_select(0, chosen))
 
     index, token = randomness.outcome(tests, partial(after, left), partial(after, p))
-    parents, node, path = tree_pass.tree.parents, parents_first(tree_pass.tree)[index], []
-    while node > 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1], token
+    return tree_pass.tree.nodes_to(parents_first(tree_pass.tree)[index]), token
 
 
 def ending_chances(tree_pass: TreePass, p: Tensor, verification: Verification) -> Tensor:

@@ -16,8 +16,8 @@ from hf_specdecpp.benchmark.replay.chains import ChainReplay, Outcomes, Seen, or
 from hf_specdecpp.benchmark.replay.record import KNOWN, Text, record
 from hf_specdecpp.benchmark.replay.sweep import PAPER, sweep
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.estimation.acceptance_head import Calibration
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import Calibration
 from hf_specdecpp.generation import candidate_generator
 from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.setup import make_rule

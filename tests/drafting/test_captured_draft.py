@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from hf_specdecpp.drafting import captured_draft
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules
-from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftStep, Estimator
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Ranked
 from hf_specdecpp.trees.slots import Growth, Level

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
-from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftProbability, DraftStep
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.generation.setup import make_rule
 
 VOCAB = 3

@@ -12,12 +12,11 @@ from support.released_heads import ReleasedHead
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
 from hf_specdecpp.estimation.estimators import (
     NUM_SCALARS,
     NUM_SIBLINGS,
     SIBLING_MASS,
-    AcceptanceHead,
-    Calibration,
     DraftProbability,
     DraftStep,
     scalar_features,

@@ -22,7 +22,7 @@ from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundShape
-from hf_specdecpp.estimation.estimators import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.captured import rounds as captured_rounds
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.chain import Step, drafted_alone, drafting
 from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftProbability, DraftStep, Estimator
+from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep, Estimator
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.sampling.verification import verify_at_once, verify_block, verify_chain

@@ -15,7 +15,8 @@ from hf_specdecpp import assist, files
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftProbability
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.throughput import known_costs as costs
 from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.round_times import Drafting, RoundTimes

@@ -11,7 +11,7 @@ from support.models import VOCAB_SIZE
 from support.training_files import training_run
 from torch.testing import assert_close
 
-from hf_specdecpp.estimation.estimators import Calibration
+from hf_specdecpp.estimation.acceptance_head import Calibration
 from hf_specdecpp.estimation.metrics import ece
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling

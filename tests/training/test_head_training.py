@@ -18,7 +18,8 @@ from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
 
 from hf_specdecpp.drafting.session import DraftSession
-from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftStep
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.estimation.metrics import binary_kl
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling

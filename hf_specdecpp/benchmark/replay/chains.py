@@ -18,7 +18,8 @@ from torch import Tensor
 from hf_specdecpp.benchmark.replay.record import Record, Text
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import Proposal, StoppingRule
-from hf_specdecpp.estimation.estimators import MODES, AcceptanceHead, DraftProbability, DraftStep, Estimator
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import MODES, DraftProbability, DraftStep, Estimator
 from hf_specdecpp.figures import Floats
 
 SVIP_GAMMA = 0.15
@@ -216,8 +217,7 @@ class Confidence(Baseline):
 
 
 class SVIP(Baseline):
-    """Stop when the entropy H of q in nats says that the candidate was a guess: sqrt(0.15 H) > bound (arXiv
-    2411.18462)."""
+    """Stop when the entropy H of q in nats says that it was a guess: sqrt(0.15 H) > bound (arXiv 2411.18462)."""
 
     def signal(self, step: DraftStep) -> Tensor:
         return step.entropy

@@ -46,15 +46,7 @@ from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.randomness import draw_rows, seed_of
-from hf_specdecpp.texts.branches import (
-    ROWS_AT_ONCE,
-    BranchingText,
-    Drawing,
-    ReadText,
-    draft_chains,
-    target_probabilities,
-    together,
-)
+from hf_specdecpp.texts import branches
 from hf_specdecpp.texts.prompts import sample_prompts
 from hf_specdecpp.texts.sampling import Sampling
 
@@ -85,8 +77,7 @@ class Record(TypedDict):
     Attributes:
         stands: `[n]`, whether the candidate drawn at a place is the text's token: the coin.
         on_text: `[n, 5]`, the text's tokens as candidates.
-        off_text: `[c, k, 5]`, for each place whose candidate does not stand, in order: that candidate, and what the
-            draft says after it.
+        off_text: `[c, k, 5]`, each candidate that does not stand, in order, and what the draft says after it.
     """
 
     stands: list[bool]
@@ -116,24 +107,25 @@ def record(
 
     places = torch.arange(text.first, len(text.ids), device=drafter.device)
     truth = torch.tensor(text.ids, device=drafter.device)[places]
-    hidden = BranchingText(drafter, text.ids).states
-    target_hidden = BranchingText(reader, text.ids[:-1]).states
+    hidden = branches.BranchingText(drafter, text.ids).states
+    target_hidden = branches.BranchingText(reader, text.ids[:-1]).states
     parts = []
-    for rows, x in zip(places.split(ROWS_AT_ONCE), truth.split(ROWS_AT_ONCE), strict=True):
+    for rows, x in zip(places.split(branches.ROWS_AT_ONCE), truth.split(branches.ROWS_AT_ONCE), strict=True):
         q = sampling.q(drafter.logits(hidden[rows - 1], vocab_size))
         p = sampling.p(reader.logits(target_hidden[(rows - 1).to(reader.device)], vocab_size)).to(q.device)
         parts.append(_at_places(p, q, x, sampling, generator))
     stands, label, scalars, rejected, rejected_scalars = (torch.cat(part) for part in zip(*parts, strict=True))
     on_text = known(truth, scalars, label, hidden[places - int(before)])
 
-    drawing = Drawing(sampling.q, vocab_size, None if sampling.greedy else generator)
+    drawing = branches.Drawing(sampling.q, vocab_size, None if sampling.greedy else generator)
     off_text: list[list[list[float]]] = []
     leaving = places[~stands]
-    for group in together(leaving, drafter.model, reader.model):
+    for group in branches.together(leaving, drafter.model, reader.model):
         here = torch.isin(places, group)
         first = rejected[here], rejected_scalars[here]
-        chains = draft_chains(drafter, ReadText(text.ids), group, length, drawing, first)
-        label = target_probabilities(reader, text.ids, group, chains.tokens, sampling.p, vocab_size).to(q.device)
+        chains = branches.draft_chains(drafter, branches.ReadText(text.ids), group, length, drawing, first)
+        label = branches.target_probabilities(reader, text.ids, group, chains.tokens, sampling.p, vocab_size)
+        label = label.to(q.device)
         if not sampling.greedy:
             label = (label / chains.scalars[..., 0].exp()).clamp_max(1.0)
         states = chains.hidden[:, :-1] if before else chains.hidden[:, 1:]
@@ -210,7 +202,6 @@ def text_sets(
 
 
 def _write(benchmark: Benchmark, question: Question, temperature: float) -> dict[str, Any]:
-    """An answer of plain generation."""
     seed = seed_of(benchmark.config.seed, *question.key, temperature)
     options = {"max_new_tokens": benchmark.config.max_new_tokens}
     return {"answer": answer(benchmark.target, question.ids, temperature, seed, options)[0]}

@@ -27,8 +27,9 @@ from hf_specdecpp.benchmark.replay.chains import (
 from hf_specdecpp.benchmark.replay.record import MAX_TOKENS, Texts, record, text_sets
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import AcceptanceHead, DraftProbability
+from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.figures import ratio_of_sums
 from hf_specdecpp.files import read_json
 from hf_specdecpp.generation.setup import make_rule, plan_for, plan_of

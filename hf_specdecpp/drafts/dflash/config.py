@@ -1,10 +1,9 @@
-"""What a DFlash draft is made of (`DFlashSettings`), as the `config.json` of a checkpoint says it in each of three
-dialects (`read_settings`). Relatives are refused by name."""
+"""What a DFlash draft is made of (`DFlashSettings`), by a `config.json` in any of three dialects (`read_settings`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import Qwen3Config
@@ -57,7 +56,7 @@ INSTEAD = "Load a DFlash or EAGLE-3 draft of this target, or train a draft of th
 
 @dataclass(frozen=True)
 class DFlashSettings:
-    """The shape of a draft, and how a block is computed.
+    """The shape of a draft, and how a block is computed; `ValueError` for numbers that make no sense.
 
     Example: with `block_size=8` and `reads=[1, 9, 17]` one pass over the last token and 7 mask tokens puts out the
     distributions of 7 candidates. They attend to the outputs of the target's layers 1, 9 and 17, counted from 0.
@@ -77,9 +76,6 @@ class DFlashSettings:
         reads_normed: whether the output of the target's last layer is read after the target's final norm.
         num_target_layers: of the target that it was made for, if that is known.
         own_embeddings, own_head: whether it brings these or takes the target's.
-
-    Raises:
-        ValueError: numbers that make no sense.
     """
 
     layer: dict[str, Any]
@@ -113,12 +109,7 @@ class DFlashSettings:
         return self.block_size - (not self.samples_anchor)
 
     def layer_config(self) -> Qwen3Config:
-        """The transformers config of its layers."""
         return Qwen3Config(**self.layer)
-
-    def to_config(self) -> dict[str, Any]:
-        """The arguments that make the same settings; JSON-able."""
-        return asdict(self)
 
 
 def looks_like_one(raw: Mapping[str, Any]) -> bool:
@@ -183,8 +174,7 @@ def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
 
 
 def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
-    """Whether a row of a block sees no later rows: z-lab says it above, vLLM and Model Optimizer below, JetSpec by
-    another name. `None` where nobody does."""
+    """Whether rows see no later rows: z-lab says it above, vLLM and Model Optimizer below, JetSpec otherwise."""
     places = {name: raw.get(name) for name in ("is_causal", "causal")}
     places |= {f"dflash_config.{name}": own.get(name) for name in ("causal", "is_causal", "causal_head")}
     said = {name: value for name, value in places.items() if value is not None}

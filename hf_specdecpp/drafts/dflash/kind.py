@@ -42,8 +42,7 @@ BELONGS = (
 
 
 def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
-    """The draft that a `config.json` and its tensors make (`Format.read`); `ValueError` if they are of a relative, or a
-    tensor is missing, unknown or of another shape."""
+    """The draft of a `config.json` and tensors (`Format.read`); `ValueError` for relatives, or misfit tensors."""
     refuse_relatives(raw, tensors)
     named = NAMES.here(tensors, source)
     own: dict[str, Any] = {name: f"{part}.weight" in named for name, part in OWN.items()}
@@ -64,8 +63,7 @@ def tensors_of(
 
 
 def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
-    """Bring a draft, which messages call `name`, to its target, in the target's dtype; `ValueError` if the draft was
-    made for another target."""
+    """Bring a draft, `name` in messages, to its target, in its dtype; `ValueError` if it was made for another."""
     config, settings = target.config.get_text_config(decoder=True), model.settings
     depth, width = config.num_hidden_layers, model.reader.hidden_size
     known = num_embeddings(target) if model.embed_tokens is None else model.embed_tokens.num_embeddings
@@ -111,12 +109,10 @@ def fields(raw: Config) -> dict[str, Any]:
 
 
 def words(config: SpecDecPPConfig, target: str) -> str:
-    """The draft in a few words."""
     return f"DFlash blocks, which read states of {target}" if config.draft_id is None else f"DFlash {pinned(config)}"
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> DFlashDraft:
-    """A draft that has met its target."""
     meet(parts.module, how.target, words(config, "the target"))
     return DFlashDraft(parts.module, how.target)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import torch
@@ -30,7 +31,7 @@ class Context(StateReader):
     def __init__(self, settings: DFlashSettings, config: Qwen3Config) -> None:
         super().__init__()
         self.hidden_size = self.embedding_size = config.hidden_size
-        self.count, self.arguments = len(settings.reads), settings.to_config()
+        self.count, self.arguments = len(settings.reads), asdict(settings)
         self.fc = nn.Linear(self.count * config.hidden_size, config.hidden_size, bias=False)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.meet(settings.reads, None)
@@ -65,8 +66,7 @@ class Rows:
         self.layers: list[tuple[Tensor, Tensor] | None] = [None] * depth
 
     def extended(self, layer: int, keys: Tensor, values: Tensor, block: int, most: int | None) -> tuple[Tensor, Tensor]:
-        """All that the block attends to: what was kept, then these. The last `block` of them are not kept. `most`: how
-        many rows are kept at most, where a window sees no more."""
+        """All that the block attends to: of what was kept at most `most`, then these, of which `block` are not kept."""
         if (known := self.layers[layer]) is not None:
             keys, values = torch.cat((known[0], keys), dim=2), torch.cat((known[1], values), dim=2)
         end = keys.shape[2] - block
@@ -76,12 +76,8 @@ class Rows:
 
 
 class DFlashModel(PreTrainedModel):
-    """The weights of a draft. Embeddings and LM head are the target's, unless it brings its own.
-
-    Attributes:
-        settings: of it.
-        reader: makes the context of the target's states.
-    """
+    """The weights of a draft. Embeddings and LM head are the target's, unless it brings its own; `reader` makes the
+    context of the target's states."""
 
     config_class = None
     _supports_sdpa = True
@@ -103,8 +99,7 @@ class DFlashModel(PreTrainedModel):
         self.views: list[View] = [(reach if slid else None, each) for slid, each in zip(slides, causal, strict=True)]
 
     def to_config(self) -> dict[str, Any]:
-        """The settings that make a draft of this shape."""
-        return self.settings.to_config()
+        return asdict(self.settings)
 
     def forward(self, block: Tensor, states: Tensor, first: int, rows: Rows) -> Tensor:
         """Final states `[1, b, hidden_size]` of a block; `rows` goes on by the m verified tokens.
@@ -185,12 +180,8 @@ def _mask(reach: int | None, is_causal: bool, count: int, keys: Tensor) -> Tenso
 
 
 class DFlashDraft(StateDraft):
-    """Drafts blocks with a `DFlashModel` that has met its target.
-
-    Args:
-        model: on the target's device, in its dtype.
-        target: whose embeddings and LM head it takes where it has none of its own.
-    """
+    """Drafts blocks with a `DFlashModel` on the device of the target that it has met, whose embeddings and LM head it
+    takes where it has none of its own."""
 
     model: DFlashModel
 
@@ -274,8 +265,7 @@ class DFlashDraft(StateDraft):
 
 
 class BlockReading(Reading):
-    """What a block draft has read of one text: the target's states at verified tokens. A round takes one pass, or none.
-    `vocab_size`: width of the target's logits."""
+    """What was read of one text: the target's states at verified tokens. A round takes one pass, or none."""
 
     length = 0
 

@@ -49,12 +49,7 @@ class BlockSteps(RoundSteps):
 
 
 class _Rows:
-    """All rows of a cache in a pass over a window and a block.
-
-    Args:
-        places: `[texts, count + size]`, of the rows that are read.
-        count, size: of the window and of the block.
-    """
+    """All rows of a cache in a pass over a window of `count` and a block of `size` rows, at these `places`."""
 
     def __init__(self, cache: RoomCache, places: Tensor, count: int, size: int) -> None:
         self.cache, self.size = cache, size

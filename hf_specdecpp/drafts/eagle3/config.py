@@ -1,10 +1,9 @@
-"""What an EAGLE-3 draft is made of (`Eagle3Settings`), and how the `config.json` of a checkpoint says it, in either
-dialect (`read_config`). Relatives are refused by name."""
+"""What an EAGLE-3 draft is made of (`Eagle3Settings`), by a `config.json` in either dialect (`read_config`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
@@ -56,7 +55,8 @@ TRAIN = "Train a draft of this package for the target (specdecpp train), or look
 
 @dataclass(frozen=True)
 class Eagle3Settings:
-    """The shape of a draft, and how its step is computed.
+    """The shape of a draft, and how its step is computed; `ValueError` for settings that exclude one another, or a
+    layer of another type.
 
     Example: of a target of 32 layers `reads=[1, 15, 28]` reads the outputs of its layers 1, 15 and 28, counted from 0.
     These are the ids 2, 16 and 29 of checkpoints that count what goes into a layer.
@@ -75,9 +75,6 @@ class Eagle3Settings:
         norm_output: the state that a step goes on from is the normed one (EAGLE-3.1).
         fc_bias: whether what mixes the states has a bias.
         own_embeddings, own_head: whether it brings these or takes the target's.
-
-    Raises:
-        ValueError: settings that exclude one another, or a layer of another type.
     """
 
     layer: dict[str, Any]
@@ -126,15 +123,10 @@ class Eagle3Settings:
             )
 
     def layer_config(self) -> Any:
-        """The transformers config of the draft's layers."""
         return LAYER_CONFIGS[self.layer["model_type"]](**self._arguments())
 
     def _arguments(self) -> dict[str, Any]:
         return {name: value for name, value in self.layer.items() if name != "model_type"}
-
-    def to_config(self) -> dict[str, Any]:
-        """The arguments that make the same settings; JSON-able."""
-        return asdict(self)
 
 
 def looks_like_one(raw: Mapping[str, Any]) -> bool:

@@ -57,7 +57,6 @@ def fields(raw: Config) -> dict[str, Any]:
 
 
 def facts(module: Any) -> dict[str, str]:
-    """What `inspect` shows of a draft."""
     settings: Eagle3Settings = module.settings
     layer, ids, count = settings.layer, settings.layer_ids, settings.draft_vocab_size
     if settings.num_reads == 0:
@@ -99,16 +98,12 @@ def export(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported: 
 def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict[str, Any]:
     """The config that describes a draft to other engines; `ValueError` if its layers are of another type.
 
-    What is usual is left out, since engines differ in what they understand by it. Layers that are not the usual ones
-    stand there twice: in `eagle_config` by what comes out of them (SGLang), at the top by what goes into them (vLLM).
+    What is usual is left out, since engines differ in what they understand by it. Layers of the target that are not the
+    usual ones to read stand there twice: in `eagle_config` by what comes out of them (SGLang), at the top by what goes
+    into them (vLLM).
 
     Example: of a target of 32 layers `reads=[1, 15, 28]` is usual. `[3, 15, 28]` stands there as itself and as
     `[4, 16, 29]`.
-
-    Args:
-        settings: of a draft with Llama layers.
-        reads: the target's layers whose outputs it reads.
-        target: the config of the target's text model.
     """
     if settings.layer["model_type"] != "llama":
         raise ValueError(
@@ -161,7 +156,6 @@ def notes(settings: Eagle3Settings, reads: list[int], depth: int) -> list[str]:
 
 
 def words(config: SpecDecPPConfig, target: str) -> str:
-    """The draft in a few words."""
     if config.draft_id is None:
         return f"an EAGLE-3 layer, which reads states of {target}"
     otherwise = ", ".join(f"{name}={value}" for name, value in (config.eagle3 or {}).items())
@@ -169,7 +163,6 @@ def words(config: SpecDecPPConfig, target: str) -> str:
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Eagle3Drafter:
-    """A draft that has met its target."""
     meet(parts.module, how.target, name := words(config, "the target"))
     drafter = Eagle3Drafter(parts.module, how.target)
     drafter.suspect = None if config.draft_id is None else name

@@ -83,13 +83,8 @@ def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
 
 
 def meet(model: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-    """Move a draft to where its target is, and find out which layers it reads; `ValueError` if the draft was made for
-    another target.
-
-    Args:
-        name: of the draft, for messages.
-        dtype: by default the target's.
-    """
+    """Move a draft, which messages call `name`, to its target, in its dtype or another one, and find out which layers
+    it reads; `ValueError` if the draft was made for another target."""
     config, settings = target.config.get_text_config(decoder=True), model.settings
     depth, made_for, wrong = config.num_hidden_layers, settings.layer["vocab_size"], None
     found = meanings(settings, depth) if settings.state_size == config.hidden_size else [[]]
@@ -132,13 +127,8 @@ def _settle(model: Eagle3Model, target: CausalLM, found: list[list[int]]) -> Non
 
 
 class Reading(NamedTuple):
-    """A way to read a checkpoint.
-
-    Attributes:
-        name: in words.
-        overrides: what makes `from_pretrained(..., eagle3=overrides)` read it in this way.
-        agreement: how often the likeliest first and second candidate of a round is the target's choice.
-    """
+    """A way to read a checkpoint, its name in words, the overrides for `from_pretrained(..., eagle3=overrides)`, and
+    how often the likeliest first and second candidate of a round is then the target's choice."""
 
     name: str
     overrides: dict[str, Any]
@@ -146,8 +136,7 @@ class Reading(NamedTuple):
 
 
 class Heard:
-    """What a target says of a text, and its states there: one pass, for all readings of a draft. `text`: `[1, n]` token
-    ids."""
+    """What a target says of a text `[1, n]`, and its states there: one pass, for all readings of a draft."""
 
     def __init__(self, target: CausalLM, text: Tensor) -> None:
         config, reader, everything = target.config.get_text_config(decoder=True), Reader(target), StateReader()
@@ -172,12 +161,7 @@ class Heard:
 
 
 def variants(settings: Eagle3Settings, target: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What else a checkpoint may mean: names, and the overrides that read it so.
-
-    Args:
-        settings: as read, with `reads`.
-        target: its text config.
-    """
+    """What else a checkpoint may mean beside `settings`: names, and the overrides that read it so."""
     reads, depth = settings.reads or [], target.num_hidden_layers
     for name, by in (("layers one lower", -1), ("layers one higher", 1)):
         moved = [read + by for read in reads]
@@ -195,7 +179,6 @@ def variants(settings: Eagle3Settings, target: Any) -> Iterator[tuple[str, dict[
 
 
 def changed(settings: Eagle3Settings, overrides: dict[str, Any]) -> Eagle3Settings:
-    """The settings with these overrides."""
     changes = dict(overrides)
     if (theta := changes.pop("rope_theta", None)) is not None:
         rope = {**settings.layer["rope_parameters"], "rope_theta": theta}

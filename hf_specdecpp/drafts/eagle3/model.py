@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -24,9 +24,6 @@ class Eagle3Input(StateReader):
 
     For a token that the target has verified g mixes the target's states there, g = fc([a_1; ...; a_k]); for a candidate
     after another one it is the draft's own state, as it is.
-
-    Args:
-        norm: makes an RMS norm of a size.
     """
 
     def __init__(self, settings: Eagle3Settings, norm: Any) -> None:
@@ -35,7 +32,7 @@ class Eagle3Input(StateReader):
         self.state_size, self.reads_final = settings.state_size, settings.num_reads == 0
         self.reads = settings.reads or []
         mixed = settings.num_reads * settings.state_size
-        self.num_reads, self.arguments = settings.num_reads, settings.to_config()
+        self.num_reads, self.arguments = settings.num_reads, asdict(settings)
         self.fc = nn.Linear(mixed, self.hidden_size, bias=settings.fc_bias) if mixed else None
         self.input_norm = norm(mixed) if settings.norm_before_fc else None
         norms = [norm(settings.state_size) for _ in range(settings.num_reads)]
@@ -46,12 +43,7 @@ class Eagle3Input(StateReader):
         return max(self.num_reads, 1) * self.state_size
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """`[..., 2 * hidden_size]`: the embedding, then g.
-
-        Args:
-            states: `[..., width]` of the target, or `[..., hidden_size]` of the draft itself.
-            embeddings: `[..., hidden_size]`.
-        """
+        """`[..., 2 * hidden_size]`: the embedding, then g, of the target's states `[..., width]` or the draft's own."""
         if self.fc is not None and states.shape[-1] == self.width:
             states = self.fc(self.normed(states))
         return torch.cat((embeddings, states), dim=-1)
@@ -144,8 +136,7 @@ class Eagle3Model(PreTrainedModel):
         self.reader.reads = list(reads)
 
     def to_config(self) -> dict[str, Any]:
-        """The settings that make a draft of this shape."""
-        return self.settings.to_config()
+        return asdict(self.settings)
 
     def get_decoder(self, *_: Any, **__: Any) -> Any:
         return self.decoder
@@ -158,12 +149,7 @@ class Eagle3Model(PreTrainedModel):
 
 
 class Eagle3Drafter(Drafter):
-    """Drafts with an `Eagle3Model` that has met its target.
-
-    Args:
-        model: on the target's device, in its dtype.
-        target: whose embeddings it may share.
-    """
+    """Drafts with an `Eagle3Model` on the device of the target that it has met, whose embeddings it may share."""
 
     def __init__(self, model: Eagle3Model, target: CausalLM) -> None:
         super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)

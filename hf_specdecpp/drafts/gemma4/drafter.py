@@ -62,20 +62,11 @@ def check_readable(cache: Any) -> None:
         )
 
 
-def _mask(shown: Tensor) -> Tensor | None:
-    """Hides what the prompt masked, unless that is all there is."""
-    return shown[None, None, None] if bool(shown.any()) else None
-
-
 class Gemma4Draft(StateDraft):
-    """Drafts with an assistant of transformers' class that has met its target.
+    """Drafts with an assistant of transformers' class, on the device of the target that it has met (`kind.meet`).
 
     Its step reads a token and the state before it, which after the verified text is the target's final state, and
-    further on its own. It has no keys and values: all that it sees are the target's.
-
-    Args:
-        model: on the target's device, in its dtype (`kind.meet`).
-        target: whose embeddings it takes.
+    further on its own. It has no keys and values: all that it sees are the target's. So are the embeddings.
     """
 
     shares_cache = True
@@ -116,7 +107,13 @@ class Gemma4Draft(StateDraft):
         position = cache.length[:, None]
         if cache.prompt is not None:
             position = position + cache.prompt.offset
-        masks: dict[str, Tensor | None] = {**masks_in(cache, list(rows), self.own.sliding_window)}
+        places, length = torch.arange(cache.room, device=position.device), cache.length[:, None]
+        held = places < length
+        shown = held if cache.prompt is None else held & cache.prompt.shown
+        near = places > length - self.own.sliding_window  # what the target sees: the token itself, and those before
+        masks: dict[str, Tensor | None] = {}
+        for kind in rows:
+            masks[kind] = (shown & (near if kind == "sliding_attention" else held))[:, None, None]
         return SharedRows(rows, masks, position)
 
     def session(self, vocab_size: int) -> SharedReading:
@@ -136,7 +133,8 @@ class Gemma4Draft(StateDraft):
             first = max(layer.keys.shape[2] - self.own.sliding_window + 1, 0) if kind == "sliding_attention" else 0
             keys, values = (each[:, :, first:].to(self.device) for each in (layer.keys, layer.values))
             rows[kind] = keys, values
-            masks[kind] = None if shown is None else _mask(shown[shown.shape[0] - keys.shape[2] :].to(self.device))
+            seen = None if shown is None else shown[shown.shape[0] - keys.shape[2] :].to(self.device)
+            masks[kind] = None if seen is None or not bool(seen.any()) else seen[None, None, None]
         return SharedRows(rows, masks, text.position.to(self.device))
 
     def run(self, tokens: Tensor, states: Tensor, seen: SharedRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,12 +225,7 @@ class SharedReading(Reading):
 
 class SharedSteps(RoundSteps):
     """As `SharedReading`: each node is read with the state before it, and sees the verified text but for its last
-    token in the target's cache. Of the window the last token counts alone.
-
-    Args:
-        draft: a `Gemma4Draft`, whose model is captured.
-        vocab_size: width of the target's logits.
-    """
+    token in the target's cache. Of the window the last token counts alone."""
 
     shares_cache, num_layers = True, 0
 
@@ -254,16 +247,3 @@ class SharedSteps(RoundSteps):
             level = yield as_wide_as(self.vocab_size, logits)[None], hidden[None]
             tokens = level.tokens
             states = further[None].gather(1, level.parents[..., None].expand(-1, -1, further.shape[-1]))
-
-
-def masks_in(cache: RoomCache, kinds: list[str], window: int) -> dict[str, Tensor]:
-    """Which rows of a room a draft sees, by kind of layer: bool `[1, 1, 1, room]`. `window`: of layers with a window,
-    which see as much as the target's: the token itself, and `window - 1` before."""
-    rows, length = torch.arange(cache.room, device=cache.length.device), cache.length[:, None]
-    held = rows < length
-    shown = held if cache.prompt is None else held & cache.prompt.shown
-    masks = {}
-    for kind in kinds:
-        near = rows > length - window if kind == "sliding_attention" else held
-        masks[kind] = (shown & near)[:, None, None]
-    return masks

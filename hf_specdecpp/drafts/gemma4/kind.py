@@ -146,7 +146,6 @@ def _checked_order(order: Tensor | None, count: int, source: str) -> Tensor:
 
 
 def _misfit(model: CausalLM, target: CausalLM) -> str | None:
-    """What about an assistant does not fit a target."""
     config, own = target.config.get_text_config(decoder=True), model.config.get_text_config()
     if not config.model_type.startswith("gemma4_"):
         return f"drafts for a Gemma 4, and there is a model of type {config.model_type!r}"
@@ -167,7 +166,6 @@ def _misfit(model: CausalLM, target: CausalLM) -> str | None:
 
 
 def facts(module: Any) -> dict[str, str]:
-    """What `inspect` shows of a draft."""
     own, config = module.config.get_text_config(), module.config
     kinds = ", ".join(kind.removesuffix("_attention") for kind in own.layer_types)
     clusters = f"{config.centroid_intermediate_top_k} of {config.num_centroids} clusters"
@@ -179,14 +177,12 @@ def facts(module: Any) -> dict[str, str]:
 
 
 def words(config: SpecDecPPConfig, target: str) -> str:
-    """The draft in a few words."""
     if config.draft_id is None:
         return f"a Gemma 4 assistant, which reads the cache of {target}"
     return f"Gemma 4 assistant {pinned(config)}"
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Gemma4Draft:
-    """An assistant that has met its target."""
     name, target = words(config, "the target"), how.target
     checkpoints.meet(parts.module, target, name, _misfit(parts.module, target), BELONGS)
     drafter = Gemma4Draft(parts.module, target)

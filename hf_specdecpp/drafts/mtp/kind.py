@@ -1,5 +1,4 @@
-"""Multi-token layers: those that the target's own checkpoint brings for drafting (`docs/ready-made.md`), how they are
-found there and read."""
+"""Multi-token layers that the target's own checkpoint brings (`docs/ready-made.md`): how they are found and read."""
 
 from __future__ import annotations
 
@@ -64,32 +63,21 @@ NUMBERED = (
 
 @dataclass(frozen=True)
 class MtpLayers:
-    """The tensors of multi-token layers, by name: `eh_proj.weight`, `enorm.weight`, `hnorm.weight`, `post_norm.weight`
-    (some have none) and `block.*`, those of a decoder layer as the checkpoint calls them.
-
-    Attributes:
-        tensors: of each layer.
-        source: where they are from, for messages.
-    """
+    """The tensors of each multi-token layer, by name: `eh_proj.weight`, `enorm.weight`, `hnorm.weight`,
+    `post_norm.weight` (some have none) and `block.*`, those of a decoder layer as the checkpoint calls them. Messages
+    name their `source`."""
 
     tensors: list[dict[str, Tensor]]
     source: str
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All of them."""
         named = enumerate(self.tensors)
         return {f"{place}.{name}": tensor for place, layer in named for name, tensor in layer.items()}
 
 
 def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> MtpLayers:
-    """The multi-token layers of a target's repository.
-
-    Args:
-        tensors: of the target; none but those of the layers are read.
-
-    Raises:
-        ValueError: it has none, is quantised, or has them in a form that is not known; with what to do.
-    """
+    """The multi-token layers of a target's repository, the only ones of its `tensors` that are read; `ValueError` if it
+    has none, is quantised, or has them in a form that is not known, with what to do."""
     config = {**mapping(raw, "mtp_config"), **(mapping(raw, "text_config") or raw)}
     check_fields({name: config.get(name) for name in BOUNDS}, BOUNDS)
     name, count = next(((name, config[name]) for name in ANNOUNCING if config.get(name)), (None, 0))
@@ -118,13 +106,9 @@ def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: s
 
 def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool = False) -> list[dict[str, str]]:
     """For each multi-token layer, what its tensors are called here and in the checkpoint; `ValueError` if there are
-    some in a form that is not known.
+    some in a form that is not known. `is_chained`: layers without a norm of their own after them have one together.
 
     Example: of a target of 61 layers `model.layers.61.shared_head.norm.weight` is the first one's `post_norm.weight`.
-
-    Args:
-        depth: the target's layers.
-        is_chained: whether layers that have no norm of their own after them have one together.
     """
     names = list(names)
     starts = [re.fullmatch(r"((?:.*\.)?layers\.)(\d{1,6})\.eh_proj\.weight", name) for name in names]
@@ -176,12 +160,7 @@ def _check_plain(tensors: Mapping[str, Any], source: str) -> None:
 
 
 def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs: Any = None) -> Repository:
-    """The repository with the multi-token layers of a target's checkpoint; `ValueError` if the target is not from a
-    repository.
-
-    Args:
-        source: that holds them; by default that the target was loaded from.
-    """
+    """The repository with a target's multi-token layers: `source`, or its own; `ValueError` if that is none."""
     name = source or target.config.name_or_path
     if not name:
         raise ValueError(
@@ -192,12 +171,10 @@ def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs
 
 
 def words(config: SpecDecPPConfig, target: str) -> str:
-    """The draft in a few words."""
     return f"multi-token layers of {target if config.draft_id is None else pinned(config)}"
 
 
 def draft_of(_config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:
-    """The layers beside their target."""
     layers: MtpLayers = parts.module
     made = [one_layer(tensors, place, how.target, layers.source) for place, tensors in enumerate(layers.tensors)]
     drafters = [Drafter(model, shares_target=True, fusion=reader) for model, reader in made]

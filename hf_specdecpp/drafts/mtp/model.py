@@ -60,15 +60,11 @@ class MtpInput(StateReader):
 
 
 def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tuple[CausalLM, MtpInput]:
-    """A causal LM with a multi-token layer as its only one and that layer's norm as its final one, and its input;
-    `ValueError` if they do not fit the target.
+    """A causal LM with the multi-token layer at a `place` as its only one and that layer's norm as its final one, and
+    its input; `ValueError` if they do not fit the target.
 
     The target's embeddings, LM head and rotary frequencies are shared. The layer is of the target's own class, and its
     tensors are renamed and put together (experts) as transformers does it with the target's.
-
-    Args:
-        tensors: of the layer (`kind.MtpLayers`).
-        place: which of the multi-token layers it is.
     """
     _check_sizes(tensors, target, source)
     text = target.config.get_text_config(decoder=True)
@@ -164,11 +160,8 @@ def _norm(like: nn.Module, weight: Tensor) -> nn.Module:
 
 
 class MtpDraft(StateDraft):
-    """Drafts with several multi-token layers, of which each proposes one candidate of a round; the last goes on alone.
-
-    Args:
-        layers: in the order in which they draft, each with its input.
-    """
+    """Drafts with several multi-token layers, each with its input, of which each proposes one candidate of a round, in
+    their order; the last goes on alone."""
 
     def __init__(self, layers: Sequence[Drafter], target: CausalLM) -> None:
         self.layers, self.first = list(layers), layers[0]
@@ -252,9 +245,6 @@ class LayersReading(Reading):
     with these, which gives the candidate e. The second reads c, d, e with what the first returned there, which gives f.
     For a third candidate it goes on, and reads f with what it has just returned. Of these rows that of e stands if e is
     accepted; the last one never does.
-
-    Args:
-        layers: in the order in which they draft.
     """
 
     def __init__(self, layers: Sequence[Drafter], vocab_size: int) -> None:
@@ -309,10 +299,6 @@ class LayerSteps(RoundSteps):
     Example: two layers, and a window of b c d after the text `a`. The first layer reads b, c, d with the target's
     states at a, b and c, which gives the candidate e. The second reads c, d, e with what the first returned there.
     When e and f stand and g follows, the next window is d e f g: the second layer reads e, f, g and a candidate.
-
-    Args:
-        layers: in the order in which they draft; their models are captured.
-        vocab_size: width of the target's logits.
     """
 
     draws_trees = False

@@ -79,7 +79,6 @@ class RehearsedDecoding(AssistedDecoding):
             room *= 2
 
     def _make_whole_rounds(self, whole: WholeRounds, room: int) -> None:
-        """Rounds of each shape."""
         whole.rounds.passes.text.with_room(room)
         whole.rounds.draft.text.with_room(room)
         for shape in {RoundShape(0), *whole.tiers.shapes}:
@@ -111,11 +110,7 @@ def filling(most: int, room: int) -> list[int]:
 
 
 def warm_up(setup: DraftSetup, target: CausalLM, max_length: int, options: dict[str, Any]) -> float:
-    """Capture all that one text of up to `max_length` tokens needs: seconds that it took.
-
-    Raises:
-        ValueError: as `SpecDecPPAssistant.warm_up`.
-    """
+    """Capture all that one text of up to `max_length` tokens needs (`SpecDecPPAssistant.warm_up`): seconds it took."""
     longest = longest_text(target)
     if not isinstance(max_length, int) or not PROMPT + 2 <= max_length <= longest:
         raise ValueError(

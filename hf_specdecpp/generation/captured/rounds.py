@@ -18,16 +18,7 @@ from torch.nn import functional
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting
 from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape, with_paths
-from hf_specdecpp.sampling.on_device import (
-    exponential,
-    first_passing,
-    last_on_path,
-    outcomes,
-    race,
-    stands_greedily,
-    stands_sampled,
-    tree_tests,
-)
+from hf_specdecpp.sampling import on_device
 from hf_specdecpp.throughput.tiers import MostTokens, RoundSeconds
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -36,13 +27,8 @@ TOLD = 4  # numbers of a report before the candidates
 
 
 class Accepted(NamedTuple):
-    """What stands of the candidates, by text.
-
-    Attributes:
-        accepted, token: `[texts]`, how many stand and what follows them.
-        last: `[texts]`, the last that stands; the root is number 0.
-        path: `[texts, levels]`, the candidates that stand, and any others behind them; the first is number 0.
-    """
+    """What stands of the candidates, by text: how many and what `token` follows them, the `last` one (the root is 0),
+    and `path` `[texts, levels]`: the candidates that stand, counted from 0, and any others behind them."""
 
     accepted: Tensor
     token: Tensor
@@ -51,14 +37,7 @@ class Accepted(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the host reads of a round of one text.
-
-    Attributes:
-        tree: what was submitted.
-        path: the nodes that stand.
-        token: what follows them.
-        estimates: of the candidates of a chain.
-    """
+    """What the host reads of a round of a text: what was submitted, what stands and follows, and estimates."""
 
     tree: DraftTree
     path: list[int]
@@ -72,10 +51,6 @@ class CapturedRounds:
     Example: the text ends with 6. The first graph drafts 7 8 9 and says that all three are submitted; the second reads
     6 7 8 9, finds that 7 and 8 stand and that 4 follows, and leaves both models where 4 is the text's last token. The
     host reads 2, 3, 4 and 7 8 9, and emits 7 8 4.
-
-    Args:
-        passes: the target's.
-        draft: the draft's side.
 
     Attributes:
         seconds: that rounds take.
@@ -111,12 +86,8 @@ class CapturedRounds:
         return own if self._text is None else [*own, self._text]
 
     def begin(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
-        """The rounds that follow are of other texts, whose last tokens the target has not read.
-
-        Args:
-            texts: `[texts, length]`, as processors see them.
-            tokens, states, padding: what the draft reads of them, as `CapturedDraft.begin`.
-        """
+        """The rounds that follow are of other texts `[texts, length]`, as processors see them, whose last tokens the
+        target has not read; the rest is as `CapturedDraft.begin` takes it."""
         self.token.copy_(texts[:, -1:])
         self._sizes, self._active = [self.passes.text.held] * len(texts), list(range(len(texts)))
         self._first, self._text, self._has_begun = texts, None, False
@@ -252,17 +223,17 @@ class CapturedRounds:
         if draft.q is None:
             choices = scores.argmax(-1)
             drawn = torch.arange(nodes, device=scores.device) < count[:, None]
-            stands = stands_greedily(candidates, parents, drawn, choices)
+            stands = on_device.stands_greedily(candidates, parents, drawn, choices)
         else:
             p, q = scores.softmax(-1), draft.q[:, :nodes]
             if width == 1:
-                tests, weights = outcomes(candidates, count, p, q, rules.verification)
-                last = first_passing(tests, torch.rand_like(tests))
+                tests, weights = on_device.outcomes(candidates, count, p, q, rules.verification)
+                last = on_device.first_passing(tests, torch.rand_like(tests))
                 return Accepted(last, _follows(weights, last), last, steps.expand(len(last), -1))
             drawn = q.gather(-1, candidates[..., None])[..., 0] > 0.0
-            chances, weights = tree_tests(candidates, parents, drawn, p, q, width)
-            stands = stands_sampled(parents, chances, torch.rand_like(chances))
-        last, on_path = last_on_path(stands, draft.ancestors[:, : nodes + 1, : nodes + 1])
+            chances, weights = on_device.tree_tests(candidates, parents, drawn, p, q, width)
+            stands = on_device.stands_sampled(parents, chances, torch.rand_like(chances))
+        last, on_path = on_device.last_on_path(stands, draft.ancestors[:, : nodes + 1, : nodes + 1])
         path = on_path[:, 1:].unflatten(1, (levels, width)).long().argmax(-1) + steps * width
         token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else _follows(weights, last)
         return Accepted(on_path.sum(-1) - 1, token, last, path)
@@ -292,4 +263,4 @@ NO_SCORES = torch.empty(0)
 def _follows(weights: Tensor, last: Tensor) -> Tensor:
     """A token `[texts]` after the nodes `last`, drawn by `weights` `[texts, nodes + 1, vocab]`."""
     of_last = weights.gather(1, last[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
-    return race(of_last, exponential(*of_last.shape, device=weights.device))
+    return on_device.race(of_last, on_device.exponential(*of_last.shape, device=weights.device))

@@ -38,11 +38,6 @@ class CapturedText(TargetText):
 
     Example: `Prefix` has read a prompt of 20 tokens into a growing cache. Their rows are copied into a room of 256, the
     rounds read and write there, and `give_back` copies the rows of the whole text into the growing cache again.
-
-    Args:
-        prefix: the text so far, which the growing cache holds but for its last token.
-        passes: of the target, which no other text is using.
-        reader: says which of the target's states the draft reads.
     """
 
     is_captured = True
@@ -88,23 +83,16 @@ class CapturedText(TargetText):
         """Nothing of a pass is held."""
 
     def give_back(self) -> Prefix:
-        """Leave the text in its growing cache."""
         self.passes.write(self.cache)
         self._prefix.text.held = self.text.held
         return self._prefix
 
 
 class Captured:
-    """What of a call is captured.
+    """What of a call is captured: passes of the target, and perhaps whole rounds, which are two launches.
 
-    Args:
-        side: the target's side of it (`generation.target.TargetSide`).
-        texts: of the call.
-
-    Attributes:
-        texts: that have not ended with the prompt, as they lie in the rooms.
-        passes: that are busy with them.
-        rounds: where a round is two launches.
+    The `texts` are those that have not ended with the prompt, as they lie in the rooms; the `passes` are busy with
+    them.
     """
 
     def __init__(self, side: Any, texts: Sequence[Text]) -> None:
@@ -132,11 +120,8 @@ class Captured:
             self.rounds = whole_rounds(self.texts, self.passes)
 
     def _enter(self) -> str | None:
-        """Let the texts go on in rooms, or say why they cannot.
-
-        A target's first pass is compared with one of its own: what its forward does beside attention, positions and
-        masks is not known.
-        """
+        """Let the texts go on in rooms, or say why they cannot. A target's first pass is compared with one of its own:
+        what its forward does beside attention, positions and masks is not known."""
         side, setup = self.side, self.generator.setup
         if (reason := _why_not(side)) is not None:
             return reason

@@ -21,14 +21,7 @@ MOST_TEXTS = 8  # rows of a batch
 
 
 class WholeRounds:
-    """The rounds of one text, or of the rows of a batch.
-
-    Args:
-        texts: of the call.
-        rounds: that no other call is using.
-        rules: how candidates are drawn, judged and verified.
-        tiers: chooses the shape of the next round.
-    """
+    """The rounds, which no other call is using, of a text or of the rows of a batch; `tiers` chooses their shapes."""
 
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
         self.places = {id(text): place for place, text in enumerate(texts)}
@@ -85,8 +78,7 @@ class WholeRounds:
         text.hand_over(emitted[:kept])
 
     def _shape(self, length: int) -> RoundShape:
-        """Of the next round after so many tokens. What does not fit under the longest text is cut off when it is
-        emitted."""
+        """Of the next round. What does not fit under the longest text is cut off when it is emitted."""
         shape = self.tiers.next()
         if shape.levels and (rates := getattr(self.generator.rule, "rates", None)) is not None:
             self.rounds.draft.calibrate(rates)

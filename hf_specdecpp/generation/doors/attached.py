@@ -52,6 +52,7 @@ class Attached:
 # Kept here, so that targets stay as they are. Calls read them without the lock, which whoever changes them holds; while
 # it is held, the garbage collector may call `_take_off` in the same thread.
 _attached: WeakKeyDictionary[CausalLM, Attached] = WeakKeyDictionary()
+NOTHING = Attached()  # to targets that have never had an assistant
 _paused: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many `paused` contexts an assistant is in
 _lock = RLock()
 # A target and the default of its calls in this thread, in the place of its own.
@@ -63,8 +64,7 @@ BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.
 
 
 def attach(assistant: nn.Module, target: CausalLM) -> None:
-    """Make `target.generate(assistant_model=assistant)` run our decoding loop; `ValueError` if the target cannot be
-    assisted."""
+    """Let `target.generate(assistant_model=assistant)` run our loop; `ValueError` if it cannot be assisted."""
     check_reading(target)
     kind = type(target)
     with _lock:
@@ -94,35 +94,29 @@ def detach(assistant: nn.Module, target: CausalLM) -> None:
 
 
 def is_attached(assistant: Any, target: CausalLM) -> bool:
-    found = _attached.get(target)
-    return found is not None and isinstance(assistant, nn.Module) and assistant in found.assistants
+    return isinstance(assistant, nn.Module) and assistant in _attached.get(target, NOTHING).assistants
 
 
 def is_default(assistant: Any, target: CausalLM) -> bool:
     """Whether calls without an assistant run this one."""
-    found = _attached.get(target)
-    return found is not None and assistant is not None and found.default is assistant
+    return assistant is not None and _attached.get(target, NOTHING).default is assistant
 
 
 def set_default(assistant: Any, target: CausalLM, value: bool) -> None:
-    """Whether calls without an assistant are to run this attached one, in the place of another one; if not, any other
-    stays."""
+    """Whether calls without an assistant run this attached one and no other; if not, any other stays."""
     with _lock:
         if (value and is_attached(assistant, target)) or is_default(assistant, target):
             _attached[target].default = assistant if value else None
 
 
 def targets_of(assistant: nn.Module) -> list[CausalLM]:
-    """All targets that an assistant is attached to."""
     with _lock:
         return [target for target, found in _attached.items() if assistant in found.assistants]
 
 
 def assistants_of(target: CausalLM) -> list[Any]:
-    """All assistants that are attached to a target."""
     with _lock:
-        found = _attached.get(target)
-        return [] if found is None else list(found.assistants)
+        return list(_attached.get(target, NOTHING).assistants)
 
 
 @contextmanager
@@ -149,10 +143,9 @@ def as_default(assistant: nn.Module, target: CausalLM) -> Iterator[None]:
 
 def default_of(target: CausalLM) -> Any:
     """What drafts for this thread's calls without an assistant; `None` if nothing does."""
-    here, found = _default_here.get(), _attached.get(target)
+    here, default = _default_here.get(), _attached.get(target, NOTHING).default
     if here is not None and here[0] is target:
         return here[1]
-    default = None if found is None else found.default
     return None if default is None or _paused.get(default) else default
 
 
@@ -160,11 +153,8 @@ def default_of(target: CausalLM) -> Any:
 
 
 class Method:
-    """A method of a class in the place of its own, which models without an assistant go on to.
-
-    Args:
-        ours: is called with a model that has assistants, the class's own method of that model, and the arguments.
-    """
+    """A method of a class in the place of its own, which models without an assistant go on to; `ours` is called with a
+    model that has one, the method that it would have, and the arguments."""
 
     def __init__(self, kind: type[CausalLM], name: str, ours: Callable[..., Any]) -> None:
         self.kind, self.name, self.ours, self.is_own = kind, name, ours, name in vars(kind)
@@ -176,16 +166,14 @@ class Method:
         return self if target is None else MethodType(self, target)
 
     def __call__(self, target: CausalLM, *args: Any, **kwargs: Any) -> Any:
-        found = _attached.get(target)
         # Of several, as where a class and a subclass of it have assistants, the first that is met decides.
         first = next((each for each in type(target).__mro__ if isinstance(vars(each).get(self.name), Method)), None)
-        if found is None or not found.assistants or first is not self.kind:
+        if not _attached.get(target, NOTHING).assistants or first is not self.kind:
             return self.original(target, *args, **kwargs)
         return self.ours(target, partial(self.original, target), *args, **kwargs)
 
 
 def _put_on(kind: type[CausalLM]) -> None:
-    """Give a class our methods."""
     for name, ours in METHODS.items():
         if not isinstance(vars(kind).get(name), Method):
             setattr(kind, name, Method(kind, name, ours))

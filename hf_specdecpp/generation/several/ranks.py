@@ -50,11 +50,7 @@ def is_spread(target: CausalLM) -> bool:
 
 
 class Ranks:
-    """The processes of a target.
-
-    Args:
-        most (numbers): in a message, the same in all of them.
-    """
+    """The processes of a target; messages between them have at most `most` numbers."""
 
     def __init__(self, target: CausalLM, most: int) -> None:
         mesh: Any = next(each.device_mesh for each in target.parameters() if isinstance(each, DTensor))
@@ -68,16 +64,8 @@ class Ranks:
         padding = [0] * (self.size - 1 - len(numbers))
         self._broadcast(torch.tensor([len(numbers), *numbers, *padding], device=self.device))
 
-    def tell_failure(self) -> None:
-        """Instead of what the others are waiting for."""
-        self._broadcast(torch.full((self.size,), FAILED, device=self.device))
-
     def listen(self) -> list[int]:
-        """What the first rank tells.
-
-        Raises:
-            RuntimeError: that it has failed, or is gone.
-        """
+        """What the first rank tells; `RuntimeError` if it has failed, or is gone."""
         count, *numbers = self._broadcast(torch.empty(self.size, dtype=torch.long, device=self.device)).tolist()
         if count == FAILED:
             raise RuntimeError("The first rank of the target has failed, so this one cannot go on; see its error.")
@@ -89,7 +77,7 @@ class Ranks:
         try:
             yield
         except Exception:
-            self.tell_failure()
+            self._broadcast(torch.full((self.size,), FAILED, device=self.device))
             raise
 
     def share(self, state: Tensor) -> Tensor:

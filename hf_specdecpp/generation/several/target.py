@@ -20,17 +20,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.caches.batches import BatchCache
 from hf_specdecpp.captured.target import CapturedTarget
+from hf_specdecpp.generation import refusals
 from hf_specdecpp.generation.captured.text import differs
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended
-from hf_specdecpp.generation.refusals import (
-    NO_BATCH,
-    NO_POSITIONS,
-    LateRefusalError,
-    check_numbers,
-    check_prompt,
-    gives_positions,
-)
 from hf_specdecpp.generation.target import TargetSide
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among
@@ -64,13 +57,13 @@ class TargetOfRows(TargetSide):
         self.carries_cache, self.is_restored = config.return_dict_in_generate or goes_on, False
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
-        if not gives_positions(self.model, input_ids, self.model_kwargs):
-            raise LateRefusalError(NO_BATCH.format(NO_POSITIONS))
+        if not refusals.gives_positions(self.model, input_ids, self.model_kwargs):
+            raise refusals.LateRefusalError(refusals.NO_BATCH.format(refusals.NO_POSITIONS))
         outputs = self.states.catch(self.model._prefill, input_ids, self.config, self.model_kwargs)
-        check_prompt(outputs)
+        refusals.check_prompt(outputs)
         mask = self.model_kwargs.get("attention_mask")
         self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
-        check_numbers(self.model, outputs.logits, self.prompt_mask)
+        refusals.check_numbers(self.model, outputs.logits, self.prompt_mask)
         self.cache.note(self.prompt_mask)
         self.positions = self.model_kwargs["position_ids"][:, -1].cpu() + 1
         self._hand_out(rounds, outputs)
@@ -170,7 +163,7 @@ class TargetOfRows(TargetSide):
         if not self.config.output_hidden_states:
             return None
         if several := [layer.dim() for layer in outputs.hidden_states if layer.dim() != 3]:
-            raise LateRefusalError(
+            raise refusals.LateRefusalError(
                 f"{type(self.model).__name__} returns {several[0]}-dimensional hidden states, several for each token, "
                 "which are not put together for a batch. Leave output_hidden_states out."
             )

@@ -17,18 +17,8 @@ from hf_specdecpp.drafts.dflash.config import DFlashSettings
 from hf_specdecpp.drafts.dflash.kind import meet
 from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.training.distillation.least_squares import (
-    LEAST,
-    LastLayer,
-    copy_final_norm,
-    is_usual,
-    layer_sizes,
-    logit_factor,
-    low_rank,
-    observed,
-    size_of,
-    solved,
-)
+from hf_specdecpp.training.distillation import least_squares
+from hf_specdecpp.training.distillation.least_squares import LastLayer, layer_sizes, logit_factor, size_of
 
 # Places: the n-th after the first candidate weighs exp(-n / 4), since it counts only where all before stand.
 DECAY = 4.0
@@ -68,25 +58,21 @@ def untrained(settings: DFlashSettings, target: CausalLM) -> DFlashModel:
         layer.mlp.down_proj.weight.zero_()
     model.reader.fc.weight.zero_()
     model.reader.fc.weight[:, -model.reader.hidden_size :].fill_diagonal_(1.0)
-    copy_final_norm(target, model.norm)
+    least_squares.copy_final_norm(target, model.norm)
     meet(model, target, "The block draft")
     return model.float()
 
 
 @torch.no_grad()
 def fit(model: DFlashModel, target: CausalLM, texts: Iterable[Tensor], decay: float = DECAY) -> None:
-    """Begin like the last layer of the target, where the draft can.
+    """Begin like the last layer of the target, where the draft, which has met it untrained, can; texts are `[1, n]`
+    each.
 
     Let x be what the MLP of the target's last layer reads and adds to, c what the draft knows of a token, and e an
     embedding, normed. By least squares x - e = M c + G e in the first row of a block, and x - m = M' c + G' e in the
     later ones, with c of the token before the anchor, e of the anchor and m the mask token's embedding. These maps
     become values and outputs of the first layer's heads; MLP and norm of the last are the target's. Where the target
-    has no such MLP, x is what its last layer makes.
-
-    Args:
-        model: untrained, has met the target; is changed.
-        texts: `[1, n]` each.
-        decay: of the weights of places, in places.
+    has no such MLP, x is what its last layer makes. Weights of places fall by `decay`, in places.
     """
     last = LastLayer(target, model.layers[-1])
     _set_attention(model, _means(model, target, texts, last, decay))
@@ -113,10 +99,10 @@ def _means(model: DFlashModel, target: CausalLM, texts: Iterable[Tensor], last: 
     first_wanted, later_wanted = torch.zeros(2, 2 * width, width)
     mean = torch.zeros(2 * width)
     count, weight_of_later = 0, 0.0
-    for ids, states, inputs in observed(target, model.reader, texts, last):
+    for ids, states, inputs in least_squares.observed(target, model.reader, texts, last):
         embeddings = draft.embed(ids).float()
         known = torch.cat((model.reader(states[None])[0, :-1], norm(embeddings)[1:]), dim=-1).cpu()
-        wanted, usual = inputs.cpu(), is_usual(inputs).cpu()
+        wanted, usual = inputs.cpu(), least_squares.is_usual(inputs).cpu()
         rows = usual[1:]
         first += known[rows].T @ known[rows]
         first_wanted += known[rows].T @ (wanted[1:] - embeddings[1:].cpu())[rows]
@@ -128,7 +114,7 @@ def _means(model: DFlashModel, target: CausalLM, texts: Iterable[Tensor], last: 
             later += weight * (before.T @ before)
             later_wanted += weight * (before.T @ (wanted[1 + place :] - masked.cpu())[rows])
             weight_of_later += weight * len(before)
-    count, below = max(count, 1), max(weight_of_later, LEAST)
+    count, below = max(count, 1), max(weight_of_later, least_squares.LEAST)
     return _Means(
         first / count, first_wanted / count, later / below, later_wanted / below, mean / count, norm(masked)[0].cpu()
     )
@@ -146,12 +132,12 @@ def _set_attention(model: DFlashModel, means: _Means) -> None:
     anchor or the token before it, which adds further linear maps, so the first row's are fitted less those.
     """
     width, attention = len(means.mask), model.layers[0].self_attn
-    of_context, of_anchor = solved(means.later, means.later_wanted).chunk(2, dim=1)
+    of_context, of_anchor = least_squares.solved(means.later, means.later_wanted).chunk(2, dim=1)
     others = torch.cat((of_anchor, of_context), dim=1)  # with them the first row sees the other one of the two
     unmasked = torch.eye(width) - torch.outer(means.mask, means.mask) / means.mask.square().sum()
     without = torch.block_diag(unmasked, unmasked)
     left = means.first_wanted - means.first @ others.T
-    first = solved(without @ means.first @ without, without @ left) @ without
+    first = least_squares.solved(without @ means.first @ without, without @ left) @ without
     context, anchor = means.first[:width, :width], means.first[width:, width:]
     is_context, is_anchor = _sign(means, 1, -1, -1), _sign(means, -1, 1, -1)
     asks_first = _sign(means, 0, 1, -1)
@@ -166,7 +152,7 @@ def _set_attention(model: DFlashModel, means: _Means) -> None:
     rotations = model.rotary_emb.inv_freq.float().cpu().repeat(2)[:head_dim]  # radians a token
     for place, (wanted, squares, key, query) in enumerate(kinds):
         rows = slice(place * each * head_dim, (place + 1) * each * head_dim)
-        output, value = low_rank(wanted, squares, each * head_dim)
+        output, value = least_squares.low_rank(wanted, squares, each * head_dim)
         attention.v_proj.weight[rows][: len(value)].copy_(value)
         attention.o_proj.weight[:, rows][:, : len(value)].copy_(output)
         attention.k_proj.weight[rows].copy_(key.expand(each * head_dim, -1))
@@ -181,4 +167,4 @@ def _sign(means: _Means, of_context: float, of_embedding: float, of_mask: float)
     width, mask = len(means.mask), means.mask
     squares = means.first[:width, :width] + means.first[width:, width:] + torch.outer(mask, mask)
     products = of_context * means.known[:width] + of_embedding * means.known[width:] + of_mask * mask
-    return solved(squares, products[:, None])[0]
+    return least_squares.solved(squares, products[:, None])[0]

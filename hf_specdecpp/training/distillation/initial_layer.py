@@ -19,17 +19,8 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.quantised import is_quantised, rows_of
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader
-from hf_specdecpp.training.distillation.least_squares import (
-    LastLayer,
-    copy_final_norm,
-    is_usual,
-    layer_sizes,
-    logit_factor,
-    low_rank,
-    observed,
-    size_of,
-    solved,
-)
+from hf_specdecpp.training.distillation import least_squares
+from hf_specdecpp.training.distillation.least_squares import LastLayer, layer_sizes, logit_factor, size_of
 
 DISTANCES = 2048  # places before its own that a head must not attend to
 MARGIN = 12.0  # by which the score of the own place is above all others: e^-12 each
@@ -64,7 +55,7 @@ def untrained(settings: Eagle3Settings, target: CausalLM, vocab: Tensor | None) 
         factor, head = logit_factor(target.config.get_text_config(decoder=True)), target.get_output_embeddings()
         model.lm_head.weight.copy_(factor * (rows_of(head, ids) if is_quantised(head) else head.weight[ids]))
         model.token_ids = None if vocab is None else vocab.clone()
-    copy_final_norm(target, model.norm)
+    least_squares.copy_final_norm(target, model.norm)
     model.to(device=target.device)
     model.meet(target, settings.reads or [])
     return model
@@ -72,16 +63,12 @@ def untrained(settings: Eagle3Settings, target: CausalLM, vocab: Tensor | None) 
 
 @torch.no_grad()
 def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
-    """Begin like the target's last layer.
+    """Begin like the target's last layer; texts are `[1, n]` each.
 
     By least squares fc makes of the target's states its final state before the final norm, of usual size: what the
     draft's own state y imitates, so that every step of a round goes on from the same kind of vector. What the MLP of
     that layer reads, less g, is by least squares again a linear function of this state and the embedding of the token
     after it, which attention carries; its MLP is that layer's.
-
-    Args:
-        model: is changed.
-        texts: `[1, n]` each.
     """
     texts, layer = list(texts), model.decoder.layers[0]
     last = LastLayer(target, layer)
@@ -112,9 +99,9 @@ def _places(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor], last:
     reads, reader, catching = model.reader, Reader(target), StateReader()
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
     catching.reads, catching.reads_final = [*reads.reads, depth - 1], reads.reads_final
-    for ids, states, inputs in observed(target, catching, texts, last):
+    for ids, states, inputs in least_squares.observed(target, catching, texts, last):
         read, final = states[:-1].split((reads.width, model.settings.state_size), dim=-1)
-        usual = is_usual(read) & is_usual(final) & is_usual(inputs[1:])
+        usual = least_squares.is_usual(read) & least_squares.is_usual(final) & least_squares.is_usual(inputs[1:])
         parts = read, final, reader.embed(ids[1:]).float(), inputs[1:]
         yield _Places(*(part[usual].cpu() for part in parts))
 
@@ -126,7 +113,7 @@ def _mixing(places: Iterable[_Places]) -> Tensor:
     for at in places:
         squares, products = squares + at.states.T @ at.states, products + at.states.T @ _unit(at.final)
         sizes, rows = sizes + at.final.square().mean(-1).sum(), rows + len(at.final)
-    return (sizes / rows).sqrt() * solved(squares, products)
+    return (sizes / rows).sqrt() * least_squares.solved(squares, products)
 
 
 def _maps(model: Eagle3Model, places: Iterable[_Places]) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,7 +127,7 @@ def _maps(model: Eagle3Model, places: Iterable[_Places]) -> tuple[Tensor, Tensor
             known = torch.cat((_unit(at.embeddings), _unit(g)), dim=-1)
             wanted = torch.cat((at.inputs - g, torch.ones(len(g), 1)), dim=-1)
             squares, products, rows = squares + known.T @ known, products + known.T @ wanted, rows + len(g)
-    solution = solved(squares, products)
+    solution = least_squares.solved(squares, products)
     return solution[:-1], solution[-1:], squares / rows
 
 
@@ -165,7 +152,7 @@ def _attend_to_own_place(attention: Any, one: Tensor, frequencies: Tensor, count
 
 def _carry(attention: Any, wanted: Tensor, squares: Tensor, room: int) -> None:
     """Make the map of what the last `room` values and what mixes them, or the best of that rank for such x."""
-    outputs, values = low_rank(wanted, squares, room)
+    outputs, values = least_squares.low_rank(wanted, squares, room)
     balance = (values.square().mean() / outputs.square().mean()) ** 0.25  # both of one size: they learn at one rate
     rank = len(values)
     attention.o_proj.weight[:, -room:][:, :rank] = (balance * outputs).to(attention.o_proj.weight)

@@ -151,15 +151,12 @@ def logit_factor(config: Any) -> float:
 
 @torch.no_grad()
 def fit(fusion: Fusion, target: CausalLM, layer: int, texts: Iterable[Tensor]) -> None:
-    """Set F to what makes x, by least squares, the target's own input of its `layer` at each token.
+    """Set F to what makes x, by least squares, the target's own input of its `layer`, the first one that drafts, at
+    each token. What the fusion reads of further layers still adds nothing; layer 0 reads embeddings: then nothing is
+    fitted.
 
     So the draft's first layer begins with inputs like those that it knows, made of what a draft has: the target's final
     state at the token before, and the token.
-
-    Args:
-        fusion: is changed; what it reads of further layers still adds nothing.
-        layer: the first one that drafts. 0 reads embeddings: then nothing is fitted.
-        texts: `[1, n]` each.
     """
     if layer == 0:
         return

@@ -27,6 +27,7 @@ from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.encoding import Codec
+from hf_specdecpp.training import models, trainers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation.start import CHECKPOINTS, Lesson, layer_from, student_of
 from hf_specdecpp.training.distillation.students import Taught
@@ -38,26 +39,7 @@ from hf_specdecpp.training.distillation.trainer import (
     lengths_of,
     summarise,
 )
-from hf_specdecpp.training.models import (
-    always_kept,
-    choose_vocab,
-    covered_mass,
-    digest,
-    load_draft_vocab,
-    most_ids,
-    own_file,
-    save_own,
-)
 from hf_specdecpp.training.rollouts import training_prompts
-from hf_specdecpp.training.trainers import (
-    LOGS,
-    Record,
-    go_on,
-    last_checkpoint,
-    logging_to,
-    process_state,
-    training_arguments,
-)
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -75,11 +57,11 @@ Report: TypeAlias = dict[str, dict[str, float]]  # metrics by source
 def run(config: TrainingConfig) -> None:
     """Distil the draft, or only measure it where it stays as it is; build the draft vocabulary before. `ValueError` if
     there are no rollouts, they or the draft do not fit the target, or the loss is not finite."""
-    work, state = config.work, process_state()
+    work, state = config.work, trainers.process_state()
     answers.record(work)  # raises now, where there are none
     described = [str(Path(name).with_suffix(".json")) for name in config.own_files]
     made = [work / name for name in (*OWN, *config.own_files, *described)]
-    record = Record(work / REPORT, _settings(config), made)
+    record = trainers.Record(work / REPORT, _settings(config), made)
     if record.result() is not None:
         logger.info(f"{work / REPORT} is of these settings: the draft is distilled.")
         return
@@ -93,12 +75,12 @@ def run(config: TrainingConfig) -> None:
     if vocab is not None and state.is_main_process:
         save_tensors({"token_ids": vocab}, work / DRAFT_VOCAB)
 
-    with logging_to(work / LOGS / "distill"):
+    with trainers.logging_to(work / trainers.LOGS / "distill"):
         set_seed(config.seed)  # the initial weights
         trainer = _trainer(lesson, student_of(lesson, vocab, earlier))
     report: dict[str, Any] = {"answers": len(lesson.train), "tokens": answer_tokens(lesson.train, lesson.limit)}
     if vocab is not None:
-        report["draft_vocab"] = {"size": len(vocab), "covered": covered_mass(vocab, lesson.heldout)}
+        report["draft_vocab"] = {"size": len(vocab), "covered": models.covered_mass(vocab, lesson.heldout)}
     report |= _distil(trainer, config) if config.distill.enabled else {"before": _by_source(trainer.evaluate())}
     if state.is_main_process:
         record.end(report)
@@ -111,8 +93,8 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
     """Train, keep what helps, and store it; the draft `before` and `after` on the held-out answers."""
     # The report before training has to be made by `train`: after an `evaluate` of its own, Trainer 5.23 takes the model
     # for prepared and leaves DDP out. It goes into the checkpoints, too.
-    trainer.args.eval_on_start = last_checkpoint(config.work / CHECKPOINTS) is None
-    go_on(trainer)
+    trainer.args.eval_on_start = trainers.last_checkpoint(config.work / CHECKPOINTS) is None
+    trainers.go_on(trainer)
     before = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
     reports = _keep_best_share(trainer, config, before)
     accepted = {share: report["all"]["acceptance"] for share, report in reports.items()}
@@ -143,8 +125,8 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
         folder = Path(config.distill.start_from)
         parts = [f"{ADAPTER_FOLDER}/{ADAPTER_FILES[1]}", DRAFT_VOCAB, *config.own_files]
         if any((folder / name).is_file() for name in parts):  # a run, and no repository
-            distill["start_from"] = [digest(folder / name) for name in parts]
-    return {**names, "rollouts": digest(config.work / answers.FOLDER / answers.RECORD), **distill}
+            distill["start_from"] = [models.digest(folder / name) for name in parts]
+    return {**names, "rollouts": models.digest(config.work / answers.FOLDER / answers.RECORD), **distill}
 
 
 def _of_no_use(config: TrainingConfig) -> set[str]:
@@ -164,12 +146,12 @@ def _vocabulary(lesson: Lesson) -> Tensor | None:
     if size is None:
         return None
     prompts = [item.input_ids for item in Codec.from_pretrained(config.target).encode_all(training_prompts(config))]
-    always, num_ids = always_kept(target), most_ids(target, lesson.draft)
-    chosen = choose_vocab(lesson.train, size, always, num_ids, prompts)
-    earlier = load_draft_vocab(Path(config.distill.start_from)) if config.distill.start_from else None
+    always, num_ids = models.always_kept(target), models.most_ids(target, lesson.draft)
+    chosen = models.choose_vocab(lesson.train, size, always, num_ids, prompts)
+    earlier = models.load_draft_vocab(Path(config.distill.start_from)) if config.distill.start_from else None
     if earlier is None or len(earlier) != size or int(earlier.max()) >= num_ids:
         return chosen
-    return max(chosen, earlier, key=lambda token_ids: covered_mass(token_ids, lesson.heldout))
+    return max(chosen, earlier, key=lambda token_ids: models.covered_mass(token_ids, lesson.heldout))
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -178,7 +160,7 @@ def _vocabulary(lesson: Lesson) -> Tensor | None:
 def _trainer(lesson: Lesson, student: Taught) -> DistillationTrainer:
     config, target, train, heldout = lesson.config, lesson.target, lesson.train, lesson.heldout
     distill = config.distill
-    arguments = training_arguments(
+    arguments = trainers.training_arguments(
         config,
         config.work / CHECKPOINTS,
         distill.batch_size,
@@ -264,7 +246,8 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     student = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     if config.trainable.own_layers:
         own = {name.removeprefix(LAYER_PREFIX): tensor for name, tensor in state.items()}
-        save_own(config.kind, student.model, own_file(config.kind).tensors(student.model, own, dtype), config.work)
+        tensors = models.own_file(config.kind).tensors(student.model, own, dtype)
+        models.save_own(config.kind, student.model, tensors, config.work)
         return
     tensors = get_peft_model_state_dict(student, state_dict=state, save_embedding_layers=False)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
@@ -273,7 +256,7 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     if student.fusion is not None:
         own = {name: tensors.pop(name) for name in list(tensors) if FUSION_PREFIX in name}
         own = {name.rpartition(FUSION_PREFIX)[2]: tensor for name, tensor in own.items()}
-        save_own(config.kind, student.fusion, own, config.work)
+        models.save_own(config.kind, student.fusion, own, config.work)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     lora = copy.copy(student.peft_config["default"])

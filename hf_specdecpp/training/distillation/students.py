@@ -105,15 +105,12 @@ class Taught(nn.Module):
         return torch.stack((torch.minimum(p[:, None], q).sum(-1), agree.float()), dim=-1)
 
     def distances(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
-        """The distance `[positions, steps]` of q from p, which is renormalised on the tokens that the draft has.
-
-        Args:
-            hidden: `[positions, steps, hidden_size]`, what the LM head reads.
-            p_logits: `[positions, d]`, of these tokens.
+        """The distance `[positions, steps]` of q from p, which is renormalised on the d tokens that the draft has;
+        `hidden` is what the LM head reads, `[positions, steps, hidden_size]`.
 
         Where q is zero by construction KL would be infinite whatever the draft says. With S the draft's tokens and p_S
-        the renormalised p, a candidate is accepted with chance sum_S min(p, q) >= p(S) * sum_S min(p_S, q): p(S) is
-        not in the draft's hands, and the second factor is 1 - TV(p_S, q), which this KL bounds (Pinsker).
+        the renormalised p, a candidate is accepted with chance sum_S min(p, q) >= p(S) * sum_S min(p_S, q): p(S) is not
+        in the draft's hands, and the second factor is 1 - TV(p_S, q), which this KL bounds (Pinsker).
         """
         q_logits = self.drafter.head_logits(hidden)
         both = min(p_logits.shape[-1], q_logits.shape[-1])  # without a draft vocabulary: the ids that both have
@@ -215,10 +212,7 @@ def chosen(answers: Tensor, count: int, places: int) -> tuple[Tensor, Tensor]:
     """Anchors `[batch, a]`, at random among the answers' positions, and which places `[batch, a, places]` are taught.
 
     Example: of a text of 9 tokens the answer begins with token 5, and blocks have 3 places. Positions 4 to 7 may be
-    anchors, and after 6 two places are taught, the tokens 7 and 8.
-
-    Args:
-        answers: bool `[batch, n - 1]`: the target wrote the token after this one.
+    anchors (`answers` `[batch, n - 1]` says after which the target wrote), and after 6 two places are taught, 7 and 8.
     """
     draw = torch.rand(answers.shape, device=answers.device).masked_fill(~answers, -1.0)
     value, anchors = draw.topk(min(count, answers.shape[1]), dim=1)

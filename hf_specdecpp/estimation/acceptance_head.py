@@ -1,0 +1,224 @@
+"""The acceptance head: a small network that learns how likely the target is to accept a candidate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_specdecpp.estimation.estimators import (
+    MODES,
+    NUM_SCALARS,
+    NUM_SIBLINGS,
+    SIBLING_MASS,
+    DraftStep,
+    scalar_features,
+)
+
+# A head is a small part of a draft step. Sizes come from a repository's config, so they have bounds.
+MOST_BLOCKS, MOST_POSITIONS = 64, 1024
+
+
+@dataclass
+class Calibration:
+    """log-odds -> (log-odds + bias) / temperature of the candidate's position; `ValueError` if a temperature is not
+    positive, there is none or too many, or a value is not a finite number.
+
+    Args:
+        bias: added first.
+        temperatures: one a position in the round; the last one holds for all later positions.
+    """
+
+    bias: float = 0.0
+    temperatures: list[float] = field(default_factory=lambda: [1.0])
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.temperatures) <= MOST_POSITIONS or not all(0 < t < math.inf for t in self.temperatures):
+            raise ValueError(
+                f"{len(self.temperatures)} temperatures, {self.temperatures[:9]}: they must be positive numbers, one a "
+                f"position, {MOST_POSITIONS} at most."
+            )
+        if not math.isfinite(self.bias):
+            raise ValueError(f"bias={self.bias!r} must be a finite number: it is added to the log-odds.")
+
+    def apply(self, log_odds: Tensor, index: int | Tensor) -> Tensor:
+        """Calibrated log-odds; `index` is the position of all of `log_odds` `[...]`, or of each."""
+        if isinstance(index, int):
+            return (log_odds + self.bias) / self.temperatures[min(index, len(self.temperatures) - 1)]
+        temperatures = torch.tensor(self.temperatures, dtype=log_odds.dtype, device=log_odds.device)
+        return (log_odds + self.bias) / temperatures[index.clamp_max(len(self.temperatures) - 1)]
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(Linear(x)), the paper's block."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class AcceptanceHead(nn.Module):
+    """Predicts whether the target will accept a candidate; `ValueError` if a size is out of range, or `inputs` or
+    `calibration` make no sense.
+
+    `inputs="after"` is SpecDec++'s head (section 3.2): `num_blocks` residual blocks and a linear layer with two logits
+    (0 reject, 1 accept) on the draft's last hidden state at the candidate.
+
+    `inputs="before"` needs no forward over the candidate. Its log-odds are those of q(y), plus a small network on
+    scalars (log q(y), entropy of q, margin between the two likeliest tokens, mass and number of the siblings drawn
+    earlier, greedy or not), plus a correction from the hidden state that produced q and the candidate's embedding,
+    through a projection of `rank` and `num_blocks` residual blocks. Both additions start at zero, so an untrained head
+    says q(y).
+
+    Parameters stay in float32 whatever the model is cast to: only the device follows `.to()`.
+
+    Args:
+        hidden_size: size of the draft's hidden states.
+        num_blocks: residual blocks, 0 for none. The paper's choice is 3.
+        tied: whether the blocks share one weight matrix, as in the released SpecDec++ code.
+        inputs: `"after"` or `"before"`, see above.
+        embedding_size: size of the draft's input embeddings (`"before"`), by default `hidden_size`.
+        rank: width of the correction (`"before"`).
+        siblings: how many siblings of a position it was fitted on (`"before"`). Further ones, in wide trees, are judged
+            like the last of these: what a network says beyond all that it has seen is arbitrary. `None`: not known.
+        calibration: keyword arguments of `Calibration`, one set for `"sampled"` and one for `"greedy"` targets.
+    """
+
+    most: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_blocks: int = 3,
+        tied: bool = False,
+        inputs: str = "after",
+        embedding_size: int | None = None,
+        rank: int = 64,
+        siblings: int | None = None,
+        calibration: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if inputs not in ("after", "before"):
+            raise ValueError(f"inputs={inputs!r} must be 'after' or 'before': when the head sees a candidate.")
+        if siblings is not None and not 1 <= siblings <= MOST_POSITIONS:
+            raise ValueError(f"siblings={siblings} must be from 1 to {MOST_POSITIONS}: a head is fitted on candidates.")
+        if hidden_size < 1 or rank < 1 or not 0 <= num_blocks <= MOST_BLOCKS:
+            raise ValueError(
+                f"hidden_size={hidden_size} and rank={rank} must be at least 1, num_blocks={num_blocks} from 0 to "
+                f"{MOST_BLOCKS}."
+            )
+        self.hidden_size, self.num_blocks, self.tied, self.inputs = hidden_size, num_blocks, tied, inputs
+        self.embedding_size = embedding_size or hidden_size
+        self.rank, self.siblings = rank, siblings
+        self.calibration = {mode: Calibration(**values) for mode, values in (calibration or {}).items()}
+        if unknown := sorted(set(self.calibration) - set(MODES)):
+            raise ValueError(f"calibration has {unknown}; it knows {' and '.join(MODES)} targets.")
+
+        width = hidden_size if inputs == "after" else rank
+        distinct = min(num_blocks, 1) if tied else num_blocks
+        self.blocks = nn.ModuleList(ResidualBlock(width) for _ in range(distinct))
+        self.output = nn.Linear(width, 2 if inputs == "after" else 1)
+        if inputs == "before":
+            self.from_hidden = nn.Linear(hidden_size, rank)
+            self.from_embedding = nn.Linear(self.embedding_size, rank, bias=False)
+            from_scalars = nn.Linear(32, 1)
+            self.from_scalars = nn.Sequential(nn.Linear(NUM_SCALARS, 32), nn.SiLU(), from_scalars)
+            self.register_buffer("most", _most_scalars(siblings), persistent=False)
+            for layer in (self.output, from_scalars):
+                nn.init.zeros_(layer.weight)
+                nn.init.zeros_(layer.bias)
+
+    def to_config(self) -> dict[str, Any]:
+        """The constructor's arguments, as stored in `config.json`."""
+        names = ("hidden_size", "num_blocks", "tied", "inputs", "embedding_size", "rank", "siblings")
+        calibration = {mode: asdict(values) for mode, values in self.calibration.items()}
+        return {**{name: getattr(self, name) for name in names}, "calibration": calibration}
+
+    def forward(self, hidden: Tensor, embedding: Tensor | None = None, scalars: Tensor | None = None) -> Tensor:
+        """Log-odds of acceptance, on the head's device. The draft's last layers may lie on another one.
+
+        Args:
+            hidden: `[..., hidden_size]`, at the candidate (`"after"`) or where q came from (`"before"`).
+            embedding: `[..., embedding_size]` of the candidate (`"before"`).
+            scalars: `[..., 6]` from `scalar_features` (`"before"`).
+
+        Returns:
+            `[...]` float32.
+        """
+        own = self.output.weight  # its device and float32
+        if self.inputs == "after":
+            reject, accept = self._blocks(hidden.to(own)).unbind(-1)
+            return accept - reject
+        if embedding is None or scalars is None:
+            raise ValueError("A head with inputs='before' needs the candidate's embedding and scalar_features too.")
+        mixed, scalars = self.from_hidden(hidden.to(own)) + self.from_embedding(embedding.to(own)), scalars.to(own)
+        correction = self._blocks(F.silu(mixed)).squeeze(-1)
+        return _log_odds(scalars[..., 0]) + self.from_scalars(scalars.minimum(self.most)).squeeze(-1) + correction
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        for i in range(self.num_blocks):
+            x = self.blocks[0 if self.tied else i](x)
+        return self.output(x)
+
+    def estimate(self, step: DraftStep) -> Tensor | None:
+        """Calibrated acceptance probability: of the candidate (`"before"`) or of the previous one (`"after"`)."""
+        if self.inputs == "before":
+            position = step.index
+            log_odds = self.forward(step.hidden, step.embed(step.token), step.scalars)
+        elif step.index == 0:
+            return None  # no candidate has been fed yet
+        else:
+            position = step.index - 1
+            log_odds = self.forward(step.hidden)
+        return self.probability(log_odds, position, step.greedy)
+
+    def estimate_siblings(self, step: DraftStep, tokens: Tensor, left: Tensor, mass: Tensor) -> Tensor:
+        """`[..., c]`, how likely each of the siblings `tokens` `[..., c]` is accepted if those before it are not
+        (`"before"`).
+
+        Args:
+            step: `[...]`, the nodes that they are drawn after.
+            left: `[..., c, vocab]`, what each is drawn from: q without those before it.
+            mass: `[..., c]`, q of these together.
+        """
+        numbers = torch.arange(tokens.shape[-1], device=tokens.device).expand_as(tokens)
+        scalars = scalar_features(left, tokens, step.greedy, mass, numbers)
+        log_odds = self.forward(step.hidden[..., None, :], step.embed(tokens), scalars)
+        return self.probability(log_odds, step.index, step.greedy)
+
+    def probability(self, log_odds: Tensor, position: int | Tensor, greedy: bool) -> Tensor:
+        """Calibrated probability of log-odds `[...]` at a position or several; 0 where they are not a number.
+
+        Weights and states may be so large that the forward overflows. Nothing that compares estimates, such as the
+        growth of a tree, would come to an end with NaN.
+        """
+        calibration = self.calibration.get(MODES[greedy])
+        position = position.to(log_odds.device) if isinstance(position, Tensor) else position
+        calibrated = log_odds if calibration is None else calibration.apply(log_odds, position)
+        return calibrated.sigmoid().nan_to_num(0.0)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AcceptanceHead:
+        # `.to(dtype)`, `.half()` and pipelines cast whole models; a head in half precision is a worse judge.
+        device = fn(torch.empty(0, device=self.output.weight.device)).device
+        return super()._apply(lambda tensor: tensor.to(device), recurse)
+
+
+def _most_scalars(siblings: int | None) -> Tensor:
+    """`[6]`, the largest scalars that a head fitted on so many siblings has seen of the earlier siblings."""
+    most = torch.full((NUM_SCALARS,), math.inf)
+    if siblings is not None:
+        most[SIBLING_MASS], most[NUM_SIBLINGS] = float(siblings > 1), siblings - 1
+    return most
+
+
+def _log_odds(log_probability: Tensor) -> Tensor:
+    """log p - log(1 - p), finite for p = 1."""
+    return log_probability - torch.log1p(-log_probability.exp().clamp_max(1 - 1e-6))
