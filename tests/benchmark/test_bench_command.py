@@ -45,7 +45,8 @@ def test_without_an_assistant_and_matplotlib(
     assert "report.md, no pictures, which need matplotlib." in " ".join(result.output.split())
     assert "![" not in (tmp_path / "bench/report.md").read_text()
     assert re.search(r"\n>[ *]\w", result.output)
-    assert re.search(r"\nnext      (assist\(|assistant\.|plain generate\(\), or a draft for this target: )", result.output)
+    options = r"assist\(|assistant\.|plain generate\(\), or a draft for this target: "
+    assert re.search(rf"\nnext      ({options})", result.output)
 
 
 @pytest.fixture(scope="module")
