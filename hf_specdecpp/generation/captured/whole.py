@@ -35,6 +35,9 @@ class WholeRounds:
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
         self.made, self.longest = 0, min(rounds.passes.longest, self.generator.setup.drafter.max_length)
         self.longest -= max(shape.levels for shape in tiers.shapes)
+        self.rates = getattr(self.generator.rule, "rates", None)  # calibrates estimates
+        if tiers.shapes[-1].width > 1 and self.generator.setup.decisions.adapt:
+            self.rates = self.generator.learned_rates(trees=True)
 
     def begin(self, texts: Sequence[Text]) -> None:
         """The draft reads the prompts; what rounds take is measured where it is not known."""
@@ -71,6 +74,8 @@ class WholeRounds:
         self.tiers.note(shape, reports)
         for text, report in zip(texts, reports, strict=True):
             text.generator.note_captured(report.tree, report.path, report.estimates)
+            if shape.width > 1 and self.rates is not None:
+                self.rates.observe_tree(report.tree.judged(report.path))
             text.stats.draft_seconds += (middle - begin) / count
             text.stats.target_seconds += (end - middle) / count
             self._emit(text, side, [*(report.tree.tokens[node] for node in report.path), report.token])
@@ -88,8 +93,8 @@ class WholeRounds:
         """Of the next round after so many tokens. What does not fit under the longest text is cut off when it is
         emitted."""
         shape = self.tiers.next()
-        if shape.levels and (rates := getattr(self.generator.rule, "rates", None)) is not None:
-            self.rounds.draft.calibrate(rates)
+        if shape.levels:
+            self.rounds.draft.calibrate(self.rates)
         return shape if length <= self.longest else RoundShape(0)
 
 
