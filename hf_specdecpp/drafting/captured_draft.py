@@ -122,6 +122,7 @@ class CapturedDraft:
         shift: `[bins]`, what calibration adds to the log-odds of estimates.
         alive: `[texts]` int64, 0 for those that have ended.
         pending: `last + 1` of each text, on the host.
+        rooms: its caches.
         source: the text that the steps read after: this draft's, or the target's for a draft that shares its cache.
     """
 
@@ -143,8 +144,8 @@ class CapturedDraft:
             self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
             self.edges = torch.tensor(EDGES, device=self.device)
         # Graphs read and write its caches, so they are kept from text to text.
-        self._rooms = Rooms(steps.num_layers, self.device)
-        self._empty = partial(self._rooms.empty, positions=torch.Size((texts, 1)) if texts > 1 else None)
+        self.rooms = Rooms(steps.num_layers, self.device)
+        self._empty = partial(self.rooms.empty, positions=torch.Size((texts, 1)) if texts > 1 else None)
         self.text, self.pending, self._sizes = RoomText(self._empty), [0] * texts, [0] * texts
         self.source = self.text
         self._shift: list[float] | None = None  # on the host

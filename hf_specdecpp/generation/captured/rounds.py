@@ -86,7 +86,7 @@ class CapturedRounds:
 
     def __init__(self, passes: CapturedTarget, draft: CapturedDraft) -> None:
         self.passes, self.draft = passes, draft
-        self.graphs, self.seconds = Graphs(passes.device), RoundSeconds()
+        self.graphs, self.seconds = Graphs(passes.device, beside=passes.graphs), RoundSeconds()
         self.tiers: MostTokens | None = None
         self.why_not: str | None = None
         self.is_drafting = False

@@ -190,7 +190,8 @@ class Captured:
             return
         made = [passes.graphs, *([] if rounds is None else [rounds.rounds.graphs])]
         stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
-        stats.graph_bytes = passes.rooms.num_bytes
+        places: list[Any] = [*made, passes.rooms, *([] if rounds is None else [rounds.rounds.draft.rooms])]
+        stats.graph_bytes = sum(each.num_bytes for each in places)
         stats.uncaptured = stats.uncaptured or passes.why_not or (rounds.rounds.why_not if rounds is not None else None)
         self.rounds = None  # which refers to the texts
         self.leave()
