@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from support.capturing import CHAIN, Drawn, generate
+from support.models import quiet_later_layers, tiny
 from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.captured.rooms import RoomCache
@@ -234,6 +235,15 @@ def test_why_rounds_are_made_step_by_step(name: str, tmp_path: Path) -> None:
     generate(target, assistant, **how)
     assert reason in assistant.stats.decided["rounds"]
     assert assistant.stats.uncaptured is None
+
+
+def test_lookups_alone() -> None:
+    target = quiet_later_layers(tiny("llama"))
+    assistant = assist(target, "lookup", default=False)
+    for how in ({}, SAMPLED):
+        generate(target, assistant, **how)
+        assert assistant.stats.decided["rounds"] == "step by step: lookups are made on the host"
+        assert assistant.stats.graphs > 0
 
 
 # Batches -------------------------------------------------------------------------------------------------------------

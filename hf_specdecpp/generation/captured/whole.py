@@ -150,10 +150,10 @@ def why_not_whole(texts: Sequence[Text]) -> str | None:
     speculation = generator.setup.speculation
     if len(texts) > MOST_TEXTS:
         return f"more than {MOST_TEXTS} sequences"
+    if generator.lookup is not None:
+        return "lookups are made on the host"
     if generator.round_steps is None:
         return "the steps of this draft are not captured"
-    if speculation.lookup:
-        return "lookups are made on the host"
     if generator.successors is not None:
         return "what the target said lately is looked up on the host"
     if speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible):
