@@ -204,7 +204,7 @@ def _spent(stats: Any) -> str:
     rounds = max(stats.rounds, 1)
     parts = {"device": stats.target_seconds, "host": stats.overhead_seconds + stats.draft_seconds}
     split = ", ".join(f"{name} {1000 * seconds / rounds:.2f}" for name, seconds in parts.items())
-    made = f"{stats.graphs} graphs made in {stats.graph_seconds:.1f} s, rooms of {stats.graph_bytes / 2**20:.0f} MiB"
+    made = f"{stats.graphs} graphs made in {stats.graph_seconds:.1f} s, which take {stats.graph_bytes / 2**20:.0f} MiB"
     return f"rounds {stats.decided.get('rounds', 'uncaptured')}; ms a round: {split}; {made}"
 
 

@@ -46,13 +46,18 @@ class Graphs:
     Example: `graphs.run(("pass", 4), read, [length])` runs `read` three times, then a graph of `read`; `length` is as
     if only the graph had run. From then on only the graph runs.
 
+    Args:
+        beside: others of the same device, whose pool these share: no two graphs of both run at once.
+
     Attributes:
-        seconds: that captures have taken.
+        seconds, num_bytes: that captures have taken, and memory of the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.seconds = device, 0.0
-        self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    def __init__(self, device: torch.device, beside: Graphs | None = None) -> None:
+        self.device, self.seconds, self.num_bytes = device, 0.0, 0
+        self._pool: Any = None
+        if device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle() if beside is None else beside._pool
         # With their functions, which keep the tensors alive that the graphs read and write.
         self._graphs: dict[Hashable, tuple[Graph, Callable[[], None]]] = {}
 
@@ -66,12 +71,16 @@ class Graphs:
         """Run a function, by its graph if there is one for `key`. It may read and then change the tensors `changes`,
         which are as before where there is a `CannotCaptureError`."""
         if key not in self._graphs:
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), self._reserved()
             if len(self._graphs) >= MOST_GRAPHS:
                 del self._graphs[next(iter(self._graphs))]
             self._graphs[key] = self._capture(function, changes), function
             self.seconds += time.perf_counter() - begin
+            self.num_bytes += max(self._reserved() - before, 0)
         self._graphs[key][0].replay()
+
+    def _reserved(self) -> int:
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
     def _capture(self, function: Callable[[], None], changes: Sequence[Tensor]) -> Graph:
         before = [each.clone() for each in changes]

@@ -81,9 +81,14 @@ class RoundRules:
 
 
 class Drawn(NamedTuple):
-    """A level of candidates: tokens and their parents' places in the level above `[texts, width]`; of trees the chances
-    that they stand, as far as is known; q `[texts, width, vocab]`, where they were drawn; and what an estimator says of
-    a chain."""
+    """A level of candidates.
+
+    Attributes:
+        tokens, parents: `[texts, width]`, the latter as places in the level above.
+        values: `[texts, width]`, chances that they stand, as far as is known; of trees alone.
+        q: `[texts, width, vocab]`, that they were drawn from, where they were drawn.
+        judged: `[texts, width]`, what an estimator says of them; `None` where nothing looks at it.
+    """
 
     tokens: Tensor
     parents: Tensor
@@ -114,24 +119,25 @@ class CapturedDraft:
         ancestors: `[texts, nodes + 1, nodes + 1]` bool, of the root and of these.
         q: `[texts, nodes, vocab]`, that they were drawn from, where they were drawn.
         count: `[texts]`, how many of them are submitted.
-        estimates: `[texts, levels]`, of the candidates of chains.
+        estimates: `[texts, nodes]`, of the candidates.
         shift: `[bins]`, what calibration adds to the log-odds of estimates.
         alive: `[texts]` int64, 0 for those that have ended.
         pending: `last + 1` of each text, on the host.
+        rooms: its caches.
         source: the text that the steps read after: this draft's, or the target's for a draft that shares its cache.
     """
 
     def __init__(self, steps: RoundSteps, shapes: Sequence[RoundShape], texts: int, greedy: bool, spare: int) -> None:
         self.steps, self.device = steps, steps.device
-        self.nodes, levels = max(each.nodes for each in shapes), max(each.levels for each in shapes)
-        self.width = levels + 1 + steps.again + spare
+        self.nodes = max(each.nodes for each in shapes)
+        self.width = max(each.levels for each in shapes) + 1 + steps.again + spare
         zeros, size = partial(torch.zeros, dtype=torch.long, device=self.device), self.nodes + 1
         with lasting():
             self.tokens, self.last, self.count = zeros((texts, self.width)), zeros(texts), zeros(texts)
             self.candidates, self.parents = zeros((texts, self.nodes)), zeros((texts, self.nodes))
             self.ancestors = torch.ones((texts, size, size), dtype=torch.bool, device=self.device)
             self.alive = torch.ones_like(self.last)
-            self.estimates = torch.zeros((texts, levels), device=self.device)
+            self.estimates = torch.zeros((texts, self.nodes), device=self.device)
             self.states: Tensor | None = None
             if steps.size is not None:
                 self.states = torch.zeros((texts, self.width, steps.size), dtype=steps.dtype, device=self.device)
@@ -139,10 +145,11 @@ class CapturedDraft:
             self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
             self.edges = torch.tensor(EDGES, device=self.device)
         # Graphs read and write its caches, so they are kept from text to text.
-        self._rooms = Rooms(steps.num_layers, self.device)
-        self._empty = partial(self._rooms.empty, positions=torch.Size((texts, 1)) if texts > 1 else None)
+        self.rooms = Rooms(steps.num_layers, self.device)
+        self._empty = partial(self.rooms.empty, positions=torch.Size((texts, 1)) if texts > 1 else None)
         self.text, self.pending, self._sizes = RoomText(self._empty), [0] * texts, [0] * texts
         self.source = self.text
+        self._shift: list[float] | None = None  # on the host
 
     @property
     def changes(self) -> list[Tensor]:
@@ -198,9 +205,12 @@ class CapturedDraft:
         self.alive.copy_(torch.tensor([int(text in active) for text in range(len(self.pending))]))
         self.pending = [pending * (text in active) for text, pending in enumerate(self.pending)]
 
-    def calibrate(self, rates: AcceptanceRates) -> None:
-        """Judge by what rounds have said of estimates."""
-        self.shift.copy_(torch.tensor(rates.shift))
+    def calibrate(self, rates: AcceptanceRates | None) -> None:
+        """Judge by what rounds have said of estimates; `None` takes them as they are."""
+        shift = None if rates is None else rates.shift
+        if shift is not self._shift:
+            self._shift = shift
+            self.shift.copy_(torch.zeros(len(self.shift)) if shift is None else torch.tensor(shift))
 
     # What is captured ------------------------------------------------------------------------------------------------
 
@@ -246,7 +256,6 @@ class CapturedDraft:
         if width == 1:
             step.token = q.argmax(-1) if times is None else race(q, times)
             judged = None if rules.estimator is None else rules.estimator.estimate(step)
-            judged = None if judged is None else judged[:, 0]
             return Drawn(step.token, torch.zeros_like(step.token), values, None if times is None else q, judged)
         tokens = (q if times is None else q / times).topk(width).indices  # [texts, m, width], in order
         head, rows = rules.head_of_slots, None
@@ -258,18 +267,21 @@ class CapturedDraft:
             chances = (probs / (1.0 - mass).clamp_min(torch.finfo(probs.dtype).tiny)).clamp_max(1.0)
         else:
             chances = head.estimate_siblings(step, tokens, rows, mass)
+        judged, chances = chances, self._calibrated(chances)
         chosen = best_slots(values, chances, width, rules.greedy)
         values = (slot_values(values, chances) * chances).flatten(1).gather(1, chosen)
         if rows is not None:
             rows = rows.flatten(1, 2).gather(1, chosen[..., None].expand(-1, -1, scores.shape[-1]))
         rows = None if times is None else rows
-        return Drawn(tokens.flatten(1).gather(1, chosen), chosen // width, values, rows, None)
+        tokens, judged = (each.flatten(1).gather(1, chosen) for each in (tokens, judged))
+        return Drawn(tokens, chosen // width, values, rows, judged)
 
     def _count(self, shape: RoundShape, judged: list[Tensor | None], rules: RoundRules) -> Tensor:
         """How many candidates are submitted: the one at which the rule stops is."""
         known = [each for each in judged if each is not None]
         if known:
-            self.estimates[:, : len(known)] = torch.stack(known, dim=1).to(self.estimates)
+            together = torch.cat(known, dim=1)
+            self.estimates[:, : together.shape[1]] = together
         if rules.threshold is None or shape.width > 1:
             return torch.full_like(self.count, shape.nodes)
         survival = self._calibrated(self.estimates[:, : len(known)]).cumprod(-1)

@@ -261,11 +261,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         known = min(states.shape[1], tokens.shape[1])  # fewer than the tokens where a cache is carried on
         return tokens[:, -known:], states[:, -known:]
 
-    def learned_rates(self) -> AcceptanceRates:
+    def learned_rates(self, trees: bool = False) -> AcceptanceRates:
         """What rounds of this target, drawn in this way, have said of estimates."""
         setup = self.setup
         owner = setup.drafter if self._target is None else self._target
-        return setup.memory.recall(setup.decisions, owner, setup.estimator, self._generation_config).rates
+        return setup.memory.recall(setup.decisions, owner, setup.estimator, self._generation_config, trees).rates
 
     def note_captured(self, tree: DraftTree, path: list[int], estimates: list[float]) -> None:
         """Learn what became of a round that is over, and what `rule="threshold"` judged its candidates by."""

@@ -53,8 +53,8 @@ class Counters:
             products are faster. The first texts of a process make most of them.
         preparing_seconds: these, and making or checking packed and int8 copies of weights.
         state_bytes: memory of the copies that a target with recurrent layers goes back to after a rejection.
-        graphs, graph_seconds, graph_bytes: CUDA graphs of the target's passes up to now, seconds that capturing them
-            took, and the memory of the caches that they work in.
+        graphs, graph_seconds, graph_bytes: CUDA graphs of these passes and rounds up to now, seconds that they took,
+            and the memory of graphs and of the caches, target's and draft's, that they work in.
         uncaptured: why the target's passes were not captured; `None` where they were, or should not be.
         last_tree: the latest tree with candidates that was verified; `str()` draws it. `None` for chains.
         rows: of a batch, each sequence's; everything else here is their sum.

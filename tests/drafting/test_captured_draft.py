@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +15,11 @@ from torch import Tensor, nn
 from hf_specdecpp.drafting import captured_draft
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Ranked
-from hf_specdecpp.trees.slots import Growth, Level
+from hf_specdecpp.trees.slots import Growth, Level, SlotValuation
 
 VOCAB, WIDTH, SEEDS = 30, 3, 12
 
@@ -35,9 +38,22 @@ class Contents:
 Nodes = list[tuple[int, int, float]]  # of the second level: place of the parent, token, chance that it stands
 
 
-def captured(contents: Contents, estimator: Estimator, greedy: bool) -> Nodes:
+def rates(seed: int) -> AcceptanceRates:
+    """What rounds in which estimates meant little have taught; of the first seed nothing yet."""
+    found, numbers = AcceptanceRates(), random.Random(seed)
+    for _ in range(64 * (seed > 0)):
+        families = [([numbers.random() for _ in range(WIDTH)], numbers.choice([0, 1, None])) for _ in range(4)]
+        found.observe_tree(families)
+    return found
+
+
+def captured(contents: Contents, estimator: Estimator, greedy: bool, learned: AcceptanceRates) -> Nodes:
     rules = RoundRules(greedy, Processing([]), Processing([]), estimator, None, 0, "token")
-    draft: Any = SimpleNamespace(device=torch.device("cpu"))
+    draft: Any = SimpleNamespace(
+        device=torch.device("cpu"), shift=torch.zeros(len(EDGES) + 1), _shift=None, edges=torch.tensor(EDGES)
+    )
+    draft._calibrated = partial(CapturedDraft._calibrated, draft)
+    CapturedDraft.calibrate(draft, learned)
     values = torch.ones(1, 1)
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         for level in range(2):
@@ -48,13 +64,14 @@ def captured(contents: Contents, estimator: Estimator, greedy: bool) -> Nodes:
     return list(zip(drawn.parents[0].tolist(), drawn.tokens[0].tolist(), values[0].tolist(), strict=True))
 
 
-def uncaptured(contents: Contents, estimator: Estimator, greedy: bool) -> Nodes:
+def uncaptured(contents: Contents, estimator: Estimator, greedy: bool, learned: AcceptanceRates) -> Nodes:
     def expand(tree: Any, nodes: list[int]) -> Level:
         level = tree.levels
         return Level(contents.scores[level][0], contents.hidden[level][0], contents.embed)
 
     randomness: Any = SimpleNamespace(siblings=lambda q: Ranked(q, q / contents.times[len(q) > 1][0]))
-    growth = Growth(expand, estimator, None if greedy else randomness, root=0, max_depth=3)
+    valuation = SlotValuation(learned)
+    growth = Growth(expand, estimator, None if greedy else randomness, root=0, max_depth=3, valuation=valuation)
     growth.expand([0])
     firsts = [growth.draw_best() for _ in range(WIDTH)]
     growth.open.clear()  # a level has as many nodes as the others
@@ -69,7 +86,7 @@ def differing(judge: str, greedy: bool) -> int:
     count = 0
     for seed in range(SEEDS):
         contents, estimator = Contents(seed), make_estimator(judge, seed)
-        ours, theirs = (grow(contents, estimator, greedy) for grow in (captured, uncaptured))
+        ours, theirs = (grow(contents, estimator, greedy, rates(seed)) for grow in (captured, uncaptured))
         values = [torch.tensor([each[2] for each in nodes]) for nodes in (ours, theirs)]
         is_same = [each[:2] for each in ours] == [each[:2] for each in theirs]
         count += not (is_same and torch.allclose(values[0], values[1]))
@@ -104,8 +121,10 @@ JUDGE = AcceptanceHead.estimate_siblings
         (AcceptanceHead, "estimate_siblings", told_of_q),
         (AcceptanceHead, "estimate_siblings", told_of_no_siblings),
         (captured_draft, "slot_values", lambda values, chances: values[..., None].expand_as(chances)),
+        (CapturedDraft, "calibrate", lambda *_: None),
+        (CapturedDraft, "_calibrated", lambda _, estimates: estimates),
     ],
-    ids=["by q alone", "by all of q", "no siblings", "siblings do not count"],
+    ids=["by q alone", "by all of q", "no siblings", "siblings do not count", "nothing learned", "not calibrated"],
 )
 def test_other_values_are_noticed(
     owner: Any, name: str, mutant: Any, greedy: bool, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -317,6 +318,17 @@ def test_a_draft_that_cannot_be_captured_is_said_once(monkeypatch: pytest.Monkey
         assert assistant.stats.accepted == accepted > 0, "its cache is intact after the capture that failed"
     assert len(told) == 1
     assert "cannot be captured as CUDA graphs here (RuntimeError" in told[0]
+
+
+def test_a_target_that_cannot_be_captured_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(logger, "warning_once", cache(told.append))
+    target, assistant = made()
+    target.hf_device_map = {"": "cpu"}
+    for _ in range(2):
+        generate(target, assistant)
+    assert len(told) == 1
+    assert "not captured as CUDA graphs (the target is spread over several devices or offloaded)" in told[0]
 
 
 def test_two_texts_at_once() -> None:

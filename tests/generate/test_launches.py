@@ -12,6 +12,7 @@ from support.pretend_devices import on_device
 from support.pretend_graph import pretend_graphs_on_devices
 from torch import Tensor
 
+from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.generation.captured.whole import WholeRounds
 
 RULES: dict[str, dict[str, Any]] = {
@@ -76,6 +77,19 @@ def test_two_launches_and_one_read(rule: str, how: str, rows: int, rounds: list[
         assert read == 1
         # Beside the replays: what is emitted is put behind each text, and an estimate's calibration goes to the device.
         assert captured or launched - replayed <= 3 * rows + 1
+
+
+@pytest.mark.takes(3)
+def test_memory_of_graphs_and_of_both_models_caches() -> None:
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
+    with pretend_graphs_on_devices() as (graphs, _):  # each takes 1,000 bytes
+        assistant = assistant_of("independent", on_device(target), **RULES["fixed"])
+        texts(on_device(prompt(9)), target, assistant)
+        (rounds,) = captured_target._known[target][1].rounds.values()
+        rooms = [rounds.passes.rooms.num_bytes, rounds.draft.rooms.num_bytes]
+        assert min(rooms) > 0
+        assert assistant.stats.graph_bytes == sum(rooms) + 1000 * graphs["captured"]
+        assert graphs["pools"] == 1
 
 
 def test_a_draft_beside_captured_passes_leaves_out_cudnns_attention() -> None:

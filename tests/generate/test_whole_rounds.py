@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from support.capturing import CHAIN, Drawn, generate
+from support.models import quiet_later_layers, tiny
 from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.captured.rooms import RoomCache
@@ -182,6 +183,41 @@ def test_a_head_values_the_slots_of_trees(kind: str, tmp_path: Path, pretended: 
     assert grown[0] != grown[1]
 
 
+def first_trees(target: CausalLM, assistant: SpecDecPPAssistant) -> list[Any]:
+    """What the first round of a text drafts before anything is learned, once rounds have taught that estimates mean the
+    opposite, and where nothing may be learned."""
+    found = []
+    assistant.memory.clear()
+    for turn, adapt in enumerate((True, True, False)):
+        assistant.decisions = type(assistant.decisions)(adapt=adapt, draft_successors=False)
+        with pytest.MonkeyPatch.context() as patch:
+            trees = noted_trees(patch)
+            assert torch.equal(generate(target, assistant), generate(target, None))
+        assert assistant.stats.decided["rounds"] == "captured"
+        found.append(trees[0])
+        (learned,) = assistant.memory.learned[target].values()
+        if turn == 0:
+            assert learned.rates.rounds == len(trees)
+            assert learned.rates.accepted.sum() == assistant.stats.accepted
+        for _ in range(300):
+            learned.rates.observe_tree([([0.05], 0), ([0.3], 0), ([0.7], None), ([0.93], None), ([0.995], None)])
+    return found
+
+
+@pytest.mark.parametrize("settings", [TREE, {"rule": "threshold", "max_tokens": 5}], ids=["tree", "chain"])
+def test_calibration_is_contents_of_a_graph(
+    settings: dict[str, Any], tmp_path: Path, pretended: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, assistant = made("independent", tmp_path, **settings)
+    before, calibrated, adapted_no_more = first_trees(target, assistant)
+    assert calibrated != before == adapted_no_more
+    graphs = pretended["captured"]
+    monkeypatch.setattr(CapturedDraft, "calibrate", lambda *_: None)  # a mutant
+    found = first_trees(target, assistant)
+    assert found[0] == found[1] == found[2]
+    assert pretended["captured"] == graphs
+
+
 REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "lookups": ({**CHAIN, "lookup": True}, {}, "lookups are made on the host"),
     "another budget": ({**TREE, "tree_budget": 12}, {}, "trees that are grown on the device have 15 or 30 candidates"),
@@ -199,6 +235,15 @@ def test_why_rounds_are_made_step_by_step(name: str, tmp_path: Path) -> None:
     generate(target, assistant, **how)
     assert reason in assistant.stats.decided["rounds"]
     assert assistant.stats.uncaptured is None
+
+
+def test_lookups_alone() -> None:
+    target = quiet_later_layers(tiny("llama"))
+    assistant = assist(target, "lookup", default=False)
+    for how in ({}, SAMPLED):
+        generate(target, assistant, **how)
+        assert assistant.stats.decided["rounds"] == "step by step: lookups are made on the host"
+        assert assistant.stats.graphs > 0
 
 
 # Batches -------------------------------------------------------------------------------------------------------------

@@ -116,17 +116,18 @@ def pretend_graphs() -> Iterator[Counter[str]]:
 @contextmanager
 def pretend_graphs_on_devices() -> Iterator[tuple[Counter[str], Counter[str]]]:
     """The same within `pretend_devices`, which also counts; what else CUDA is asked for is left out."""
-    replaced: dict[str, Any] = {
-        "torch.cuda.graph_pool_handle": lambda: None,
-        "torch.cuda.device": lambda _device: nullcontext(),
-        "torch.cuda.current_stream": lambda *_: SimpleNamespace(synchronize=lambda: None),
-        "torch.Tensor.pin_memory": lambda tensor: tensor,
-    }
     with (
         pretend_devices.pretend_devices() as devices,
         pytest.MonkeyPatch.context() as patch,
         pretend_graphs() as counts,
     ):
+        replaced: dict[str, Any] = {
+            "torch.cuda.graph_pool_handle": lambda: counts.update(pools=1),
+            "torch.cuda.device": lambda _device: nullcontext(),
+            "torch.cuda.current_stream": lambda *_: SimpleNamespace(synchronize=lambda: None),
+            "torch.cuda.memory_reserved": lambda _device: 1000 * counts["captured"],
+            "torch.Tensor.pin_memory": lambda tensor: tensor,
+        }
         for name, value in replaced.items():
             patch.setattr(name, value)
         yield counts, devices

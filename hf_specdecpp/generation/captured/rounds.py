@@ -61,16 +61,15 @@ class CapturedRounds:
 
     def __init__(self, passes: CapturedTarget, draft: CapturedDraft) -> None:
         self.passes, self.draft = passes, draft
-        self.graphs, self.seconds = Graphs(passes.device), RoundSeconds()
+        self.graphs, self.seconds = Graphs(passes.device, beside=passes.graphs), RoundSeconds()
         self.tiers: MostTokens | None = None
         self.why_not: str | None = None
         self.is_drafting = False
-        texts, levels = draft.estimates.shape
+        texts = len(draft.last)
         with lasting():
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
             # Accepted, submitted, the next token, the last candidate; candidates, their parents, estimates.
-            width = TOLD + 2 * draft.nodes + levels
-            self.report = torch.zeros((texts, width), dtype=torch.float64, device=passes.device)
+            self.report = torch.zeros((texts, TOLD + 3 * draft.nodes), dtype=torch.float64, device=passes.device)
             self.read = torch.zeros_like(self.report, device="cpu")
             if passes.device.type == "cuda":
                 self.read = self.read.pin_memory()
@@ -249,8 +248,8 @@ class CapturedRounds:
             path = list(range(1, accepted + 1))
         else:
             tree = DraftTree()
-            for token_, parent in zip(candidates, row[TOLD + nodes :], strict=False):
-                tree.add(int(parent), token_)
+            for place, token_ in enumerate(candidates, TOLD):
+                tree.add(int(row[place + nodes]), token_, estimate=row[place + 2 * nodes])
             path = tree.nodes_to(last)
         tree.passes = shape.levels
         judged = rules.num_judged(len(candidates)) if shape.width == 1 else 0

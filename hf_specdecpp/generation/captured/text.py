@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from hf_specdecpp.caches.text import PathRows, num_in_place, width_of
 from hf_specdecpp.captured import graphs
@@ -29,6 +30,7 @@ KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "outpu
 # Prepare their inputs by themselves to change rotary frequencies, which `why_not_in_place` asks about.
 SWITCHES_ROPE = {"phi3", "phimoe"}
 _choosing = Lock()
+logger: Any = logging.get_logger("hf_specdecpp")
 IMAGES = "mm_encoder_outputs"  # what images and sounds were encoded to, an empty dict where there are none
 
 
@@ -116,8 +118,18 @@ class Captured:
             text.stats.decided["rounds"] = "step by step" if reason else f"step by step: {not_whole}"
             if reason is None and not_whole is None:
                 text.stats.decided["rounds"] = "captured"
+        if reason is not None:
+            self._say(reason)
         if self.passes is not None and not_whole is None:
             self.rounds = whole_rounds(self.texts, self.passes)
+
+    def _say(self, reason: str) -> None:
+        """Once, where a user may expect graphs."""
+        if graphs.can_capture(self.side.device):
+            logger.warning_once(
+                f"Passes of {type(self.side.model).__name__} are not captured as CUDA graphs ({reason}), so they run "
+                "one kernel after another: the same texts, more slowly."
+            )
 
     def _enter(self) -> str | None:
         """Let the texts go on in rooms, or say why they cannot. A target's first pass is compared with one of its own:
@@ -152,9 +164,12 @@ class Captured:
         try:
             self.rounds.round(texts, self.side)
         except CannotCaptureError as error:  # of the first
+            reason = f"a round cannot be captured ({error})"
             if self.rounds.rounds.is_drafting:
                 self.generator.setup.drafter.give_up(str(error))
-            self.rounds, reason = None, f"a round cannot be captured ({error})"
+            else:
+                self._say(reason)
+            self.rounds = None
             for text in self.texts:
                 text.stats.uncaptured, text.stats.decided["rounds"] = reason, f"step by step: {reason}"
                 text.generator.begin_again()
@@ -175,7 +190,8 @@ class Captured:
             return
         made = [passes.graphs, *([] if rounds is None else [rounds.rounds.graphs])]
         stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
-        stats.graph_bytes = passes.rooms.num_bytes
+        places: list[Any] = [*made, passes.rooms, *([] if rounds is None else [rounds.rounds.draft.rooms])]
+        stats.graph_bytes = sum(each.num_bytes for each in places)
         stats.uncaptured = stats.uncaptured or passes.why_not or (rounds.rounds.why_not if rounds is not None else None)
         self.rounds = None  # which refers to the texts
         self.leave()

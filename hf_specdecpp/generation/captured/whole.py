@@ -28,6 +28,9 @@ class WholeRounds:
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
         self.made, self.longest = 0, min(rounds.passes.longest, self.generator.setup.drafter.max_length)
         self.longest -= max(shape.levels for shape in tiers.shapes)
+        self.rates = getattr(self.generator.rule, "rates", None)  # calibrates estimates
+        if tiers.shapes[-1].width > 1 and self.generator.setup.decisions.adapt:
+            self.rates = self.generator.learned_rates(trees=True)
 
     def begin(self, texts: Sequence[Text]) -> None:
         """The draft reads the prompts; what rounds take is measured where it is not known."""
@@ -64,6 +67,8 @@ class WholeRounds:
         self.tiers.note(shape, reports)
         for text, report in zip(texts, reports, strict=True):
             text.generator.note_captured(report.tree, report.path, report.estimates)
+            if shape.width > 1 and self.rates is not None:
+                self.rates.observe_tree(report.tree.judged(report.path))
             text.stats.draft_seconds += (middle - begin) / count
             text.stats.target_seconds += (end - middle) / count
             self._emit(text, side, [*(report.tree.tokens[node] for node in report.path), report.token])
@@ -80,8 +85,8 @@ class WholeRounds:
     def _shape(self, length: int) -> RoundShape:
         """Of the next round. What does not fit under the longest text is cut off when it is emitted."""
         shape = self.tiers.next()
-        if shape.levels and (rates := getattr(self.generator.rule, "rates", None)) is not None:
-            self.rounds.draft.calibrate(rates)
+        if shape.levels:
+            self.rounds.draft.calibrate(self.rates)
         return shape if length <= self.longest else RoundShape(0)
 
 
@@ -137,10 +142,10 @@ def why_not_whole(texts: Sequence[Text]) -> str | None:
     speculation = generator.setup.speculation
     if len(texts) > MOST_TEXTS:
         return f"more than {MOST_TEXTS} sequences"
+    if generator.lookup is not None:
+        return "lookups are made on the host"
     if generator.round_steps is None:
         return "the steps of this draft are not captured"
-    if speculation.lookup:
-        return "lookups are made on the host"
     if generator.successors is not None:
         return "what the target said lately is looked up on the host"
     if speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible):
