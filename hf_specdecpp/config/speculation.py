@@ -25,8 +25,7 @@ GROWTHS: tuple[str, ...] = get_args(Growth)
 MOST_CANDIDATES = 1024  # in a round
 
 # Settings of earlier versions, with what takes their place. Stored configs have them.
-DECIDED = "The package decides that"
-EXPERIMENTS = f"{DECIDED}; for experiments there is assistant.decisions"
+EXPERIMENTS = "The package decides that; for experiments there is assistant.decisions"
 REMOVED = {
     **dict.fromkeys(("min_tokens", "tree_depth", "tree_threshold", "lookup_tokens", "verification"), EXPERIMENTS),
     **dict.fromkeys(("draft_temperature", "draft_successors", "pack_weights", "int8_draft"), EXPERIMENTS),
@@ -35,7 +34,7 @@ REMOVED = {
     "track_costs": "reproducible=True repeats a sampled text under its seed",
     "tree_shape": "Give the shape as tree=[4, 2, 1, 1], or as a list of nodes",
     "lookup_memory": 'lookup="history" also searches earlier answers',
-    "keep_texts": DECIDED,
+    "keep_texts": "Drafts do not learn between texts any more; specdecpp train goes on with one (distill.start_from)",
 }
 REMOVED_RULES = ("confidence", "svip", "adaedl")
 
