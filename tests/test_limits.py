@@ -119,7 +119,7 @@ def generate(target: Any, inputs: dict[str, Tensor], column: str, plain: Tensor)
         assistant.detach()
 
 
-@pytest.mark.every(7)
+@pytest.mark.every(11)
 @pytest.mark.parametrize(("name", "column", "reason"), cells())
 def test_each_cell(name: str, column: str, reason: str) -> None:
     target, inputs = TARGETS[name]()

@@ -40,7 +40,6 @@ def stands_behind_all(*args: Any) -> dict[str, Any]:
     return found | {"position_ids": ids + torch.arange(ids.shape[1])}
 
 
-@pytest.mark.takes(3)
 @pytest.mark.parametrize(
     ("settings", "owner", "name", "mutant"),
     [
@@ -66,7 +65,6 @@ def test_passes_that_are_wrong_are_noticed(
     assert other_rounds != rounds
 
 
-@pytest.mark.takes(2)
 def test_a_draft_in_another_dtype_gets_other_steps() -> None:
     target = tiny("llama", num_hidden_layers=2)
     assistant = assistant_of("early_exit", target, **CHAIN)
@@ -97,7 +95,6 @@ def test_a_changed_draft_gets_other_steps() -> None:
     assert found[1] == found[3] > 0
 
 
-@pytest.mark.takes(3)
 def test_one_draft_for_two_targets(pretended: Counter[str]) -> None:
     first, second = (tiny("llama", seed, num_hidden_layers=1) for seed in (0, 3))
     assistant = assistant_for(first, attached=False, mix=0.9, **CHAIN)

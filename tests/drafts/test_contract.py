@@ -142,7 +142,7 @@ def test_every_kind_is_here(tmp_path: Path) -> None:
 # Generations. ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(11)
 @ALL
 @pytest.mark.parametrize("settings", [*CHAINS, *TREES])
 def test_greedy_text_is_the_targets(settings: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_another_text_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ear.check(target)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(11)
 @ALL
 @pytest.mark.parametrize("options", OPTIONS)
 def test_with_every_option(options: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_with_every_option(options: str, name: str, tmp_path: Path, monkeypatch:
     check_text(assistant, target)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @ALL
 def test_sampled_text_has_its_length(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its distribution is enumerated in `tests/exactness`."""
@@ -192,7 +192,7 @@ def test_sampled_text_has_its_length(name: str, tmp_path: Path, monkeypatch: pyt
     ear.check(target)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @ALL
 def test_a_cache_that_is_carried_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the turn before, a draft that reads the target's states has none, but that turn's keys and values."""
@@ -209,7 +209,7 @@ def test_a_cache_that_is_carried_on(name: str, tmp_path: Path, monkeypatch: pyte
     ear.check(target, first=0 if name == "gemma4" else first.shape[1] - 1)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @ALL
 def test_rows_of_a_batch(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
@@ -223,7 +223,7 @@ def test_rows_of_a_batch(name: str, tmp_path: Path) -> None:
         assert assistant.stats.accepted > 0 or name in NEVER_RIGHT
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @ALL
 def test_a_lookup_beside_it(name: str, tmp_path: Path) -> None:
     """Rounds in which nothing is drafted, and candidates that the draft has not read."""
@@ -285,7 +285,7 @@ def test_stop_strings(drawing: Pair, at: int) -> None:
     check_text(*drawing, stop_strings=[tokenizer().decode(text[at : at + 2])], tokenizer=tokenizer())
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 def test_an_interrupt_leaves_nothing_behind(drawing: Pair) -> None:
     """In the middle of a text, which a streamer sees; then the same assistant says the whole text."""
     assistant, target = drawing
@@ -304,7 +304,7 @@ def test_an_interrupt_leaves_nothing_behind(drawing: Pair) -> None:
     check_text(assistant, target)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @ALL
 def test_the_target_stays_as_it_is(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
@@ -322,6 +322,7 @@ def test_the_target_stays_as_it_is(name: str, tmp_path: Path) -> None:
     assert look() == before
 
 
+@pytest.mark.every(3)
 @ALL
 def test_a_target_that_was_moved(name: str, tmp_path: Path) -> None:
     """A draft that was put beside it would read and write in another dtype."""
@@ -337,7 +338,7 @@ def test_a_target_that_was_moved(name: str, tmp_path: Path) -> None:
         check_text(assistant, target)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 @ALL
 @pytest.mark.parametrize("inputs", ["before", "after"])
 def test_a_head_on_top(inputs: str, name: str, tmp_path: Path) -> None:
@@ -369,6 +370,7 @@ def drafted_by(assistant: SpecDecPPAssistant, target: CausalLM) -> tuple[list[in
     return assistant.stats.drafted_at, assistant.stats.accepted_at
 
 
+@pytest.mark.every(3)
 @ALL
 def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path / "first")
@@ -395,7 +397,7 @@ def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     assert drafted_by(again, target) == expected
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @ALL
 def test_unattached(name: str, tmp_path: Path) -> None:
     """It drafts in transformers' own loop, too, or says why it cannot."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,16 +47,21 @@ IMPORTED = {
 # Who asks. ------------------------------------------------------------------------------------------------------------
 
 
+@cache
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def names_in(source: str) -> set[str]:
     """Strings of a program that are the name of a kind."""
-    constants = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    constants = (node.value for node in nodes_of(source) if isinstance(node, ast.Constant))
     return {value for value in constants if isinstance(value, str) and value in BY_NAME}
 
 
 def imported_in(source: str) -> dict[str, str]:
     """What a program imports of a kind's own files, and kinds themselves: names, and the kinds."""
     found = {}
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_specdecpp.drafts"):
             whole = f"{node.module}."
             for alias in node.names:
@@ -68,13 +74,12 @@ def imported_in(source: str) -> dict[str, str]:
 
 def told_apart_in(source: str) -> set[str]:
     """Names of a kind's own files whose instances a program tells apart."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes_of(source) if isinstance(node, ast.Call)]
     asked = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass")]
     words = {word.id for node in asked for word in ast.walk(node) if isinstance(word, ast.Name)}
     return words & imported_in(source).keys()
 
 
-@pytest.mark.takes(3)
 def test_nobody_outside_the_room_asks_for_a_kind_by_name_or_class() -> None:
     files = {
         file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8")

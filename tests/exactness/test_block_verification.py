@@ -6,11 +6,12 @@ so nothing can fail by chance.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
-from support.exact_distribution import Probs, Replay, Tokens, exact_distribution, largest_error
+from support.exact_distribution import Probs, Replay, Tokens, exact_distribution, is_caught, largest_error
 from support.toy_rounds import RULES, SCENARIOS, VERIFIERS, Models, ToyRound
 from torch import Tensor
 
@@ -18,8 +19,6 @@ from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
 from hf_specdecpp.sampling.verification import as_tests, carried, token_weights, verify_block, weights_of
 
 TOLERANCE = 1e-12
-VISIBLE = 1e-3
-SEEDS = range(10)
 # The example of docs/verification.md: a draft that says the same at both places, and what the target says there.
 Q = torch.tensor([[0.8, 0.2], [0.8, 0.2]], dtype=torch.float64)
 
@@ -69,21 +68,21 @@ class FromTheLeft(Block):
     longest = False
 
 
-def error_of(program: type[ToyRound], rule: str) -> float:
-    return largest_error(program(Models("plain", 3, seed), rule, (1, 3), seed) for seed in SEEDS)
+def rounds_of(program: type[ToyRound], rule: str, count: int = 10) -> Iterator[ToyRound]:
+    return (program(Models("plain", 3, seed), rule, (1, 3), seed) for seed in range(count))
 
 
 @pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
 def test_the_formulas_are_right_with_all_parts(rule: str) -> None:
     """So that what catches a mutant is the part that it lacks."""
-    assert error_of(Block, rule) < TOLERANCE
+    assert largest_error(rounds_of(Block, rule, 3)) < TOLERANCE
 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
 @pytest.mark.parametrize("mutant", [ResidualOfTheTokenRule, ForgetsToCarry, LastLikeTheOthers, FromTheLeft])
 def test_mutants_are_caught(mutant: type[ToyRound], rule: str) -> None:
-    assert error_of(mutant, rule) > VISIBLE
+    assert is_caught(rounds_of(mutant, rule))
 
 
 def accepted_in(toy: ToyRound) -> float:
@@ -96,7 +95,6 @@ def accepted_in(toy: ToyRound) -> float:
     return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
 
 
-@pytest.mark.takes(3)
 @pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("rule", "thorough"),
@@ -111,7 +109,7 @@ def test_a_block_round_accepts_no_fewer(rule: str, thorough: bool) -> None:
         for seed in range(6 if thorough else 4 if scenario == "plain" else 1):
             vocab = 4 if scenario == "disjoint supports" else 3
             counts = [
-                accepted_in(ToyRound(Models(scenario, vocab, seed), rule, (1, 3), seed, verifier))
+                accepted_in(ToyRound(Models(scenario, vocab, seed), rule, (1, 3 if thorough else 2), seed, verifier))
                 for verifier in ("block", "token")
             ]
             assert counts[0] > counts[1] - TOLERANCE
@@ -127,7 +125,7 @@ def test_at_once_decides_as_the_readable_versions_do() -> None:
         q = torch.stack([models.q(tuple(candidates[:i])) for i in range(len(candidates))]) if candidates else p[:0]
         return exact_distribution(lambda replay: VERIFIERS[verifier](candidates, p, q, replay))
 
-    for seed in SEEDS:
+    for seed in range(4):
         for candidates in ([], [1], [0, 2], [2, 1, 0, 0]):
             models = Models("plain", 3, seed)
             for verifier in ("block", "token"):
@@ -168,19 +166,18 @@ def test_a_block_of_which_nothing_is_left_falls_back_to_p() -> None:
     assert torch.equal(drawn_from[0], Q[0])
 
 
-@pytest.mark.takes(2)
 def test_outcomes_are_drawn_by_their_chances() -> None:
-    """20,000 draws: four standard deviations are 0.014, which chance exceeds once in 2,500 such tests."""
+    """5,000 draws: four standard deviations are 0.028, which chance exceeds once in 2,500 such tests."""
     torch.manual_seed(0)
     weights = torch.tensor([0.2, 0.0, 0.5, 0.3], dtype=torch.float64)
     rows = torch.tensor([[0.1, 0.9, 0.0], [1.0, 0.0, 0.0], [0.3, 0.3, 0.4], [0.0, 0.0, 2.0]])
     counts, randomness = torch.zeros(4, 3), TorchRandomness()
-    for _ in range(20_000):
+    for _ in range(5_000):
         counts[randomness.outcome(as_tests(weights), partial(rows.index_select, 0), partial(rows.index_select, 0))] += (
             1.0
         )
     expected = weights[:, None] * rows / rows.sum(-1, keepdim=True)
-    assert float((counts / counts.sum() - expected).abs().max()) < 0.014
+    assert float((counts / counts.sum() - expected).abs().max()) < 0.028
     assert float(counts[expected == 0.0].sum()) == 0.0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from support.exact_distribution import VISIBLE
 from support.next_tokens import VOCAB, Path, distributions, texts_of_plain
 from torch import Tensor
 
@@ -50,9 +51,11 @@ def texts_of_rounds(
 
 
 def error(stop: Stop, verification: Verification, rule: Outcomes = outcomes, seeds: Sequence[int] = range(4)) -> float:
-    """The largest difference of a text's chance, relative to nothing: chances are at most one."""
+    """The largest difference of a text's chance, relative to nothing: chances are at most one. Visible ones end it."""
     largest = 0.0
     for seed in seeds:
+        if largest > VISIBLE:
+            break
         p, q = (distributions(each, K + 1, spread=2.0, every=5) for each in (seed, 100 + seed))
         plain, ours = texts_of_plain(p, K + 1), texts_of_rounds(p, q, stop, verification, rule)
         largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
@@ -92,7 +95,7 @@ MUTANTS: dict[str, Outcomes] = {
 @pytest.mark.parametrize("verification", ["block", "token"])
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_noticed(mutant: str, verification: Verification) -> None:
-    assert error(STOPS["after a token"], verification, MUTANTS[mutant]) > 1e-3
+    assert error(STOPS["after a token"], verification, MUTANTS[mutant]) > VISIBLE
 
 
 @pytest.mark.parametrize(("verification", "readable"), [("block", verify_block), ("token", verify_chain)])

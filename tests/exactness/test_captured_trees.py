@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.exact_distribution import VISIBLE
 from support.next_tokens import VOCAB, Path, distributions, texts_of_plain
 from torch import Tensor
 from torch.nn import functional
@@ -136,9 +137,11 @@ def texts_of_rounds(p: Callable[[Path], Tensor], grown: Iterator[Grown], tests: 
 
 
 def error(tests: Tests = on_device.tree_tests, slots: Slots = best_slots, seeds: int = 4, judge: Judge = by_q) -> float:
-    """The largest difference of a text's chance."""
+    """The largest difference of a text's chance; a visible one ends it."""
     largest = 0.0
     for seed in range(seeds):
+        if largest > VISIBLE:
+            break
         p, q = (distributions(each, LEVELS, spread=1.5, every=4) for each in (seed, 100 + seed))
         plain, ours = texts_of_plain(p, LEVELS + 1), texts_of_rounds(p, trees(q, slots, judge), tests)
         largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
@@ -174,10 +177,9 @@ def uncapped(*arguments: Any) -> tuple[Tensor, Tensor]:
     return (1.1 * chances).clamp_max(1.0), left
 
 
-@pytest.mark.takes(4)
 @pytest.mark.parametrize("mutant", [with_q_of_the_first, without_residuals, uncapped], ids=lambda each: each.__name__)
 def test_mutants_of_verification_are_noticed(mutant: Tests) -> None:
-    assert error(mutant) > 1e-3
+    assert error(mutant) > VISIBLE
 
 
 def by_its_own_token(values: Tensor, chances: Tensor, width: int) -> Tensor:
@@ -190,12 +192,11 @@ def as_for_greedy_targets(values: Tensor, chances: Tensor, width: int) -> Tensor
     return best_slots(values, chances, width, greedy=True)
 
 
-@pytest.mark.takes(4)
 @pytest.mark.parametrize("judge", [by_q, by_a_head], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("mutant", [by_its_own_token, as_for_greedy_targets], ids=lambda each: each.__name__)
 def test_a_mutant_of_growth_is_noticed(mutant: Slots, judge: Judge) -> None:
     """A drawn token would be dropped because of what it is."""
-    assert error(slots=mutant, judge=judge) > 1e-3
+    assert error(slots=mutant, judge=judge) > VISIBLE
 
 
 def test_slots_before_their_siblings() -> None:

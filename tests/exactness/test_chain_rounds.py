@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.exact_distribution import Replay, Tokens, exact_distribution, largest_error, worst_error
+from support.exact_distribution import Replay, Tokens, exact_distribution, is_caught, largest_error, worst_error
 from support.plans import tell
 from support.toy_rounds import BOUNDS, RULES, SCENARIOS, VERIFIERS, Models, OneUniform, ToyRound, draft_chain
 from torch import Tensor
@@ -22,7 +22,6 @@ from hf_specdecpp.trees.tree import DraftTree
 
 # All probabilities are float64 here (heads answer in float32, but they only decide when to stop).
 TOLERANCE = 1e-12
-VISIBLE = 1e-3
 SEEDS = range(10)
 
 
@@ -30,7 +29,7 @@ def test_every_rule_is_covered() -> None:
     assert {name.split("/")[0] for name in RULES} == set(RULE_NAMES)
 
 
-@pytest.mark.every(11)
+@pytest.mark.every(19)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -54,7 +53,6 @@ def test_a_round_emits_exactly_p_with_four_tokens(rule: str) -> None:
     assert largest_error([ToyRound(Models("plain", 4, seed=0), rule)]) < TOLERANCE
 
 
-@pytest.mark.takes(2)
 @pytest.mark.every(5)
 @pytest.mark.parametrize("rule", RULES)
 def test_rounds_of_several_lengths_occur(rule: str) -> None:
@@ -186,7 +184,6 @@ MUTANTS = [
 RESIDUALS = [ResamplesFromP, SubtractsTheFirstQ]
 
 
-@pytest.mark.takes(2)
 @pytest.mark.every(5)
 @pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
 @pytest.mark.parametrize(
@@ -194,7 +191,7 @@ RESIDUALS = [ResamplesFromP, SubtractsTheFirstQ]
 )
 def test_mutants_are_caught(mutant: type[ToyRound], verifier: str, rule: str) -> None:
     rounds = (mutant(Models("plain", 3, seed), rule, (1, 3), seed, verifier) for seed in SEEDS)
-    assert largest_error(rounds) > VISIBLE
+    assert is_caught(rounds)
 
 
 # The greedy analogue. -------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def share(results: list[tuple[Case, Result]], kind: str) -> float:
 
 
 @pytest.mark.takes(7)
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_cases(part: int) -> None:
     results = run(cases(part, CASES_OF_A_PART))

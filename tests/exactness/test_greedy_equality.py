@@ -54,7 +54,6 @@ def plain_text(family: str) -> Tensor:
     return text
 
 
-@pytest.mark.takes(3)
 @pytest.mark.every(7)
 @pytest.mark.parametrize(
     ("family", "rule", "attached"),
@@ -70,7 +69,6 @@ def test_independent_draft(family: str, rule: str, attached: bool, rounds: Round
     assert assistant.stats.complete is attached
 
 
-@pytest.mark.takes(3)
 @pytest.mark.every(7)
 @pytest.mark.parametrize(
     ("family", "layers"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -100,7 +101,7 @@ def pair(name: str, **speculation: Any) -> Pair:
 
 
 @pytest.mark.takes(5)
-@pytest.mark.every(5)
+@pytest.mark.every(11)
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_generate_emits_exactly_p(name: str, shape: str, enumerate_torch: Enumerate) -> None:
     assert_exactly_p(*pair(name, **SHAPES[shape]), enumerate_torch)
@@ -140,31 +141,25 @@ def not_the_likeliest(chain: DraftTree) -> DraftTree:
     return chain
 
 
+def without_its_own_temperature(scores: torch.Tensor) -> torch.Tensor:
+    return scores * TEMPERATURES["early exit, colder"]
+
+
 @pytest.mark.takes(2)
 @pytest.mark.every(3)
-@pytest.mark.parametrize("mutate", [as_if_of_all, hotter])
-@pytest.mark.parametrize("shape", ["chain, block", "dyspec, block"])
-@pytest.mark.parametrize("name", ["eagle3, some", "gemma4, clusters"])
+@pytest.mark.parametrize(
+    ("name", "shape", "mutate"),
+    [
+        *product(("eagle3, some", "gemma4, clusters"), ("chain, block", "dyspec, block"), (as_if_of_all, hotter)),
+        ("mtp", "dyspec, block", hotter),
+        ("early exit, colder", "chain, block", without_its_own_temperature),
+    ],
+)
 def test_another_q_that_is_told_is_caught(
     name: str, shape: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tell_another_q(monkeypatch, mutate)
     assert_caught(*pair(name, **SHAPES[shape]), enumerate_torch)
-
-
-@pytest.mark.takes(3)
-def test_another_q_of_trees_of_multi_token_layers_is_caught(
-    enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tell_another_q(monkeypatch, hotter)
-    assert_caught(*pair("mtp", **SHAPES["dyspec, block"]), enumerate_torch)
-
-
-def test_a_draft_s_own_temperature_that_is_not_told_is_caught(
-    enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tell_another_q(monkeypatch, lambda scores: scores * 0.6)
-    assert_caught(*pair("early exit, colder", **SHAPES["chain, block"]), enumerate_torch)
 
 
 @pytest.mark.takes(4)

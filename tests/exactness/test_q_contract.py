@@ -130,6 +130,7 @@ def assert_q_is_the_distribution(ear: Ear, vocab: int = VOCAB) -> None:
         assert all(float(row[token]) > 0.0 for token, row in zip(candidates, q, strict=True))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_q_is_what_was_drawn_from_and_what_transformers_computes(

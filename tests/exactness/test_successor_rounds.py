@@ -145,6 +145,7 @@ def test_another_q_than_the_mixed_one_is_caught(
 
 
 @pytest.mark.takes(3)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
 def test_the_q_that_is_told_again_would_be_right(
     shape: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch

@@ -328,7 +328,6 @@ def test_several_answers_to_one_prompt() -> None:
 # The cache. -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes(2)
 def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     target, inputs = tiny("llama"), padded(LENGTHS)
     assistant = assistant_for(target, mix=0.9)

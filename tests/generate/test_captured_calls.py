@@ -56,6 +56,7 @@ def assert_captured(assistant: SpecDecPPAssistant) -> None:
 # What is returned ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_records_and_a_cache_to_go_on_with(family: str, settings: dict[str, Any]) -> None:
@@ -97,6 +98,7 @@ def test_a_streamer_gets_the_text() -> None:
     assert collector.ends == 1
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -144,6 +146,7 @@ def test_images_and_positions_in_three_dimensions() -> None:
 
 
 @pytest.mark.takes(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_static_cache_that_generate_makes(family: str, settings: dict[str, Any]) -> None:
@@ -207,7 +210,7 @@ def weights_in_place(target: CausalLM) -> None:
 
 
 @pytest.mark.takes(3)
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 @pytest.mark.parametrize("change", [added_adapter, other_weights, weights_in_place, a_setting, a_hook])
 def test_a_target_that_is_changed_is_captured_anew(
     change: Callable[[CausalLM], None], monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ SEEDS = {("gemma3_text", "conditioned"): 4, ("granite", "eagle3"): 1}  # else th
 
 
 @pytest.mark.takes(4)
-@pytest.mark.every(29)
+@pytest.mark.every(61)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)

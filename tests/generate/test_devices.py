@@ -70,7 +70,7 @@ def with_draft(device: str = "cuda:0", attached: bool = True, head: bool = False
 ORIGINAL = tiny("llama")
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("speculation", [*RULES, *TREES], ids=str)
 def test_every_rule_and_tree(speculation: dict[str, Any]) -> None:
     assert_plain(tiny("llama"), with_draft(**speculation))
@@ -81,6 +81,7 @@ def test_a_head(speculation: dict[str, Any]) -> None:
     assert_plain(tiny("llama"), with_draft(head=True, **speculation))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("speculation", [RULES[0], RULES[1], TREES[0]], ids=str)
 def test_a_draft_on_another_device(speculation: dict[str, Any]) -> None:
     assert_plain(tiny("llama"), with_draft("cuda:1", **speculation), ("cuda:0", "cuda:1"))
@@ -92,7 +93,7 @@ PLACES = {
 }
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("kind", ["independent", "early exit", "head", "conditioned", "eagle3", "vocabulary"])
 @pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
 def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None:
@@ -124,7 +125,7 @@ def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None
         target.generate(on_device(prompt()), do_sample=True, assistant_model=assistant, **OPTIONS)
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("speculation", [*RULES[:2], TREES[0], TREES[3]], ids=str)
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
 def test_a_device_without_float64(speculation: dict[str, Any], sampling: dict[str, Any]) -> None:
@@ -142,6 +143,7 @@ def test_unattached() -> None:
     assert_plain(tiny("llama"), with_draft(attached=False))
 
 
+@pytest.mark.every(2)
 @pytest.mark.takes(3)
 @pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
 def test_what_goes_with_a_text(speculation: dict[str, Any]) -> None:

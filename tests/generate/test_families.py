@@ -167,6 +167,7 @@ class Interrupting(BaseStreamer):
     def end(self) -> None: ...
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("where", ["streamer", "second layer", "last layer"])
 @pytest.mark.parametrize("family", ["lfm2", "lfm3", "gemma3n"])
 def test_an_interrupted_text_can_be_continued(family: str, where: str) -> None:
@@ -288,6 +289,7 @@ def test_offloaded_targets(kind: str) -> None:
 # Drafts ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", ["llama4", MLLAMA[1], "lfm2", "granite4 of attention", "idefics3"])
 def test_drafts_of_their_own(family: str) -> None:
     """As an early exit, and as a draft for itself, which always agrees."""

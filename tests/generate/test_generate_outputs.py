@@ -34,6 +34,7 @@ def test_records_come_only_when_asked_for(name: str) -> None:
     assert {other for other in RECORDS if getattr(ours, other) is not None} == {name}
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("settings", [{}, {"tree": "dyspec"}], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attentions_of_a_target_that_returns_none(family: str, settings: dict[str, Any]) -> None:
@@ -88,7 +89,7 @@ def test_records_are_refused_without_attaching() -> None:
 # Caches ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("end", ["max length", "eos", "stop string"])
 def test_the_cache_holds_the_text_but_its_last_token(family: str, end: str) -> None:

@@ -75,6 +75,7 @@ def test_criteria_are_asked_token_by_token(attached: Any, scores: bool) -> None:
     assert ours.scores == plain.scores
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("index", range(1, 12))
 def test_a_criterion_stops_anywhere_in_a_block(attached: Any, index: int) -> None:
     """A user's, and transformers' own that a user passes."""
@@ -176,6 +177,7 @@ def test_a_prompt_of_one_token(assistant: Any) -> None:
     assert torch.equal(target().generate(ids, assistant_model=assistant, max_new_tokens=30, do_sample=False), plain)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "unattached"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_up_to_the_end_of_the_position_table(family: str, is_attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +192,7 @@ def test_up_to_the_end_of_the_position_table(family: str, is_attached: bool, mon
     assert rounds.outcomes
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "unattached"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_a_draft_with_a_shorter_position_table(family: str, is_attached: bool) -> None:

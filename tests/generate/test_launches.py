@@ -52,7 +52,7 @@ def texts(ids: Tensor, target: Any, assistant: Any, **how: Any) -> Tensor:
     return text.cpu()
 
 
-@pytest.mark.every(7)
+@pytest.mark.every(13)
 @pytest.mark.takes(8)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("how", WAYS)

@@ -85,6 +85,7 @@ def test_it_finds_what_the_text_itself_repeats() -> None:
     assert "looked up" in str(assistant.stats)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
 def test_targets_with_recurrent_layers(family: str) -> None:
     target = tiny_of(family)
@@ -96,6 +97,7 @@ def test_targets_with_recurrent_layers(family: str) -> None:
     assert assistant.stats.accepted_lookups > 20
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
 @pytest.mark.parametrize("name", ["llava", "gemma3"])
 def test_targets_that_read_images(name: str, shape: str) -> None:
@@ -108,6 +110,7 @@ def test_targets_that_read_images(name: str, shape: str) -> None:
     assert assistant.stats.accepted_lookups > 20
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_processors_that_are_called_in_order(options: dict[str, Any], shape: str) -> None:
@@ -207,6 +210,7 @@ def test_a_draft_that_is_better_is_used() -> None:
     assert assistant.stats.drafted - assistant.stats.looked_up > 20
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
 def test_a_draft_reads_a_prompt_once_it_has_missed_as_much(shape: str) -> None:
     """The text repeats nothing and the draft is always right, so the rounds before it are plain passes."""
@@ -234,6 +238,7 @@ def test_a_draft_never_reads_a_prompt_where_too_few_tokens_are_left() -> None:
 # Batches. -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("rule", ["throughput", "fixed"])
 @pytest.mark.parametrize("drafts", [True, False], ids=["beside a draft", "alone"])
 def test_batches(rule: str, drafts: bool) -> None:
@@ -268,8 +273,7 @@ def test_in_transformers_own_loop(drafts: bool) -> None:
         assistant.detach()
     assert torch.equal(generate(target, assistant, max_new_tokens=100), plain)
     assert assistant.stats.accepted_lookups > 20
-    sampled = generate(target, assistant, max_new_tokens=100, do_sample=True)
-    assert sampled.shape == plain.shape
+    assert generate(target, assistant, max_new_tokens=20, do_sample=True).shape[1] == PROMPT.shape[1] + 20
 
 
 # What is remembered, and stored. --------------------------------------------------------------------------------------

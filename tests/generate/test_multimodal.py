@@ -35,6 +35,7 @@ def models(*left_out: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in names]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", models())
 def test_images_and_sound(name: str) -> None:
     """With a draft of text, in chains and trees, with an early exit of the language model and with an EAGLE-3 layer."""
@@ -55,6 +56,7 @@ def test_images_and_sound(name: str) -> None:
     assert layer.stats.drafted > 0
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", models())
 def test_unattached(name: str) -> None:
     """transformers' own loop reads the first candidates together with the image: none may be a placeholder."""

@@ -54,6 +54,7 @@ def make(target: PreTrainedModel, kind: str) -> SpecDecPPAssistant:
     return assistant_for(target, attached=kind == "attached")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["attached", "unattached", "early exit"])
 class TestObject:
     def test_greedy(self, kind: str) -> None:
@@ -116,6 +117,7 @@ def by_name(name: str | Path) -> tuple[Any, Any]:
     return pipeline("text-generation", model="org/target", tokenizer="org/target", assistant_model=str(name)), plain
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("local", [True, False])
 def test_name_of_an_independent_draft(hub: HubServer, tmp_path: Path, local: bool) -> None:
     name = publish(hub, tmp_path, "independent")
@@ -126,6 +128,7 @@ def test_name_of_an_independent_draft(hub: HubServer, tmp_path: Path, local: boo
     assert assisted.assistant_model.stats.drafted > 0
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("local", [True, False])
 def test_name_of_an_early_exit(hub: HubServer, tmp_path: Path, local: bool) -> None:
     name = publish(hub, tmp_path, "early exit")
@@ -178,6 +181,7 @@ def test_dtype_of_the_target(hub: HubServer, tmp_path: Path) -> None:
         assert assistant.stats.drafted > 0
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["attached", "unattached", "early exit"])
 def test_an_image(kind: str) -> None:
     """`pipeline("image-text-to-text")` takes the assistant among the arguments of `generate()`."""

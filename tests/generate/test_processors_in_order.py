@@ -62,6 +62,7 @@ def generate(target: CausalLM, processor: LogitsProcessor, **arguments: Any) -> 
     )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_call_for_each_token(shape: str, sampling: dict[str, Any]) -> None:

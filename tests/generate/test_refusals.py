@@ -110,32 +110,23 @@ def test_unattached(name: str, target: CausalLM) -> None:
         target.generate(**arguments, assistant_model=assistant)
 
 
+EMBEDDINGS = {"input_ids": None, "inputs_embeds": torch.zeros(1, 6, 32, dtype=torch.float64)}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("attached", "arguments", "message"),
     [
-        ({"input_ids": PROMPT.repeat(2, 1)}, "A batch of 2 sequences"),
-        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to be 1"),
+        (False, {"input_ids": PROMPT.repeat(2, 1)}, "A batch of 2 sequences"),
+        (False, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to be 1"),
+        (False, EMBEDDINGS, "given as inputs_embeds"),
+        (True, EMBEDDINGS, "given as inputs_embeds"),
+        (True, {"synced_gpus": True}, "synced_gpus=True: ranks would run different numbers"),
     ],
 )
-def test_batches_without_attaching(target: CausalLM, arguments: dict[str, Any], message: str) -> None:
-    assistant = assistant_for(target, attached=False)
+def test_at_one_door(target: CausalLM, attached: bool, arguments: dict[str, Any], message: str) -> None:
+    assistant = assistant_for(target, attached)
     with no_work(target), pytest.raises(ValueError, match=message):
         target.generate(**{"input_ids": PROMPT, "max_new_tokens": 5, **arguments}, assistant_model=assistant)
-
-
-@pytest.mark.parametrize("attached", [True, False], ids=["attached", "unattached"])
-def test_embeddings_as_the_prompt(target: CausalLM, attached: bool) -> None:
-    embeds = target.get_input_embeddings()(PROMPT)
-    assistant = assistant_for(target, attached)
-    with no_work(target), pytest.raises(ValueError, match="given as inputs_embeds"):
-        target.generate(inputs_embeds=embeds, assistant_model=assistant, max_new_tokens=5)
-    assistant.detach()
-
-
-def test_synced_gpus(target: CausalLM) -> None:
-    assistant = assistant_for(target)
-    with no_work(target), pytest.raises(ValueError, match="synced_gpus=True: ranks would run different numbers"):
-        target.generate(PROMPT, assistant_model=assistant, synced_gpus=True, max_new_tokens=5)
     assistant.detach()
 
 

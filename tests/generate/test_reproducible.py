@@ -39,7 +39,7 @@ def generate(target: CausalLM, assistant: Any, ids: Tensor, seed: int) -> list[l
     return text.tolist()
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(11)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_seed_repeats_a_text_whatever_was_before(target: CausalLM, way: str, rows: int) -> None:

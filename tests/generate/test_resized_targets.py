@@ -35,7 +35,7 @@ def made_of(kind: str, folder: Path) -> Made:
     return made(kind, folder, **FIXED)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(11)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", [-3, 5])
 @pytest.mark.parametrize("kind", KINDS)

@@ -45,7 +45,7 @@ EACH = pytest.mark.parametrize("how", ["fixed", "dyspec"])  # a chain and a tree
 
 
 @pytest.mark.takes(4)
-@pytest.mark.every(37)
+@pytest.mark.every(89)
 @pytest.mark.parametrize("how", [*RULES, *GROWTHS])
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gpt2"])
@@ -93,6 +93,7 @@ def test_other_targets(name: str) -> None:
     assert assistant.stats.accepted > 0
 
 
+@pytest.mark.every(3)
 @pytest.mark.takes(3)
 @pytest.mark.parametrize(
     ("how", "family", "kind", "attention"),
@@ -109,13 +110,14 @@ def test_sampled_text_is_that_of_a_dynamic_cache(how: str, family: str, kind: st
     target = quiet_later_layers(tiny(family, attn_implementation=attention, **window))
     assistant = attached(target, how, kind, adapt=False)
     options = {**OPTIONS, "do_sample": True, "temperature": 0.8, "assistant_model": assistant}
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         dynamic = target.generate(prompt(), **options)
         torch.manual_seed(seed)
         assert torch.equal(target.generate(prompt(), past_key_values=static_cache(target), **options), dynamic)
 
 
+@pytest.mark.every(3)
 @EACH
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_padded_prompt(family: str, how: str) -> None:
@@ -126,6 +128,7 @@ def test_a_padded_prompt(family: str, how: str) -> None:
     assert torch.equal(target.generate(text, assistant_model=attached(target, how), **options), plain)
 
 
+@pytest.mark.every(2)
 @EACH
 def test_up_to_the_last_position(how: str) -> None:
     """A cache may have more rows than the target has positions, which neither nodes nor dummies must ask for."""
@@ -136,6 +139,7 @@ def test_up_to_the_last_position(how: str) -> None:
         assert torch.equal(ours, plain)
 
 
+@pytest.mark.every(3)
 @pytest.mark.takes(3)
 @EACH
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -162,6 +166,7 @@ def test_turns_with_a_users_cache(family: str, how: str) -> None:
     assert torch.equal(generate(past_key_values=cache), plain), "plain generation goes on, too"
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("family", "how"),
     [
@@ -188,6 +193,7 @@ def test_records(family: str, how: str) -> None:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(5)
 @EACH
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
 def test_held_rows_are_those_of_the_text_after_every_round(
@@ -234,6 +240,7 @@ def test_rows_that_are_kept_or_forgotten_wrongly_are_noticed(
     assert not torch.equal(ours, plain)
 
 
+@pytest.mark.every(3)
 @EACH
 @pytest.mark.parametrize("length", [12, 20])  # in the prompt's own pass, and in a later round
 def test_an_exception_rolls_a_users_cache_back(length: int, how: str) -> None:

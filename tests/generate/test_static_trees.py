@@ -28,7 +28,6 @@ from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 
-@pytest.mark.takes(2)
 def test_branches_are_accepted_and_rejected() -> None:
     target = tiny("llama")
     assistant = attached(target, "static")
@@ -91,7 +90,7 @@ def test_trees_that_are_read_or_kept_wrongly_are_noticed(
     owner: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tiny("llama")
-    options = {**STATIC, "max_new_tokens": 80}
+    options = {**STATIC, "max_new_tokens": 50}
     plain = target.generate(prompt(), **options)
     assistant = attached(target, "dyspec")
     monkeypatch.setattr(owner, name, mutant)
@@ -121,6 +120,7 @@ def noted_passes(target: CausalLM) -> Iterator[list[tuple[int, int, tuple[int, .
     handle.remove()
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("growth", GROWTHS)
 def test_passes_have_few_shapes_and_end_within_the_cache(growth: str) -> None:
     """Trees are drafted up to the end of the text: a cache that `generate()` makes has room for one after it."""

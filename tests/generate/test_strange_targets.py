@@ -77,7 +77,7 @@ def test_families_with_windows(family: str) -> None:
 # States that several tokens change otherwise --------------------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
 def test_steps_that_are_clamped_among_several_tokens_only(family: str, dtype: torch.dtype) -> None:
@@ -195,6 +195,7 @@ def test_paligemma_reads_texts_without_types_in_both_directions() -> None:
 # Drafts ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_head_in_half_precision_after_a_stream_in_float32(dtype: torch.dtype) -> None:
     target = tiny_of("mamba2").to(dtype)

@@ -52,7 +52,7 @@ def with_small_vocabulary(target: Any, way: str, attached: bool = True) -> SpecD
     )
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(11)
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "top 1"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_grammar_gives_the_plain_text(target: Any, way: str, arguments: dict[str, Any]) -> None:
@@ -66,6 +66,7 @@ def test_a_grammar_gives_the_plain_text(target: Any, way: str, arguments: dict[s
     assert assistant.stats.accepted > 3
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("way", ["fixed", "dyspec", "dyspec-exact", "static", "dyspec throughput"])
 def test_sampled_texts_follow_the_grammar(target: Any, way: str) -> None:
     assistant = with_small_vocabulary(target, way)
@@ -86,6 +87,7 @@ def test_unattached_chains_end_where_the_draft_can_say_nothing(target: Any) -> N
     assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("way", ["fixed", "dyspec"])
 def test_the_grammar_of_transformers(target: Any, way: str) -> None:
     arguments = {"do_sample": False, "max_new_tokens": 32, "prefix_allowed_tokens_fn": grammar}

@@ -30,7 +30,7 @@ def attached(target: CausalLM, kind: str) -> SpecDecPPAssistant:
     return assistant_for(target)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 def test_before_during_and_after(family: str, kind: str) -> None:
@@ -106,7 +106,7 @@ def break_target(target: CausalLM, call: int) -> Any:
     return target.get_decoder().layers[-1].register_forward_pre_hook(hook)
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("where", ["draft", "target", "streamer"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
 @pytest.mark.parametrize("style", ["full ids", "new ids"])

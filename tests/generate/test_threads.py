@@ -79,7 +79,7 @@ def elsewhere(action: Callable[[], Any]) -> Meanwhile:
 CALLS = ("plain", "another's", "by default", "by name")
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(
     ("change", "call"),

@@ -39,7 +39,6 @@ from hf_specdecpp.generation import setup
 # Greedy equality. -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes(2)
 @pytest.mark.every(5)
 @pytest.mark.parametrize(
     "family",
@@ -85,6 +84,7 @@ def test_a_head_values_slots() -> None:
     assert assistant.stats.tree_widths != with_head, "the head had nothing to say"
 
 
+@pytest.mark.every(2)
 @pytest.mark.takes(2)
 @pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact", [[0], [1], [0, 0]]], ids=str)
 def test_generate_emits_exactly_p(kind: Any, enumerate_torch: Any) -> None:

@@ -47,7 +47,7 @@ def made(kind: str, name: str, **further: Any) -> tuple[CausalLM, SpecDecPPAssis
 
 
 @pytest.mark.takes(5)
-@pytest.mark.every(17)
+@pytest.mark.every(23)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_nothing_is_captured_afterwards(name: str, kind: str, pretended: Counter[str]) -> None:

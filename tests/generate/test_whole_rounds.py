@@ -39,7 +39,7 @@ def outcomes(target: CausalLM, assistant: SpecDecPPAssistant, **how: Any) -> tup
         return generate(target, assistant, **how), noted.outcomes
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     """And each round is two replays, after the first text without a capture."""
@@ -61,7 +61,7 @@ def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: 
         assert len(full) > 2
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(11)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["threshold", "throughput", "tree"])
 def test_other_rules(rule: str, kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
@@ -82,7 +82,7 @@ def test_other_rules(rule: str, kind: str, tmp_path: Path, pretended: Counter[st
                 assert stats.accepted > 0 or "dflash" in kind  # whose weights are random
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in ("eagle3", "conditioned") or "dflash" in kind])
 def test_texts_after_one_in_which_drafting_did_not_pay(kind: str, tmp_path: Path) -> None:
     """They are not left to the target without its states, which rounds go on to read."""
@@ -93,7 +93,7 @@ def test_texts_after_one_in_which_drafting_did_not_pay(kind: str, tmp_path: Path
         assert assistant.stats.decided["rounds"] == "captured"
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
@@ -135,7 +135,7 @@ def test_a_tree_brings_more_than_a_chain(tmp_path: Path) -> None:
     accepted = {}
     for name, settings in {"chain": {"rule": "fixed", "num_tokens": 5}, "tree": TREE}.items():
         target, assistant = made("independent", tmp_path, **settings)
-        generate(target, assistant, max_new_tokens=96)
+        generate(target, assistant, max_new_tokens=48)
         accepted[name] = assistant.stats.tokens_per_pass
     assert accepted["tree"] > accepted["chain"]
 
@@ -165,7 +165,7 @@ def noted_trees(patch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(7)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mtp 3"])
 def test_a_head_values_the_slots_of_trees(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     target, assistant = made(kind, tmp_path, **TREE)
@@ -249,7 +249,7 @@ def test_lookups_alone() -> None:
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(11)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     """Rows of other lengths, each drafted for as by itself."""
@@ -276,6 +276,7 @@ def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
         assert assistant.stats.accepted == together_accepted[row]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [CHAIN, {"rule": "threshold", "threshold": 0.9}, {"rule": "throughput"}],
                          ids=lambda each: each["rule"])  # fmt: skip
 def test_rows_that_end_leave(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -411,6 +412,7 @@ def test_a_first_round_that_cannot_be_captured(tmp_path: Path, monkeypatch: pyte
 # Which shape ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("cheap", [RoundShape(0), RoundShape(3), RoundShape(5, 3)], ids=str)
 def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a tree, once one was tried."""
@@ -430,7 +432,7 @@ def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monke
         return run(rounds, shape, *rest)
 
     monkeypatch.setattr(captured_rounds.CapturedRounds, "run", noted)
-    text = generate(target, assistant, max_new_tokens=90)
-    assert torch.equal(text, generate(target, None, max_new_tokens=90))
+    text = generate(target, assistant, max_new_tokens=60)
+    assert torch.equal(text, generate(target, None, max_new_tokens=60))
     assert shapes[-12:].count(cheap) > 6
     assert len(set(shapes)) > 1, "others are tried now and then"

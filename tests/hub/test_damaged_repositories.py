@@ -177,14 +177,14 @@ def test_many_tensors(sound: dict[str, Sound], tmp_path: Path) -> None:
 
 
 @pytest.mark.takes(3)
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_damaged_repository_is_refused_in_a_sentence(
     sound: dict[str, Sound], tmp_path: Path, kind: str, is_whole: bool
 ) -> None:
     whole = sound[kind]
-    count = 2000 if is_whole else 35  # as many as take about a second
+    count = 2000 if is_whole else 25  # as many as take about a second
     assert not check(whole, whole.folder, "as it is"), "it is sound before it is damaged"
     refused = 0
     for seed in range(count):
@@ -225,6 +225,7 @@ def test_code_would_be_seen() -> None:
         LlamaForCausalLM(LlamaConfig(**CODE))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.usefixtures("no_code")
 def test_no_field_of_a_repository_names_code(sound: dict[str, Sound], tmp_path: Path, kind: str) -> None:

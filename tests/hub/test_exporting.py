@@ -56,6 +56,7 @@ def logits_along(model: Any, text: Tensor) -> Tensor:
 # The same draft. ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_early_exit_is_the_same_model(shape: str, tmp_path: Path) -> None:
     target = save_target(tmp_path / "target", shape)

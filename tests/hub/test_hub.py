@@ -64,6 +64,7 @@ def paths(hub: HubServer, repo: str) -> list[str]:
 # --- one id ---
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("attached", [True, False])
 def test_push_and_load(
     hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path, attached: bool

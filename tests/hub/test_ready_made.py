@@ -65,6 +65,7 @@ def test_overrides_are_saved(tmp_path: Path) -> None:
 # On the Hub -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @DIALECTS
 def test_both_repositories_are_read_at_their_commits(hub: HubServer, tmp_path: Path, dialect: str) -> None:
     target = tiny("llama")

@@ -163,6 +163,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_adapter_cannot_change_the_target(tmp_path: Path, kind: str) -> None:
     target = tiny("qwen2").float()
@@ -177,6 +178,7 @@ def test_adapter_cannot_change_the_target(tmp_path: Path, kind: str) -> None:
     assert hash_of(target) == before
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_adapter_could_not_change_the_target_if_it_were_not_refused(

@@ -106,6 +106,7 @@ def test_other_kinds_of_adapter(target: PreTrainedModel, tmp_path: Path, changes
         SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize(
     "lora",

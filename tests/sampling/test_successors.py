@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -107,7 +107,7 @@ def test_rows_of_places_are_told_in_their_order() -> None:
     assert _each_once([[5, 8], [6, 9], [5, 9], [7, 8]]) == [[0, 1], [2, 3]]
 
 
-@pytest.mark.takes(2)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1000)), min_size=1, max_size=5), min_size=1, max_size=8
@@ -234,7 +234,7 @@ def test_the_numbers_of_the_docstring() -> None:
         assert_close(q, torch.tensor(expected) / sum(expected[0]), atol=1e-4, rtol=0.0)
 
 
-@pytest.mark.takes(3)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.floats(0.1, 300.0), st.booleans())
 def test_logits_of_any_size_stay_numbers(seed: int, scale: float, greedy: bool) -> None:
     scores = scale * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 Tokens = tuple[int, ...]
 Probs = dict[Tokens, float]
+VISIBLE = 1e-3  # an error that is no rounding
 
 
 class Replay:
@@ -101,3 +102,8 @@ def worst_error(probs: Probs, p: Callable[[Tokens], Tensor], vocab: int) -> floa
 def largest_error(rounds: Iterable[Any]) -> float:
     """Of several programs, each a round on models that say `p` and have a `vocab`."""
     return max(worst_error(exact_distribution(each), each.models.p, each.models.vocab) for each in rounds)
+
+
+def is_caught(rounds: Iterable[Any]) -> bool:
+    """Whether any of them is visibly off; those after the first that is need not be made."""
+    return any(largest_error([each]) > VISIBLE for each in rounds)

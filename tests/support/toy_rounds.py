@@ -101,6 +101,7 @@ class Models:
         self.generator = torch.Generator().manual_seed(seed)
         self.embeddings = torch.randn(vocab, HIDDEN_SIZE, generator=self.generator)
         self.rows: dict[Tokens, tuple[Tensor, Tensor, Tensor]] = {}
+        self.softmaxes: dict[tuple[Tokens, int], Tensor] = {}
 
     def at(self, prefix: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         """Scores of the target, scores of the draft, hidden state of the draft."""
@@ -111,10 +112,15 @@ class Models:
         return self.rows[prefix]
 
     def p(self, prefix: Tokens) -> Tensor:
-        return self.at(prefix)[0].softmax(dim=-1)
+        return self.probs(prefix, 0)
 
     def q(self, prefix: Tokens) -> Tensor:
-        return self.at(prefix)[1].softmax(dim=-1)
+        return self.probs(prefix, 1)
+
+    def probs(self, prefix: Tokens, whose: int) -> Tensor:
+        if (prefix, whose) not in self.softmaxes:
+            self.softmaxes[prefix, whose] = self.at(prefix)[whose].softmax(dim=-1)
+        return self.softmaxes[prefix, whose]
 
 
 def make_estimator(name: str, seed: int) -> Estimator:

@@ -50,29 +50,29 @@ def training_run(
 
 
 @cache
-def evaluated() -> dict[str, TrainingConfig]:
-    """A distilled draft with a head that judges before its forward, and the paper's setting.
+def evaluated(inputs: str) -> TrainingConfig:
+    """A distilled draft with a head that judges before its forward, or, `"after"`, the paper's setting.
 
-    Both have got to their evaluation; made once a session, for tests that only read them.
+    It has got to its evaluation; made once a session, for tests that only read it.
     """
-    folder = Path(tempfile.mkdtemp(dir=KEPT.name))
     options: dict[str, Any] = {"mix": 0.9, "temperatures": (1.0, 0.0), "tests": ["sums"], "epochs": 1.0}
-    paper = training_run(folder / "paper", inputs="after", rejection_weight=6.0, **options)
-    ours = training_run(folder / "ours", **options)
-    ours.rollouts.data = ["prompts.jsonl"]
-    ours.distill = DistillConfig(rank=2, batch_size=4)
-    ours.target_id, ours.target_revision, ours.draft_id = "org/target", "abc123", "org/draft"
-    ours.validate()
+    is_paper = inputs == "after"
+    head: dict[str, Any] = {"inputs": "after", "rejection_weight": 6.0} if is_paper else {}
+    config: TrainingConfig = training_run(Path(tempfile.mkdtemp(dir=KEPT.name)), **head, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chains, "STARTS", 4)
-        distillation.run(ours)
-        for config in (ours, paper):
-            head_fitting.run(config)
-            calibration.run(config)
-            evaluation.run(config)
+        if is_paper:
             for picture in ("plot_curves", "plot_reliability"):  # each takes a second, and they are the same
                 patch.setattr(evaluation, picture, lambda *_: None)
-    return {"before": ours, "after": paper}
+        else:
+            config.rollouts.data = ["prompts.jsonl"]
+            config.distill = DistillConfig(rank=2, batch_size=4, epochs=1)
+            config.target_id, config.target_revision, config.draft_id = "org/target", "abc123", "org/draft"
+            config.validate()
+            distillation.run(config)
+        for stage in (head_fitting, calibration, evaluation):
+            stage.run(config)
+    return config
 
 
 @cache

@@ -15,10 +15,10 @@ from torch import Tensor
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
-from support.exact_distribution import Probs, Replay, Tokens, exact_distribution, worst_error
+from support.exact_distribution import VISIBLE, Probs, Replay, Tokens, exact_distribution, worst_error
 from support.stock_rounds import PROMPT, VOCAB, target_distribution
 
-TOLERANCE, VISIBLE = 1e-6, 1e-3  # logits become float32 before anything else
+TOLERANCE = 1e-6  # logits become float32 before anything else
 NEW_TOKENS = 4  # the prompt's own, a round of up to two candidates, and more rounds where they are rejected
 Enumerate = Callable[[Replay], None]
 

@@ -70,6 +70,7 @@ def carried_of(talk: Conversation) -> list[int]:
     return [answer.carried for answer in talk.answers]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_the_cache_is_carried_on(family: str, tree: bool) -> None:
@@ -93,6 +94,7 @@ def test_states_that_cannot_drop_tokens_are_carried_on(family: str) -> None:
         assert carried[0] == 0 < carried[1] < carried[2] < carried[3]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("family", ["llama", "mistral", "granitemoehybrid", SLOW[0]])
 def test_a_template_that_drops_earlier_thoughts(family: str) -> None:
     """The text is another one from there on: what a cache cannot drop is read anew."""

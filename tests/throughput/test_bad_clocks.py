@@ -60,6 +60,7 @@ DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
     ("clock", "draft"),

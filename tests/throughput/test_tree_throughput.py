@@ -157,7 +157,7 @@ def test_a_useless_draft_costs_little(seconds: Costs, greedy: bool) -> None:
     assert not rule.pays
 
 
-@pytest.mark.takes(2)
+@pytest.mark.every(2)
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_bad_luck_does_not_end_speculation_and_a_draft_may_become_good(greedy: bool) -> None:
     simulation, rule = Simulation("sharp", GPU, greedy, temperature=-1.0), tree_plan(GPU, 64)

@@ -113,6 +113,7 @@ def test_chains_end_with_the_text(tmp_path: Path) -> None:
 # The stage ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("inputs", ["before", "after"])
 def test_the_stage_calibrates_the_head_on_disk(tmp_path: Path, inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "MIN_CANDIDATES", 20)

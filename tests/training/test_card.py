@@ -58,7 +58,7 @@ def few_chains() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def run() -> TrainingConfig:
-    config = evaluated()["before"]
+    config = evaluated("before")
     (config.work / "speed.json").write_text(json.dumps(SPEED))
     return config
 

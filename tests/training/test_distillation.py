@@ -81,6 +81,7 @@ def by_hand(target: Any, draft: Drafter, answers: list[dict[str, Any]], kept: li
 # The numbers ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("chunk", [256, 7])
 @pytest.mark.parametrize(("kind", "vocab_size"), [("independent", None), ("early_exit", 20)])
 def test_loss_and_measures(
@@ -362,6 +363,7 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert report_of(config)[stage]["all"] == pytest.approx(report_of(whole)[stage]["all"], abs=1e-4)
 
 
+@pytest.mark.every(2)
 @pytest.mark.takes(2)
 @pytest.mark.parametrize(
     ("kind", "files"),

@@ -27,7 +27,7 @@ from hf_specdecpp.training.models import Trained
 
 @pytest.fixture(scope="module", params=["before", "after"])
 def fitted(request: pytest.FixtureRequest) -> TrainingConfig:
-    return evaluated()[request.param]
+    return evaluated(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +90,7 @@ def test_each_mode_has_its_calibration(fitted: Any) -> None:
         torch.testing.assert_close(ours, expected.clamp(1e-6, 1 - 1e-6))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("judge", "threshold"), [("head", 0.95), ("draft probability", 0.99)])
 def test_chains_stop_where_generation_would(fitted: Any, judge: str, threshold: float) -> None:
     """Greedy drafts of both: same tokens, so the lengths must agree."""

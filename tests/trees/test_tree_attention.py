@@ -86,6 +86,7 @@ def test_levels_do_not_push_the_text_out_of_the_window(family: str) -> None:
     assert torch.allclose(last, expected, atol=1e-6)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("family", "attention"),
     [("llama", "sdpa"), ("opt", "sdpa"), ("mistral", "sdpa"), ("gemma3_text", "sdpa"), ("llama4_text", "sdpa")]
@@ -150,6 +151,7 @@ def bool_mask(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "attention_mask": inputs["attention_mask"] == 0}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("mutant", "attention"),
     [

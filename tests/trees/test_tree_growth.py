@@ -52,6 +52,7 @@ def growth(
 # Algorithms. ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [2, 16, 64, 256, 1024])
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,6 +118,7 @@ def test_greedy_slots_compete_with_what_their_candidate_is_worth(
     assert expected[1] > 1.08 * expected[0]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("kind", KINDS)
@@ -239,7 +241,7 @@ def test_draws_without_replacement(draws) -> None:
     support = [1, BLOCK - 1, BLOCK, 2 * BLOCK + 2]
     q[support] = torch.tensor([0.6, 0.25, 0.1, 0.05])
     torch.manual_seed(0)
-    num, counts = 20_000, dict.fromkeys(itertools.permutations(support, 2), 0)
+    num, counts = 5_000, dict.fromkeys(itertools.permutations(support, 2), 0)
     siblings = draws(q.expand(num, -1).clone())
     for row in range(num):
         first, second = siblings.next(row), siblings.next(row)

@@ -53,6 +53,7 @@ PAIRS: dict[str, tuple[Callable[[], CausalLM], str]] = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", PAIRS)
 def test_variants_and_other_targets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, variant = PAIRS[name]

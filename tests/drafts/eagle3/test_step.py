@@ -117,6 +117,7 @@ def of_draft(logits: Tensor, checkpoint: Checkpoint) -> Tensor:
 # Beside them. ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dialect", ["original", "speculators"])
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()

@@ -48,7 +48,6 @@ def test_chat(target: str) -> None:
     assert result.output.splitlines()[-1] == f"measure it  specdecpp bench --target {target} --mtp --quick"
 
 
-@pytest.mark.takes(2)
 @pytest.mark.parametrize("options", [("--mtp",), ()], ids=["asked for", "by default"])
 def test_bench(target: str, tmp_path: Path, options: tuple[str, ...]) -> None:
     (tmp_path / "questions.jsonl").write_text(json.dumps({"prompt": "w1 w2 w3"}))
