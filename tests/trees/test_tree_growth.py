@@ -241,7 +241,7 @@ def test_draws_without_replacement(draws) -> None:
     support = [1, BLOCK - 1, BLOCK, 2 * BLOCK + 2]
     q[support] = torch.tensor([0.6, 0.25, 0.1, 0.05])
     torch.manual_seed(0)
-    num, counts = 5_000, dict.fromkeys(itertools.permutations(support, 2), 0)
+    num, counts = 20_000, dict.fromkeys(itertools.permutations(support, 2), 0)
     siblings = draws(q.expand(num, -1).clone())
     for row in range(num):
         first, second = siblings.next(row), siblings.next(row)
