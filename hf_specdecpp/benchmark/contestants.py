@@ -66,6 +66,11 @@ class Contestant:
         return self.speculation is not None
 
     @property
+    def takes_batches(self) -> bool:
+        """Whether it can answer several prompts at once: plain generation and chains of ours can."""
+        return self in BASELINES or (self.speculation is not None and self.speculation.tree is None)
+
+    @property
     def is_constant(self) -> bool:
         """Whether a chain has a fixed length, up to 8, or threshold, 0.3 to 0.7: what adapting rules have to beat."""
         config = self.speculation

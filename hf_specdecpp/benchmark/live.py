@@ -64,8 +64,7 @@ class LiveBenchmark:
 
     def _able(self, question: Question) -> list[Contestant]:
         """Those that can answer a question: trees and transformers' own speculation take no batches."""
-        chains = [each for each in self.contestants if each.speculation is not None and each.speculation.tree is None]
-        return [each for each in self.contestants if not question.batch or each in (*BASELINES, *chains)]
+        return [each for each in self.contestants if each.takes_batches or not question.batch]
 
     def _missing(self, question: Question, temperature: float, order: list[Contestant]) -> list[Contestant]:
         here = (*question.key, temperature)

@@ -157,10 +157,10 @@ def bin_of(estimate: float) -> int:
 
 def _line(log_odds: Floats, judged: Floats, accepted: Floats, prior: Floats) -> Floats:
     """Intercept and slope of a logistic regression on mean log-odds by bin (Newton's method); `prior`: their means."""
-    inputs = np.stack((np.ones_like(log_odds), log_odds), axis=1)
-    precision, line = np.diag(1.0 / np.square(LINE_PRIOR)), prior
     if not judged.any():
         return prior
+    inputs = np.stack((np.ones_like(log_odds), log_odds), axis=1)
+    precision, line = np.diag(1.0 / np.square(LINE_PRIOR)), prior
     for _ in range(20):
         expected = _sigmoid(inputs @ line)
         weight = np.maximum(judged * expected * (1.0 - expected), 0.05 * judged)  # no wild steps where it is flat

@@ -35,6 +35,10 @@ WIDER_ON_CPU, WIDER, LEAST_STEP, AMONG_MANY = 0.1, 0.03, 0.03, 0.1
 _known: dict[str, KnownCosts] = {}
 
 
+def as_they_are(costs: Costs) -> Costs:
+    return costs
+
+
 class KnownCosts:
     """What rounds cost here.
 
@@ -53,7 +57,7 @@ class KnownCosts:
     def __init__(
         self,
         first: Costs,
-        form: Callable[[Costs], Costs] = lambda costs: costs,
+        form: Callable[[Costs], Costs] = as_they_are,
         of: dict[str, Any] | None = None,
         by_length: Mapping[int, Costs] | None = None,
         is_assumed: bool = False,
@@ -76,7 +80,7 @@ class KnownCosts:
             raise ValueError(f"{values!r} are not costs.") from error
 
     @classmethod
-    def given(cls, costs: dict[str, Any] | None, form: Callable[[Costs], Costs] = lambda costs: costs) -> KnownCosts:
+    def given(cls, costs: dict[str, Any] | None, form: Callable[[Costs], Costs] = as_they_are) -> KnownCosts:
         """Those of `SpeculationConfig.costs`, which stay; `ValueError` if there are none, or they are no costs."""
         if costs is None:
             raise ValueError(
