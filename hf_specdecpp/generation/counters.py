@@ -112,6 +112,9 @@ class Counters:
         """Count one verified round; `path`: the accepted nodes."""
         candidates, drawn = len(tree), tree.drawn(path)
         self.rounds += 1
+        if not candidates and tree.is_chain:
+            self.idle_rounds += 1
+            return
         self.idle_rounds += candidates == 0
         self.drafted += candidates
         self.accepted += len(path)

@@ -177,9 +177,10 @@ class Prefix(TargetText):
             # Columns are made for many rounds at once: each round only cuts its own out of them.
             self._spare = max(count + 1, COLUMNS_AHEAD)
             self._longer = extended(self.model_kwargs, self._spare)
+        arguments = self.model_kwargs
         if dummies:
             arguments = extended(self.model_kwargs, count, dummies)
-        else:
+        elif count:
             arguments = without_last(self._longer, self._spare - count)
         if has_mask and self.makes_usual_inputs:
             arguments = arguments | {"attention_mask": NO_MASK}

@@ -203,7 +203,7 @@ class OneTarget(TargetSide):
         (each,) = rounds
         input_ids, tree = each.text.ids, each.tree
         if tree.is_chain:
-            inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device))
+            inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
         else:
             inputs = self.prefix.tree_inputs(input_ids, each.rows, families=each.text.tests_families)
         each.outputs, each.width = self._forward(inputs, len(tree) + 1), self.prefix.width

@@ -126,7 +126,7 @@ class Text:
             path = PathRows(rows, on_device)
         ids = torch.cat((self.ids, new_ids), dim=1)
         kept, self.finished = self._first_stop(ids, emitted, verdict.scores, verdict.raw)
-        self.ids = ids[:, : before + kept]
+        self.ids = ids if kept == len(emitted) else ids[:, : before + kept]
         return Emitted(kept, path)
 
     def hand_over(self, tokens: list[int]) -> None:

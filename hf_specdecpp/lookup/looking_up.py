@@ -226,7 +226,7 @@ class LookingUp:
         """Take note of a round, of whose candidates those of a path stand."""
         drawn, width, kept = min(tree.num_drawn, tree.levels), len(tree), len(path) + 1  # drawn: in trees by depth
         if not drawn:
-            if self.choice is not None:
+            if self.choice is not None and self.has_draft:
                 self._missed += max(float(self.verify[min(width, self.most)]) - kept / self.choice.rate, 0.0)
             return
         accepted = len(tree.drawn(path))

@@ -42,22 +42,23 @@ def classes_of(lengths: range, agree: int, total: int) -> list[int]:
     Example: after matches of 5 and 6 tokens, where 3 of 4 places go on like this, they are 4 * 4 + 1 = 17, twice.
     """
     share = (2 if total == 1 else 3) if agree == total else int(2 * agree >= total)
-    return [_CLASS_OF_LENGTH[min(length, LONGEST)] + share for length in lengths]
+    known = _CLASS_OF_LENGTH[lengths.start : lengths.stop]
+    return [each + share for each in known] + [_CLASS_OF_LENGTH[-1] + share] * (len(lengths) - len(known))
 
 
 class LookupRates:
-    """What is known of candidates by class, in whatever text: how many were right and judged; older ones fade."""
+    """What is known of candidates by class, in whatever text: how many were right and judged; older ones fade.
+
+    Attributes:
+        odds: of a candidate of each class to be right.
+    """
 
     def __init__(self) -> None:
         first, further = PRIOR_OF_LENGTH
         classes = [first + further * length + share for length in range(len(LENGTHS) + 1) for share in PRIOR_OF_SHARE]
         self._prior = [_sigmoid(each) for each in classes]
         self.right, self.judged = [0.0] * NUM_CLASSES, [0.0] * NUM_CLASSES
-
-    def odds(self, of: int) -> float:
-        """Of a candidate of this class to be right."""
-        right, wrong, prior = self.right[of], self.judged[of] - self.right[of], self._prior[of]
-        return (right + PRIOR_COUNT * prior) / (wrong + PRIOR_COUNT * (1.0 - prior))
+        self.odds = [prior / (1.0 - prior) for prior in self._prior]
 
     def observe(self, of: int, was_right: bool) -> None:
         """Take note of what a token was for which one of this class could have been looked up."""
@@ -66,6 +67,8 @@ class LookupRates:
             self.right[of] *= 0.5
         self.judged[of] += 1.0
         self.right[of] += was_right
+        right, wrong, prior = self.right[of], self.judged[of] - self.right[of], self._prior[of]
+        self.odds[of] = (right + PRIOR_COUNT * prior) / (wrong + PRIOR_COUNT * (1.0 - prior))
 
 
 class TextRates:
@@ -78,12 +81,12 @@ class TextRates:
 
     def estimates(self, classes: Sequence[int]) -> list[float]:
         """The chance that each of these candidates is right, if those before it are."""
-        odds = [self.rates.odds(each) * self._factor for each in classes]
+        odds = [self.rates.odds[each] * self._factor for each in classes]
         return [each / (1.0 + each) for each in odds]
 
     def observe(self, of: int, was_right: bool) -> None:
         self._right = OF_TEXT * self._right + was_right
-        odds = self.rates.odds(of)
+        odds = self.rates.odds[of]
         self._expected = OF_TEXT * self._expected + odds / (1.0 + odds)
         self._count = OF_TEXT * self._count + 1.0
         self.rates.observe(of, was_right)
@@ -261,8 +264,10 @@ class TextLookup:
     def ahead(self, most: int, after: Sequence[int] = ()) -> Continuation:
         """At most `most` tokens that are expected after the text, and after these further ones."""
         matches = self._after(after) if after else self._matches
-        longest = max([length for each in matches for length in each.values()], default=0)
-        alive = self._pieces(matches, min(longest, EQUAL), most, after) if most > 0 else []
+        if most < 1 or not any(matches):
+            return Continuation()
+        longest = max([length for each in matches for length in each.values()])
+        alive = self._pieces(matches, min(longest, EQUAL), most, after)
         tokens: list[int] = []
         classes: list[int] = []
         while alive and (place := len(tokens)) < most:

@@ -196,8 +196,9 @@ class TargetPasses:
         if ratios:
             ratios[rows, "own"], ratios[rows, self.contestants[-1]] = [1.0], [self._gains.get(rows, 1.0)]
         passes = list(self._latest_passes)[-rounds:] if ratios else []
+        of_ways = {way: ratio_of(ratios, way) for way in {way for way, _ in passes}}
         # The mean, since what another process slows is as much slower in the rounds, whose seconds are added up.
-        own = first_sensible(fmean(ratio_of(ratios, way) * seconds for way, seconds in passes)) if passes else None
+        own = first_sensible(fmean(of_ways[way] * seconds for way, seconds in passes)) if passes else None
         own = own or (typical(times) if times else None)
         if own is None:
             return None, None
