@@ -72,7 +72,7 @@ class GrowingText(CachedText):
             else:
                 self.mark.back()
                 self.pending += count
-        elif path is None:
+        elif path is None or count == of:  # of a tree all rows: it was a path, in order
             if count < of or self._shrinks:  # windows and convolutions, with nothing to remove, too
                 self.cache.crop(count - of)
         else:

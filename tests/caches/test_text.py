@@ -11,9 +11,10 @@ from support.token_trees import LEVELS, PARENTS, PATH, cache_gap, prefill, read_
 from support.zoo import WINDOW, tiny_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from hf_specdecpp.caches.masks import GrowingTreeLayer
-from hf_specdecpp.caches.text import keep_path, text_in
+from hf_specdecpp.caches.text import PathRows, keep_path, text_in
 from hf_specdecpp.models.causal_lm import CACHE
 
 FAMILIES = ["llama", "gemma3_text", "mistral", "gpt_oss", "gemma4_text"]
@@ -120,6 +121,21 @@ def test_many_rounds(family: str) -> None:
         if layer.keys is not None and layer.is_sliding:
             assert layer.keys.shape[-2] == WINDOW - 1
             assert isinstance(layer, GrowingTreeLayer)
+
+
+def test_where_all_rows_stand_no_layer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a round of a rule for trees without candidates: where drafting does not pay, most rounds are such ones."""
+    model = tiny_of("llama")
+    text, nodes = tokens_for(model, PREFIX)
+    cache = prefill(model, text, record=False)
+    held = text_in(cache)
+    held.begin()
+    read(model, cache, nodes[:2])
+    monkeypatch.delattr(DynamicLayer, "crop")
+    held.keep(2, of=2, path=PathRows([0, 1], torch.tensor([0, 1])))
+    assert held.held == PREFIX + 2
+    with pytest.raises(AttributeError, match="crop"):
+        held.keep(1, of=2, path=PathRows([0], torch.tensor([0])))
 
 
 def test_the_storage_does_not_grow() -> None:
