@@ -93,6 +93,8 @@ class Processing:
         asks_which: whether at most one looks at them, and that one asks no more of them than which there were.
         may_forbid_all: whether one may forbid every token that a draft with a vocabulary of its own can propose.
         in_order: those that must be called once for each emitted token, in the order of the text, and never otherwise.
+        answers_all: whether all have an answer to any text. Others may know none to one that they forbid, or that has
+            ended, such as a `prefix_allowed_tokens_fn` that follows a trie.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
@@ -110,6 +112,21 @@ class Processing:
         looks = [type(processor) for processor in self.processors if type(processor) not in PREFIX_FREE]
         self.asks_which = len(looks) <= 1 and ASKS_WHICH.issuperset(looks)
         self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)
+        kinds = [type(_of_all_rows(processor)) for processor in self.processors]
+        constrains = logits_process.PrefixConstrainedLogitsProcessor
+        self.answers_all = all(each.__module__.startswith("transformers.") and each != constrains for each in kinds)
+
+    @property
+    def fits_graphs(self) -> bool:
+        """Whether captured rounds run all of them in their graphs."""
+        return self.asks_which and not self.may_forbid_all
+
+    def for_graphs(self) -> Processing:
+        """Those of them that `fits_graphs`."""
+        found = Processing([each for each in self.processors if type(each) in KEEPS_SOME])
+        if found.asks_which:
+            return found
+        return Processing([each for each in found.processors if type(each) in PREFIX_FREE])
 
     def for_draft(self) -> Processing:
         """Without the processors that must not see candidates: the draft guesses without them."""
