@@ -245,8 +245,7 @@ class Text:
 
     def _process_allowed(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
         """Process the rows of nodes that processors allow, level by level with one read each: they are not asked what
-        follows a candidate that they forbid or that ends the text, and its own row, which nobody needs, stays as it
-        is."""
+        follows a candidate that they forbid or that ends the text, and nobody needs its row."""
         tree, rows, level = tree_pass.tree, tree_pass.rows, [0]
         while level:
             here = [rows[node] for node in level]

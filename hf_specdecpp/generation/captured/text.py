@@ -118,8 +118,7 @@ class Captured:
             text.stats.uncaptured = reason
             text.stats.decided["rounds"] = "step by step" if reason else f"step by step: {not_whole}"
             if reason is None and not_whole is None:
-                fits = text.processing.together().fits_graphs
-                text.stats.decided["rounds"] = "captured" if fits else BETWEEN
+                text.stats.decided["rounds"] = "captured" if text.processing.together().fits_graphs else BETWEEN
         if reason is not None:
             self._say(reason)
         if self.passes is not None and not_whole is None:
