@@ -115,6 +115,10 @@ class RoomCache(Cache):
                 moved = held.gather(2, _of_heads(source, held))
                 held.scatter_(2, _of_heads(goal, held), moved)
 
+    def rows(self, first: int, last: int) -> list[Tensor]:
+        """Keys and values of the rows from `first` up to `last` in all layers, to be written to."""
+        return [held[:, :, first:last] for layer in self._made() for held in (layer.keys, layer.values)]
+
     @property
     def num_bytes(self) -> int:
         return sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in self._made())

@@ -165,10 +165,7 @@ class Text:
         """By p of all nodes."""
         tree, device = tree_pass.tree, self.ids.device
         scores = logits.to(device, torch.float32, copy=self.keeps_raw or not tree.is_chain)
-        if not tree.is_chain:
-            scores = self._process_nodes(tree_pass, scores)
-        elif not self.processing.does_nothing:
-            scores = self.processing.along(self.ids, tree.ids(device), scores)
+        scores = self.process(tree_pass, scores)
         begin = time.perf_counter()
         path, token = self._accept_chain(tree, scores) if tree.is_chain else self._accept_tree(tree_pass, scores)
         waited = time.perf_counter() - begin if self.waits else 0.0
@@ -229,16 +226,34 @@ class Text:
             return likeliest_tokens(scores[None])[0]
         return int(self.randomness.categorical(scores.softmax(dim=-1)))
 
-    def _process_nodes(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
-        """Process the scores of all rows, `[rows, vocab]`."""
-        if self.processing.does_nothing:
+    def process(self, tree_pass: TreePass, scores: Tensor, guided: bool = True) -> Tensor:
+        """Process the scores of all rows, `[rows, vocab]` float32, which may be written to where a tree branches.
+        `guided`: whether these processors allowed all candidates when they were drawn."""
+        tree, order, processing = tree_pass.tree, tree_pass.order, self.processing
+        if processing.does_nothing:
             return scores
-        tree, order = tree_pass.tree, tree_pass.order
+        if not (guided or processing.answers_all):
+            return self._process_allowed(tree_pass, scores.clone())
+        if tree.is_chain:
+            return processing.along(self.ids, tree.ids(scores.device), scores)
         rows = [row for row, node in enumerate(order) if not self._ends_text(tree, node)]
-        paths, process = [tree.path(order[row]) for row in rows], self.processing.after_each
+        paths = [tree.path(order[row]) for row in rows]
         if len(rows) == len(scores):
-            return process(self.ids, paths, scores)
-        scores[rows] = process(self.ids, paths, scores[rows])
+            return processing.after_each(self.ids, paths, scores)
+        scores[rows] = processing.after_each(self.ids, paths, scores[rows])
+        return scores
+
+    def _process_allowed(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
+        """Process the rows of nodes that processors allow, level by level with one read each: they are not asked what
+        follows a candidate that they forbid or that ends the text, and nobody needs its row."""
+        tree, rows, level = tree_pass.tree, tree_pass.rows, [0]
+        while level:
+            here = [rows[node] for node in level]
+            scores[here] = self.processing.after_each(self.ids, [tree.path(node) for node in level], scores[here])
+            below = [each for node in level for each in tree.below(node) if not self._ends_text(tree, each)]
+            parents, tokens = [rows[tree.parents[node]] for node in below], [tree.tokens[node] for node in below]
+            found = scores[parents, tokens].tolist() if below else []
+            level = [node for node, score in zip(below, found, strict=True) if score > -math.inf]
         return scores
 
     def _ends_text(self, tree: DraftTree, node: int) -> bool:

@@ -90,9 +90,11 @@ class Processing:
     Attributes:
         does_nothing: whether scores stay as they are.
         prefix_free: whether none looks at the tokens.
-        asks_which: whether at most one looks at them, and that one asks no more of them than which there were.
+        fits_graphs: whether graphs can run all: at most one looks at the tokens, and asks only which there were.
         may_forbid_all: whether one may forbid every token that a draft with a vocabulary of its own can propose.
         in_order: those that must be called once for each emitted token, in the order of the text, and never otherwise.
+        answers_all: whether all have an answer to any text. Others may know none to one that they forbid, or that has
+            ended, such as a `prefix_allowed_tokens_fn` that follows a trie.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
@@ -108,8 +110,18 @@ class Processing:
         self.in_order = [processor for processor in self.processors if not reads_prefix_only(processor)]
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
         looks = [type(processor) for processor in self.processors if type(processor) not in PREFIX_FREE]
-        self.asks_which = len(looks) <= 1 and ASKS_WHICH.issuperset(looks)
         self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)
+        self.fits_graphs = not self.may_forbid_all and len(looks) <= 1
+        kinds = [type(_of_all_rows(processor)) for processor in self.processors]
+        constrains = logits_process.PrefixConstrainedLogitsProcessor
+        self.answers_all = all(each.__module__.startswith("transformers.") and each != constrains for each in kinds)
+
+    def for_graphs(self) -> Processing:
+        """Those of them that `fits_graphs`."""
+        found = Processing([each for each in self.processors if type(each) in KEEPS_SOME])
+        return (
+            found if found.fits_graphs else Processing([each for each in found.processors if type(each) in PREFIX_FREE])
+        )
 
     def for_draft(self) -> Processing:
         """Without the processors that must not see candidates: the draft guesses without them."""

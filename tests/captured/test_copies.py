@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import prompt, tiny
+from support.capturing import CHAIN, generate
+from support.models import assistant_of, prompt, quiet_later_layers, tiny
 from support.pretend_graph import pretend_graphs
 from torch import Tensor, nn
 
@@ -151,3 +154,39 @@ def test_norms_mlps_and_rotary_embeddings_are_compiled_where_they_are_captured(
         "Norm",
         "aMLP" if family == "llama" else "3MLP",
     }
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize("backend", ["traced", "inductor"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_compiled_pieces_say_what_they_said(
+    family: str, backend: str, pretended: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts with `compile=True`, by torch.compile itself: as it traces functions, and with the code that it writes."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("It writes C++ for a CPU, and there is no compiler")
+    traced, compile_ = [], torch.compile
+
+    def trace(module: Any, _inputs: Any) -> Any:
+        traced.append(module)
+        return module.forward
+
+    def compiled(function: Any, **how: Any) -> Any:
+        return compile_(function, backend=trace if backend == "traced" else "inductor", **how)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    copies._compiled.cache_clear()
+    torch._dynamo.reset()
+    target = quiet_later_layers(tiny(family))
+    assistant = assistant_of("independent", target, **CHAIN, compile=True)
+    for turn in range(2):
+        before = pretended["captured"], len(traced)
+        assert torch.equal(generate(target, assistant), generate(target, None))
+        assert assistant.stats.decided["rounds"] == "captured"
+        assert assistant.stats.accepted > 0
+        assert (pretended["captured"] > before[0]) == (turn == 0)
+        assert (len(traced) > before[1]) == (turn == 0 and backend == "traced")
+    counts = torch._dynamo.utils.counters
+    # Norms, MLPs and rotary embeddings, for all layers of both models, of 5 tokens (pass and window) and of 1 (a step).
+    assert counts["stats"]["unique_graphs"] >= 6
+    assert not counts["graph_break"]

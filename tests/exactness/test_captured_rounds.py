@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.exact_distribution import VISIBLE
 from support.next_tokens import VOCAB, Path, distributions, texts_of_plain
+from support.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
 from torch import Tensor
 
 from hf_specdecpp.sampling import on_device
@@ -26,9 +27,10 @@ Outcomes = Callable[[Tensor, Tensor, Tensor, Tensor, Verification], tuple[Tensor
 
 
 def texts_of_rounds(
-    p: Callable[[Path], Tensor], q: Callable[[Path], Tensor], stop: Stop, verification: Verification, rule: Outcomes
-) -> dict[Path, float]:
-    """The same where one round comes first."""
+    p: Callable[[Path], Tensor], q: Callable[[Path], Tensor], stop: Stop, verification: Verification, rule: Outcomes,
+    rows: Callable[[Path], Tensor] | None = None,
+) -> dict[Path, float]:  # fmt: skip
+    """The same where one round comes first; `rows` are p after each candidate as the round knows it."""
     found: dict[Path, float] = {}
     for drawn in itertools.product(range(VOCAB), repeat=K):
         chance = 1.0
@@ -36,7 +38,7 @@ def texts_of_rounds(
             chance *= float(q(drawn[:place])[drawn[place]])
         if chance == 0.0:
             continue
-        p_rows = torch.stack([p(drawn[:place]) for place in range(K + 1)])
+        p_rows = torch.stack([p(drawn[:place]) for place in range(K + 1)]) if rows is None else rows(drawn)
         q_rows = torch.stack([q(drawn[:place]) for place in range(K)])
         tests, weights = rule(torch.tensor(drawn), torch.tensor(stop(drawn)), p_rows, q_rows, verification)
         counts = weights_of(tests)
@@ -96,6 +98,33 @@ MUTANTS: dict[str, Outcomes] = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_noticed(mutant: str, verification: Verification) -> None:
     assert error(STOPS["after a token"], verification, MUTANTS[mutant]) > VISIBLE
+
+
+def error_of_processors(name: str, process: Process, seeds: Sequence[int] = range(2)) -> float:
+    """The same where processors are called between the target's pass and acceptance; the draft knows nothing of
+    them."""
+    largest = 0.0
+    for seed in seeds:
+        raw, q = distributions(seed, K + 1, 1.0, every=10**6), distributions(100 + seed, K + 1, 2.0, every=5)
+        between = Between(raw, name)
+
+        def rows(drawn: Path, between: Between = between) -> Tensor:
+            return between.rows(between.chain(drawn), process)
+
+        plain = texts_of_plain(between.p, K + 1)
+        ours = texts_of_rounds(between.p, q, STOPS["fixed"], "block", outcomes, rows)
+        largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
+    return largest
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processors_between_pass_and_acceptance(name: str) -> None:
+    assert error_of_processors(name, rightly) < 1e-12
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_processors_that_are_asked_wrongly_are_noticed(mistake: str) -> None:
+    assert error_of_processors("n-grams", MISTAKES[mistake]) > VISIBLE
 
 
 @pytest.mark.parametrize(("verification", "readable"), [("block", verify_block), ("token", verify_chain)])

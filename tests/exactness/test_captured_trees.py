@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.exact_distribution import VISIBLE
 from support.next_tokens import VOCAB, Path, distributions, texts_of_plain
+from support.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
 from torch import Tensor
 from torch.nn import functional
 
@@ -28,6 +29,7 @@ from hf_specdecpp.sampling.on_device import (
     stands_greedily,
     stands_sampled,
 )
+from hf_specdecpp.trees.tree import DraftTree
 
 LEVELS, WIDTH = 2, 2
 NODES = LEVELS * WIDTH
@@ -113,13 +115,15 @@ def trees(q: Callable[[Path], Tensor], slots: Slots = best_slots, judge: Judge =
             yield Grown(q, {(): first, **dict(zip(firsts, below, strict=True))}, slots, judge)
 
 
-def texts_of_rounds(p: Callable[[Path], Tensor], grown: Iterator[Grown], tests: Tests) -> dict[Path, float]:
-    """Chances of texts of which a round came first."""
+def texts_of_rounds(
+    p: Callable[[Path], Tensor], grown: Iterator[Grown], tests: Tests, known: Callable[[Grown], Tensor] | None = None
+) -> dict[Path, float]:
+    """Chances of texts of which a round came first; `known` are p after each node as the round knows it."""
     found: dict[Path, float] = {}
     for tree in grown:
         tokens, parents = torch.tensor([tree.tokens]), torch.tensor([tree.parents])
         drawn = tree.q.gather(1, tokens[0, :, None])[None, :, 0] > 0.0
-        rows = torch.stack([p(path) for path in tree.paths])[None]
+        rows = torch.stack([p(path) for path in tree.paths])[None] if known is None else known(tree)[None]
         chances, left = tests(tokens, parents, drawn, rows, tree.q[None], WIDTH)
         for passed in itertools.product((0.0, 1.0), repeat=NODES):
             own = torch.where(torch.tensor(passed) > 0, chances[0], 1.0 - chances[0]).prod()
@@ -197,6 +201,36 @@ def as_for_greedy_targets(values: Tensor, chances: Tensor, width: int) -> Tensor
 def test_a_mutant_of_growth_is_noticed(mutant: Slots, judge: Judge) -> None:
     """A drawn token would be dropped because of what it is."""
     assert error(slots=mutant, judge=judge) > VISIBLE
+
+
+def error_of_processors(name: str, process: Process) -> float:
+    """The same where processors are called between the target's pass and acceptance, of one seed."""
+    raw, q = distributions(0, LEVELS + 1, 1.0, every=10**6), distributions(100, LEVELS, spread=1.5, every=4)
+    between = Between(raw, name)
+
+    def known(grown: Grown) -> Tensor:
+        tree = DraftTree()
+        for parent, token in zip(grown.parents, grown.tokens, strict=True):
+            tree.add(parent, token)
+        return between.rows(tree, process)
+
+    plain = texts_of_plain(between.p, LEVELS + 1)
+    ours = texts_of_rounds(between.p, trees(q), on_device.tree_tests, known)
+    return max(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours})
+
+
+@pytest.mark.every(3)
+@pytest.mark.takes(3)
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processors_between_pass_and_acceptance(name: str) -> None:
+    assert error_of_processors(name, rightly) < 1e-12
+
+
+@pytest.mark.every(3)
+@pytest.mark.takes(3)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_processors_that_are_asked_wrongly_are_noticed(mistake: str) -> None:
+    assert error_of_processors("n-grams", MISTAKES[mistake]) > VISIBLE
 
 
 def test_slots_before_their_siblings() -> None:

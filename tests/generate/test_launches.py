@@ -1,4 +1,5 @@
-"""What a captured round asks of the host: two launches and one read; on pretended graphs of a pretended device."""
+"""What a captured round asks of the host: two launches and one read, or three and two, where processors are called in
+between; on pretended graphs of a pretended device."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from support.pretend_graph import pretend_graphs_on_devices
 from torch import Tensor
 
 from hf_specdecpp.captured import target as captured_target
+from hf_specdecpp.generation.captured.text import BETWEEN
 from hf_specdecpp.generation.captured.whole import WholeRounds
 
 RULES: dict[str, dict[str, Any]] = {
@@ -77,6 +79,32 @@ def test_two_launches_and_one_read(rule: str, how: str, rows: int, rounds: list[
         assert read == 1
         # Beside the replays: what is emitted is put behind each text, and an estimate's calibration goes to the device.
         assert captured or launched - replayed <= 3 * rows + 1
+
+
+@pytest.mark.every(3)
+@pytest.mark.takes(8)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rule", ["fixed", "tree"])
+def test_three_launches_and_two_reads_with_processors_between(
+    rule: str, sampled: bool, rows: int, rounds: list[tuple[int, int, int, int]]
+) -> None:
+    """The processors, which read nothing by themselves, launch what they launch."""
+    if rows > 1 and rule == "tree":
+        return  # which are captured for one text
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
+    ids = torch.cat([prompt(9, seed=row) for row in range(rows)])
+    how: dict[str, Any] = {"bad_words_ids": [[3], [5, 7], [11, 12]], "do_sample": sampled, "top_k": 1}
+    plain = texts(ids, target, None, **how)
+    on_device(target)
+    assistant = assistant_of("early_exit", target, **RULES[rule])
+    for _ in range(2):
+        rounds.clear()
+        assert torch.equal(texts(on_device(ids), target, assistant, **how), plain)
+    assert assistant.stats.decided["rounds"] == BETWEEN
+    assert len(rounds) > 3
+    for captured, replayed, read, _ in rounds:
+        assert (captured, replayed, read) == (0, 3, 2)
 
 
 @pytest.mark.takes(3)

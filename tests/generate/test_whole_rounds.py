@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.capturing import CHAIN, Drawn, generate
 from support.models import quiet_later_layers, tiny
+from support.outputs import PROCESSORS
 from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
 from torch import Tensor
 
@@ -223,7 +224,11 @@ REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another budget": ({**TREE, "tree_budget": 12}, {}, "trees that are grown on the device have 15 or 30 candidates"),
     "a static tree": ({"tree": [3, 2, 1]}, {}, "only trees of Algorithm 2"),
     "scores": (CHAIN, {"return_dict_in_generate": True, "output_scores": True}, "scores or logits are asked for"),
-    "a processor": (CHAIN, {"no_repeat_ngram_size": 3}, "a logits processor runs on the host"),
+    "a processor": (
+        CHAIN,
+        PROCESSORS["logits_processor"],
+        "a logits processor has to be called token by token, in order",
+    ),
     "costs": ({"rule": "throughput", "costs": {"draft": 0.1, "verify": [1.0]}}, {}, "costs that are given or assumed"),
 }
 

@@ -1,21 +1,30 @@
-"""Rounds that are captured whole with processors that ask which tokens there were; on pretended graphs."""
+"""Rounds that are captured whole with processors that ask which tokens there were, and with others that no graph can
+run, which are called between the graphs; on pretended graphs."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.capturing import CHAIN, generate
+from support.outputs import PROCESSORS
+from support.processors_between import MISTAKES
 from support.whole_rounds import SAMPLED, TREE, batch, made, together
 from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting import captured_draft
 from hf_specdecpp.generation.captured import rounds as captured_rounds
+from hf_specdecpp.generation.captured.text import BETWEEN
+from hf_specdecpp.generation.captured.whole import WholeRounds
+from hf_specdecpp.generation.text import Text
 from hf_specdecpp.sampling.processors import OfRow, Processing, for_row
+from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 pytestmark = [pytest.mark.usefixtures("pretended"), pytest.mark.takes(6)]
 PENALTY = {"repetition_penalty": 1.4}
@@ -149,7 +158,7 @@ def test_a_sampled_batch(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
-def test_two_penalties_are_left_to_the_host(tmp_path: Path) -> None:
+def test_two_penalties_are_called_between_the_graphs(tmp_path: Path) -> None:
     """They may leave out other paddings."""
     target, assistant = made("independent", tmp_path, **CHAIN)
     ids, mask = batch(2)
@@ -157,7 +166,145 @@ def test_two_penalties_are_left_to_the_host(tmp_path: Path) -> None:
     how = {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4, padding), *
            [RepetitionPenaltyLogitsProcessor(1.2)]])}  # fmt: skip
     assert torch.equal(*(together(target, each, ids, mask, **how) for each in (assistant, None)))
-    assert assistant.stats.uncaptured == "a logits processor runs on the host"
+    assert assistant.stats.uncaptured is None
+    assert assistant.stats.decided["rounds"] == BETWEEN
+
+
+# Between the graphs --------------------------------------------------------------------------------------------------
+
+NAMES = ["no_repeat_ngram_size", "many", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens",
+         "min_length", "min_new_tokens", "exponential_decay_length_penalty", "forced_eos_token_id",
+         "watermarking_config", "prefix_allowed_tokens_fn"]  # fmt: skip
+
+
+@pytest.mark.every(17)
+@pytest.mark.parametrize("settings", [CHAIN, TREE, {"rule": "threshold", "threshold": 0.9}, {"rule": "throughput"}],
+                         ids=["chain", "tree", "threshold", "throughput"])  # fmt: skip
+@pytest.mark.parametrize("name", NAMES)
+def test_processors_that_no_graph_can_run(
+    name: str, settings: dict[str, Any], tmp_path: Path, pretended: Counter[str]
+) -> None:
+    """Greedy, and drawn where one token alone is possible: a launch more a round, and no capture after the first
+    text."""
+    target, assistant = made("independent", tmp_path, **settings)
+    for further in ({}, {}, {"do_sample": True, "top_k": 1}):
+        before = pretended.copy()
+        how = {"max_new_tokens": 16, **PROCESSORS[name], **further}
+        assert torch.equal(*(generate(target, each, 10, **how) for each in (assistant, None)))
+        stats = assistant.stats
+        assert stats.decided["rounds"] == BETWEEN
+        assert stats.uncaptured is None
+        # The draft knows nothing of watermarks, and graphs that are pretended may be too slow to draft with.
+        assert stats.accepted > 0 or name == "watermarking_config" or settings["rule"] == "throughput"
+        if pretended["captured"] == before["captured"]:
+            assert pretended["replayed"] - before["replayed"] == (2 + bool(stats.drafted)) * stats.rounds
+        if settings in (CHAIN, TREE):  # else another shape may be met
+            assert (pretended["captured"] > before["captured"]) == (before["replayed"] == 0 or bool(further))
+
+
+def test_other_processors_capture_nothing_again(tmp_path: Path, pretended: Counter[str]) -> None:
+    """They are no part of a graph."""
+    target, assistant = made("independent", tmp_path, **CHAIN)
+    generate(target, assistant, **PROCESSORS["no_repeat_ngram_size"])
+    before = pretended["captured"]
+    generate(target, assistant, **PROCESSORS["bad_words_ids"])
+    assert pretended["captured"] == before > 0
+
+
+BY_ROW: dict[str, dict[str, Any]] = {
+    "n-grams": PROCESSORS["no_repeat_ngram_size"],
+    "its own tokens": {"prefix_allowed_tokens_fn": lambda row, _: list(range(1 + row, 40, 2))},
+    "penalty": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+}
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("kind", ["independent", "conditioned"])
+@pytest.mark.parametrize("shortest", [4, 230])
+@pytest.mark.parametrize("name", BY_ROW)
+def test_a_batch_with_processors_between(name: str, shortest: int, kind: str, tmp_path: Path) -> None:
+    """Rows of other lengths, of which some end before the others; the second outgrows its room."""
+    target, assistant = made(kind, tmp_path, **CHAIN)
+    ids, mask = batch(3, shortest)
+    how: dict[str, Any] = {**BY_ROW[name], "max_new_tokens": 30}
+    ends = together(target, None, ids, mask, **how)[:2, ids.shape[1] + 9].tolist()
+    for further in ({}, {"do_sample": True, "top_k": 1}):
+        plain, ours = (together(target, each, ids, mask, eos_token_id=ends, **how, **further)
+                       for each in (None, assistant))  # fmt: skip
+        assert torch.equal(ours, plain)
+        assert assistant.stats.decided["rounds"] == BETWEEN
+        assert assistant.stats.accepted > 0
+
+
+def asked(mistake: Any) -> Callable[..., Tensor]:
+    """Between the graphs, with one of `MISTAKES`."""
+    return lambda whole, place, tree, scores: mistake(whole.texts[place], TreePass(tree, range(len(tree) + 1)), scores)
+
+
+def of_the_first_row(whole: WholeRounds, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
+    return whole.texts[0].process(TreePass(tree, range(len(tree) + 1)), scores)
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("mistake", [*map(asked, MISTAKES.values()), of_the_first_row], ids=[*MISTAKES, "row"])
+def test_processors_that_are_asked_wrongly_are_noticed(
+    mistake: Any, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, assistant = made("independent", tmp_path, **settings)
+    ids, mask = batch(2 if mistake is of_the_first_row and settings is CHAIN else 1)
+    how: dict[str, Any] = {"max_new_tokens": 40, "no_repeat_ngram_size": 2}
+    monkeypatch.setattr(WholeRounds, "_process", mistake)
+    same = torch.equal(*(together(target, each, ids, mask, **how) for each in (assistant, None)))
+    assert same == (mistake is of_the_first_row and len(ids) == 1)
+
+
+def asked_about_all(text: Text, tree_pass: TreePass, scores: Tensor) -> Tensor:
+    """A mutant."""
+    paths = [tree_pass.tree.path(node) for node in tree_pass.order]
+    return text.processing.after_each(text.ids, paths, scores)
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_trie_is_not_asked_about_what_it_forbids(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor about texts that have ended."""
+    target, assistant = made("independent", tmp_path, **settings)
+    ends: set[int] = set()
+
+    def no_thirds(_: int, ids: Tensor) -> list[int]:
+        last, *tokens = ids[8:].tolist()
+        for token in tokens:
+            if (last + token) % 3 == 0 or token in ends:
+                return []
+            last = token
+        return [token for token in range(48) if (last + token) % 3]
+
+    how: dict[str, Any] = {"prefix_allowed_tokens_fn": no_thirds}
+    ends.add(int(generate(target, None, 9, **how)[0, 24]))
+    how["eos_token_id"] = [*ends]
+    assert torch.equal(*(generate(target, each, 9, **how) for each in (assistant, None)))
+    assert assistant.stats.decided["rounds"] == BETWEEN
+    assert assistant.stats.accepted > 0
+    monkeypatch.setattr(Text, "_process_allowed", asked_about_all)
+    with pytest.raises(ValueError, match="empty list"):
+        generate(target, assistant, 9, **how)
+
+
+def test_a_trees_rows_are_moved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acceptance runs several times when it is captured, and the pass that wrote the rows does not run again."""
+    how: dict[str, Any] = {"no_repeat_ngram_size": 3, "max_new_tokens": 12, "return_dict_in_generate": True}
+    for mutant in (False, True):
+        target, assistant = made("independent", tmp_path, **TREE)
+        if mutant:
+            monkeypatch.setattr(RoomCache, "rows", lambda *_: [])
+        # After 9 tokens the first round, in which all is captured, accepts two candidates.
+        plain, ours = (generate(target, each, 9, **how).past_key_values.layers for each in (None, assistant))
+        assert assistant.stats.decided["rounds"] == BETWEEN
+        same = [torch.allclose(one.keys, other.keys, atol=1e-9) for one, other in zip(ours, plain, strict=True)]
+        assert all(same) != mutant
 
 
 def test_scores_of_all_rows_at_once() -> None:

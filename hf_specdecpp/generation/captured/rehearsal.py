@@ -82,7 +82,7 @@ class RehearsedDecoding(AssistedDecoding):
         whole.rounds.passes.text.with_room(room)
         whole.rounds.draft.text.with_room(room)
         for shape in {RoundShape(0), *whole.tiers.shapes}:
-            whole.rounds.time(shape, whole.rules)
+            whole.time(shape)
 
     def _read_target(self, text: CapturedText, room: int) -> None:
         """A pass of each width, of trees a path of each, too; and some rounds."""

@@ -1,5 +1,6 @@
 """Rounds that a GPU runs as two launches and one read (`CapturedRounds`): the draft's steps, and the target's pass with
 acceptance, the next token and all that the next round reads; for chains and trees, one text or the rows of a batch.
+Where logits processors cannot be captured, pass and acceptance are a launch each, and the host calls them in between.
 
 The functions are those that every round consists of, on tensors alone; what decides a round on the host elsewhere, such
 as where the stopping rule ends the draft, is computed on the device (`sampling.on_device`).
@@ -9,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting
+from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting, write_lasting
 from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape, with_paths
 from hf_specdecpp.sampling import on_device
@@ -24,6 +25,8 @@ from hf_specdecpp.trees.tree import DraftTree
 
 TIMED_ROUNDS = 3  # of a shape, of which the fastest counts
 TOLD = 4  # numbers of a report before the candidates
+# Processes a text's scores `[n + 1, vocab]` float32 after the root and after the n candidates of a tree.
+Process: TypeAlias = Callable[[int, DraftTree, Tensor], Tensor]
 
 
 class Accepted(NamedTuple):
@@ -68,11 +71,12 @@ class CapturedRounds:
         texts = len(draft.last)
         with lasting():
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
-            # Accepted, submitted, the next token, the last candidate; candidates, their parents, estimates.
+            # Accepted, the next token, the last candidate; submitted, candidates, their parents, estimates.
             self.report = torch.zeros((texts, TOLD + 3 * draft.nodes), dtype=torch.float64, device=passes.device)
             self.read = torch.zeros_like(self.report, device="cpu")
             if passes.device.type == "cuda":
                 self.read = self.read.pin_memory()
+        self._outputs: dict[RoundShape, list[Tensor]] = {}  # scores and states of passes that are graphs of their own
         self._texts: dict[int, Tensor] = {}  # by room: all tokens of each, for processors that ask which there were
         self._text: Tensor | None = None  # those at hand
         self._sizes: list[int] = []  # tokens that the target has read of each text
@@ -99,17 +103,16 @@ class CapturedRounds:
             self._active = list(active)
             self.draft.keep(self._active)
 
-    def run(self, shape: RoundShape, rules: RoundRules) -> dict[int, Report]:
-        """One round: the report of each text that goes on."""
+    def run(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> dict[int, Report]:
+        """One round: the report of each text that goes on. `process`: what processors of the target do that the `rules`
+        leave out."""
         self._make_room(shape, rules)
         if not shape.levels and self.draft.is_full:
             self._catch_up()
             self.draft.note({}, drafted=True)
-        self._launch(shape, rules)
+        self._launch(shape, rules, process)
         self._has_begun = True
-        self.read.copy_(self.report, non_blocking=True)
-        self._wait()
-        rows = self.read.tolist()
+        rows = self._read_report()
         reports = {text: self._told(rows[text], shape, rules) for text in self._active}
         accepted = {text: len(report.path) for text, report in reports.items()}
         self.draft.note(accepted, drafted=shape.levels > 0)
@@ -122,7 +125,13 @@ class CapturedRounds:
         """Let the draft read what was emitted without it."""
         self._run(("catch up", *self.passes.place), self.draft.catch_up)
 
-    def time(self, shape: RoundShape, rules: RoundRules) -> float:
+    def _read_report(self) -> list[list[float]]:
+        self.read.copy_(self.report, non_blocking=True)
+        self._wait()
+        found: list[list[float]] = self.read.tolist()
+        return found
+
+    def time(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> float:
         """Seconds of a round, which is forgotten."""
         self._make_room(shape, rules)
         before, taken = [each.clone() for each in self.changes], []
@@ -137,7 +146,7 @@ class CapturedRounds:
             forget()
         for _ in range(TIMED_ROUNDS):
             begin = time.perf_counter()
-            self._launch(shape, rules)
+            self._launch(shape, rules, process)
             self._wait()
             taken.append(time.perf_counter() - begin)
             forget()
@@ -157,20 +166,32 @@ class CapturedRounds:
             self._text[:, : known.shape[1]] = known
             self._text[:, known.shape[1] :] = known[:, -1:]  # which is in each text anyway
 
-    def _launch(self, shape: RoundShape, rules: RoundRules) -> None:
+    def _launch(self, shape: RoundShape, rules: RoundRules, process: Process | None) -> None:
         place = *self.passes.place, shape, rules.key
         text = self._text if rules.asks_for_text else None
         if shape.levels:
             self._run(("draft", *place), lambda: self.draft.propose(shape, rules, text))
-        self._run(("verify", *place), lambda: self._verify(shape, rules, text))
+        if process is None:
+            self._run(("verify", *place), lambda: self._settle(self._pass(shape), shape, rules, text))
+            return
+        found = self._outputs.setdefault(shape, [])
+        self._run(("pass", *place), lambda: write_lasting(found, self._pass(shape)))
+        rows = self._read_report()
+        for each in self._active:
+            tree = self._tree(rows[each], shape)
+            scores = found[0][each, : len(tree) + 1]
+            scores.copy_(process(each, tree, scores))
+        self._run(("settle", *place), lambda: self._settle(found, shape, rules, text))
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
         """Run a function by its graph; in the middle of a text one that cannot be captured runs as it is."""
-        self.is_drafting = key[0] != "verify"
+        self.is_drafting, changes = key[0] in ("draft", "catch up"), self.changes
+        if key[0] == "settle" and key not in self.graphs:  # rows of a tree, which each run before a capture moves
+            changes += self.passes.text.cache.rows(min(self._sizes), max(self._sizes) + self.draft.nodes + 1)
         if self.why_not is not None and key not in self.graphs:
             return function()
         try:
-            return self.graphs.run(key, function, self.changes)
+            return self.graphs.run(key, function, changes)
         except CannotCaptureError as error:
             if not self._has_begun:
                 raise
@@ -183,15 +204,24 @@ class CapturedRounds:
 
     # What is captured ------------------------------------------------------------------------------------------------
 
-    def _verify(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
-        """What is captured second."""
+    def _pass(self, shape: RoundShape) -> list[Tensor]:
+        """The target's pass: scores `[texts, nodes + 1, vocab]`, then the states that are watched."""
         draft, passes, nodes = self.draft, self.passes, shape.nodes
-        candidates, seen = draft.candidates[:, :nodes], draft.ancestors[:, : nodes + 1, : nodes + 1]
+        seen = draft.ancestors[:, : nodes + 1, : nodes + 1]
         depths = functional.pad(torch.arange(nodes, device=passes.device) // shape.width + 1, (1, 0))
-        tokens = torch.cat((self.token, candidates), dim=1)
+        tokens = torch.cat((self.token, draft.candidates[:, :nodes]), dim=1)
         logits, *states = passes.forward(passes.text.cache, tokens, seen, depths)
-        known = None if text is None else with_paths(text, candidates, seen[:, :, 1:])
-        stands = self._accept(rules.processing.of_nodes(logits.float(), known), shape, rules)
+        parts = [draft.count[:, None], draft.candidates, draft.parents, draft.estimates]
+        self.report[:, TOLD - 1 :] = torch.cat([part.to(self.report) for part in parts], dim=1)
+        return [logits.float(), *states]
+
+    def _settle(self, found: list[Tensor], shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
+        """Acceptance, by what `_pass` found, and all that the next round reads."""
+        draft, passes, nodes = self.draft, self.passes, shape.nodes
+        scores, *states = found
+        candidates, seen = draft.candidates[:, :nodes], draft.ancestors[:, : nodes + 1, 1 : nodes + 1]
+        known = None if text is None else with_paths(text, candidates, seen)
+        stands = self._accept(rules.processing.of_nodes(scores, known), shape, rules)
         rows = functional.pad(stands.path + 1, (1, 0))
         if shape.width > 1:
             passes.text.cache.move(rows)
@@ -204,9 +234,8 @@ class CapturedRounds:
             self._write(text, chosen, stands)
         self.token.copy_(stands.token[:, None])
         passes.text.cache.length.add_((stands.accepted + 1) * draft.alive)
-        told = torch.stack((stands.accepted, draft.count, stands.token, stands.last), dim=1)
-        parts = [told, draft.candidates, draft.parents, draft.estimates]
-        self.report.copy_(torch.cat([part.to(self.report) for part in parts], dim=1))
+        told = torch.stack((stands.accepted, stands.token, stands.last), dim=1)
+        self.report[:, : TOLD - 1] = told.to(self.report)
 
     def _write(self, text: Tensor, candidates: Tensor, stands: Accepted) -> None:
         """Add what is emitted to a text; behind it stands its last token once more."""
@@ -239,21 +268,25 @@ class CapturedRounds:
 
     # What the host makes of it ---------------------------------------------------------------------------------------
 
-    def _told(self, row: list[float], shape: RoundShape, rules: RoundRules) -> Report:
-        nodes = self.draft.nodes
-        accepted, count, token, last = (int(each) for each in row[:TOLD])
-        candidates = [int(each) for each in row[TOLD : TOLD + min(count, shape.nodes)]]
+    def _tree(self, row: list[float], shape: RoundShape) -> DraftTree:
+        """What is submitted of a text, by its row of the report."""
+        nodes, count = self.draft.nodes, min(int(row[TOLD - 1]), shape.nodes)
+        candidates = [int(each) for each in row[TOLD : TOLD + count]]
         if shape.width == 1:  # their scores stay on the device, where nobody needs them any more
-            tree = DraftTree.chain(candidates, [NO_SCORES] * len(candidates))
-            path = list(range(1, accepted + 1))
+            tree = DraftTree.chain(candidates, [NO_SCORES] * count)
         else:
             tree = DraftTree()
-            for place, token_ in enumerate(candidates, TOLD):
-                tree.add(int(row[place + nodes]), token_, estimate=row[place + 2 * nodes])
-            path = tree.nodes_to(last)
+            for place, token in enumerate(candidates, TOLD):
+                tree.add(int(row[place + nodes]), token, estimate=row[place + 2 * nodes])
         tree.passes = shape.levels
-        judged = rules.num_judged(len(candidates)) if shape.width == 1 else 0
-        return Report(tree, path, token, row[TOLD + 2 * nodes :][:judged])
+        return tree
+
+    def _told(self, row: list[float], shape: RoundShape, rules: RoundRules) -> Report:
+        tree = self._tree(row, shape)
+        accepted, token, last = (int(each) for each in row[: TOLD - 1])
+        path = list(range(1, accepted + 1)) if shape.width == 1 else tree.nodes_to(last)
+        judged = rules.num_judged(len(tree)) if shape.width == 1 else 0
+        return Report(tree, path, token, row[TOLD + 2 * self.draft.nodes :][:judged])
 
 
 NO_SCORES = torch.empty(0)

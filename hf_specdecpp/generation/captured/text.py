@@ -31,6 +31,7 @@ KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "outpu
 SWITCHES_ROPE = {"phi3", "phimoe"}
 _choosing = Lock()
 logger: Any = logging.get_logger("hf_specdecpp")
+BETWEEN = "captured, with logits processors between the graphs"
 IMAGES = "mm_encoder_outputs"  # what images and sounds were encoded to, an empty dict where there are none
 
 
@@ -117,7 +118,7 @@ class Captured:
             text.stats.uncaptured = reason
             text.stats.decided["rounds"] = "step by step" if reason else f"step by step: {not_whole}"
             if reason is None and not_whole is None:
-                text.stats.decided["rounds"] = "captured"
+                text.stats.decided["rounds"] = "captured" if text.processing.together().fits_graphs else BETWEEN
         if reason is not None:
             self._say(reason)
         if self.passes is not None and not_whole is None:

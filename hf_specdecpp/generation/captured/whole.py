@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.captured.target import CapturedTarget
@@ -14,7 +15,9 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape
 from hf_specdecpp.generation.captured.rounds import CapturedRounds
 from hf_specdecpp.generation.text import Text, Verdict
+from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, Tiers, chains_up_to
+from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 MOST_KEPT = 4  # of a target: drafts and ways of drawing
 MOST_TEXTS = 8  # rows of a batch
@@ -24,8 +27,9 @@ class WholeRounds:
     """The rounds, which no other call is using, of a text or of the rows of a batch; `tiers` chooses their shapes."""
 
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
-        self.places = {id(text): place for place, text in enumerate(texts)}
+        self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
+        self.process = None if self.generator.processing.together().fits_graphs else self._process
         self.made, self.longest = 0, min(rounds.passes.longest, self.generator.setup.drafter.max_length)
         self.longest -= max(shape.levels for shape in tiers.shapes)
         self.rates = getattr(self.generator.rule, "rates", None)  # calibrates estimates
@@ -49,7 +53,11 @@ class WholeRounds:
         if isinstance(self.tiers, MostTokens):
             device = self.rounds.passes.device
             with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a seed is for the text alone
-                self.rounds.seconds.time(self.tiers.shapes, lambda shape: self.rounds.time(shape, self.rules))
+                self.rounds.seconds.time(self.tiers.shapes, self.time)
+
+    def time(self, shape: RoundShape) -> float:
+        """Seconds of a round, which is forgotten."""
+        return self.rounds.time(shape, self.rules, self.process)
 
     def round(self, texts: Sequence[Text], side: Any) -> None:
         """A round after texts, which get what is emitted."""
@@ -59,7 +67,7 @@ class WholeRounds:
         rounds.keep([self.places[id(text)] for text in texts])
         shape = self._shape(max(text.length for text in texts))
         graphs, middle = len(rounds.graphs), time.perf_counter()
-        found = rounds.run(shape, self.rules)
+        found = rounds.run(shape, self.rules, self.process)
         end = time.perf_counter()
         if len(rounds.graphs) == graphs:
             rounds.seconds.note(shape, end - middle)
@@ -74,6 +82,10 @@ class WholeRounds:
             self._emit(text, side, [*(report.tree.tokens[node] for node in report.path), report.token])
             text.stats.overhead_seconds += (time.perf_counter() - end) / count
         self.made += 1
+
+    def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
+        """Process scores of one of the texts, as `CapturedRounds` asks."""
+        return self.texts[place].process(TreePass(tree, range(len(tree) + 1)), scores, guided=False)
 
     def _emit(self, text: Text, side: Any, emitted: list[int]) -> None:
         """Emit what stands of a round of which both models have read everything."""
@@ -95,15 +107,16 @@ def whole_rounds(texts: Sequence[Text], passes: CapturedTarget) -> WholeRounds:
     generator = texts[0].generator
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
     steps: Any = generator.round_steps  # or there would be no whole rounds
-    greedy = generator.randomness is None
+    greedy, processing = generator.randomness is None, generator.processing.together()
     rules = RoundRules(
-        greedy, generator.draft_processing.together(), generator.processing.together(),
+        greedy, generator.draft_processing.together().for_graphs(),
+        processing if processing.fits_graphs else Processing([]),
         generator.setup.estimator if speculation.rule != "fixed" or speculation.tree is not None else None,
         speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
         decisions.verification,
     )  # fmt: skip
     shapes = shapes_of(speculation, steps, len(texts))
-    key = steps.key, tuple(shapes), greedy, steps.vocab_size, len(texts)
+    key = steps.key, tuple(shapes), greedy, steps.vocab_size, len(texts), processing.fits_graphs
     known = passes.rounds
     if key not in known:
         if len(known) >= MOST_KEPT:
@@ -152,9 +165,8 @@ def why_not_whole(texts: Sequence[Text]) -> str | None:
         return "costs that are given or assumed are reckoned with on the host"
     if any(text.records.logits is not None or text.records.scores is not None for text in texts):
         return "scores or logits are asked for"
-    for processing in (generator.processing.together(), generator.draft_processing.together()):
-        if not processing.asks_which or processing.may_forbid_all:
-            return "a logits processor runs on the host"
+    if generator.processing.in_order:
+        return "a logits processor has to be called token by token, in order"
     return None if speculation.tree is None else _why_no_tree(generator)
 
 
