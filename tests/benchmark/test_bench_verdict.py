@@ -10,13 +10,7 @@ from support.models import tiny
 from support.repos import head_for
 
 from hf_specdecpp import SpecDecPPAssistant, assist
-from hf_specdecpp.benchmark.contestants import (
-    Contestant,
-    all_contestants,
-    choose,
-    quick_contestants,
-    without_draft,
-)
+from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants, without_draft
 from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, verdict
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Parts

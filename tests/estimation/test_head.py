@@ -174,10 +174,7 @@ def test_scalar_features() -> None:
 # Both. ----------------------------------------------------------------------------------------------------------------
 
 
-CALIBRATION = {
-    "sampled": {"bias": 0.3, "temperatures": [2.0, 0.5]},
-    "greedy": {"bias": -1.0, "temperatures": [0.7]},
-}
+CALIBRATION = {"sampled": {"bias": 0.3, "temperatures": [2.0, 0.5]}, "greedy": {"bias": -1.0, "temperatures": [0.7]}}
 
 
 @pytest.mark.parametrize(("inputs", "first"), [("after", 1), ("before", 0)])

@@ -179,8 +179,7 @@ def unmasked_normaliser(log_odds: Tensor, label: Tensor, w_rej: float, mask: Ten
 
 
 @pytest.mark.parametrize(
-    "mutant",
-    [sum_without_normaliser, mean_over_positions, no_rejection_weight, unmasked_normaliser],
+    "mutant", [sum_without_normaliser, mean_over_positions, no_rejection_weight, unmasked_normaliser]
 )
 def test_wrong_losses_are_noticed(
     mutant: Callable[..., Tensor], case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -224,14 +224,7 @@ class LetsTheDrawDecide(ToyTree):
         return growth
 
 
-MUTANTS = [
-    PrunesAfterDrawing,
-    KeepsTheBetterOfTwo,
-    StaleQ,
-    ForgetsTheRejected,
-    BonusFromQ,
-    ReusesTheUniform,
-]
+MUTANTS = [PrunesAfterDrawing, KeepsTheBetterOfTwo, StaleQ, ForgetsTheRejected, BonusFromQ, ReusesTheUniform]
 
 
 WALKS = [StaleQ, ForgetsTheRejected]  # written anew on Algorithm 3; `test_tree_blocks.py` has those of the other

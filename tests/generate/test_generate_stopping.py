@@ -10,9 +10,7 @@ import torch
 from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny
 from support.watchers import Collector, Recorder, tokenizer
 from torch import Tensor
-from transformers import (
-    StoppingCriteriaList,
-)
+from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from hf_specdecpp.models.causal_lm import CausalLM

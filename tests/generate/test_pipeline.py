@@ -13,16 +13,7 @@ from support.families import IMAGE
 from support.hub_server import HubServer
 from support.models import assistant_for, partly_agreeing, tiny
 from support.multimodal import multimodal
-from support.repos import (
-    TEXT,
-    WORDS,
-    files_of,
-    head_for,
-    publish_pair,
-    save_adapter,
-    save_model,
-    tokenizer,
-)
+from support.repos import TEXT, WORDS, files_of, head_for, publish_pair, save_adapter, save_model, tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

@@ -15,10 +15,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT = prompt(12)
 EOS = 7
-SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {"rule": "fixed", "num_tokens": 4},
-    "tree": {"tree": [3, 2, 1]},
-}
+SHAPES: dict[str, dict[str, Any]] = {"chain": {"rule": "fixed", "num_tokens": 4}, "tree": {"tree": [3, 2, 1]}}
 
 
 class Grammar(LogitsProcessor):

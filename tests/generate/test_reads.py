@@ -12,10 +12,7 @@ from support.reads import pretend_that_reads_are_slow, reads
 from hf_specdecpp.generation.text import Text
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 5}
-TREES: list[dict[str, Any]] = [
-    {"tree": "dyspec", "tree_budget": 16, "tree_depth": 4},
-    {"tree": [3, 2, 1]},
-]
+TREES: list[dict[str, Any]] = [{"tree": "dyspec", "tree_budget": 16, "tree_depth": 4}, {"tree": [3, 2, 1]}]
 # Without temperature and top-k, with processors that see no prefix, and with one that does.
 PROCESSING: list[dict[str, Any]] = [{"top_k": 0}, {"temperature": 0.7, "top_k": 20}, {"repetition_penalty": 1.2}]
 

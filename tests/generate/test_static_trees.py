@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import prompt, quiet_later_layers, tiny
-from support.static_caches import (
-    GROWTHS,
-    OPTIONS,
-    STATIC,
-    attached,
-    static_cache,
-)
+from support.static_caches import GROWTHS, OPTIONS, STATIC, attached, static_cache
 from support.tree_generation import TREES, assert_trees_mattered
 from torch import Tensor
 from transformers import StaticCache

@@ -82,8 +82,7 @@ CALLS = ("plain", "another's", "by default", "by name")
 @pytest.mark.every(7)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(
-    ("change", "call"),
-    [*itertools.product(("attach", "detach"), CALLS), ("delete", "plain"), ("delete", "another's")],
+    ("change", "call"), [*itertools.product(("attach", "detach"), CALLS), ("delete", "plain"), ("delete", "another's")]
 )
 def test_a_call_in_which_an_assistant_comes_or_goes(
     change: str, call: str, moment: str, monkeypatch: pytest.MonkeyPatch

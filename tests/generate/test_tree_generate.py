@@ -8,27 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import exact_distribution, worst_error
-from support.models import (
-    FAMILIES,
-    NEWER,
-    assistant_for,
-    partly_agreeing,
-    tiny,
-    told,
-)
+from support.models import FAMILIES, NEWER, assistant_for, partly_agreeing, tiny, told
 from support.outputs import assert_same, assert_same_cache, prefill
 from support.repos import head_for
 from support.stock_rounds import PROMPT as SHORT
 from support.stock_rounds import small, target_distribution
-from support.tree_generation import (
-    ARGUMENTS,
-    PROMPT,
-    TREES,
-    assert_trees_mattered,
-    generate,
-    plain_text,
-    target_of,
-)
+from support.tree_generation import ARGUMENTS, PROMPT, TREES, assert_trees_mattered, generate, plain_text, target_of
 from support.watchers import Recorder, tokenizer
 from transformers import StoppingCriteriaList
 

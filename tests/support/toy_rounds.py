@@ -71,10 +71,7 @@ def only(scores: Tensor, tokens: list[int]) -> Tensor:
 def one_hot_or_not(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """One row in three has a certain target, one a certain draft, one both (not always of the same token)."""
     kind = int(p.abs().sum() * 1000) % 3
-    return (
-        only(p, [int(p.argmax())]) if kind != 0 else p,
-        only(q, [int(q.argmax())]) if kind != 1 else q,
-    )
+    return (only(p, [int(p.argmax())]) if kind != 0 else p, only(q, [int(q.argmax())]) if kind != 1 else q)
 
 
 # What becomes of a pair of random rows (the target's scores, the draft's).

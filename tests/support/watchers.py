@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
-from transformers import (
-    StoppingCriteria,
-)
+from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.generation import decoding

@@ -147,11 +147,7 @@ def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: i
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("kind", "family", "vocab_size", "gain"),
-    [
-        ("independent", "llama", None, 0.1),
-        ("early_exit", "llama", 40, 0.01),
-        ("early_exit", "gemma2", None, 0.01),
-    ],
+    [("independent", "llama", None, 0.1), ("early_exit", "llama", 40, 0.01), ("early_exit", "gemma2", None, 0.01)],
 )
 def test_draft_improves(tmp_path: Path, kind: str, family: str, vocab_size: int | None, gain: float) -> None:
     config = prepare(tmp_path, kind, family, draft_vocab_size=vocab_size)

@@ -41,10 +41,7 @@ from hf_specdecpp.trees.tree import DraftTree, Lineage, relations
 
 
 def growth(
-    expand: RandomDraft,
-    depth: int = 12,
-    randomness: TreeRandomness | None = None,
-    estimator: Estimator | None = None,
+    expand: RandomDraft, depth: int = 12, randomness: TreeRandomness | None = None, estimator: Estimator | None = None
 ) -> Growth:
     return Growth(expand, estimator or DraftProbability(), randomness, root=0, max_depth=depth)
 

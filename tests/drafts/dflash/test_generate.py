@@ -10,10 +10,7 @@ import torch
 from support.dflash_files import VARIANTS, VOCAB, assisted, target_for
 from support.models import prompt
 from support.rounds_anew import check_rounds
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp.models.causal_lm import CausalLM
 

@@ -160,10 +160,7 @@ def test_targets_without_any(tmp_path: Path) -> None:
 BLOCK = f"model.layers.{DEPTH}."
 OTHER = torch.zeros(3)
 DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
-    "a norm is missing": (
-        {f"{BLOCK}hnorm.weight": None},
-        "a form that hf_specdecpp does not know.*without hnorm",
-    ),
+    "a norm is missing": ({f"{BLOCK}hnorm.weight": None}, "a form that hf_specdecpp does not know.*without hnorm"),
     "a part of the layer is missing": ({f"{BLOCK}mlp.up_proj.weight": None}, "missing: layers.0.mlp.up_proj"),
     "a part is unknown": ({f"{BLOCK}mlp.secret.weight": OTHER}, "unexpected: layers.0.mlp.secret.weight"),
     "a part has another shape": ({f"{BLOCK}mlp.up_proj.weight": OTHER}, "is not like the layers of Glm4MoeModel"),
