@@ -1,7 +1,5 @@
 """`assist`: one line, and `model.generate()` is faster with the same output; whatever drafts is recognised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`specdecpp`: what it prints and how it exits. What `inspect` finds is tested in test_inspection.py."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A command line that is made of a settings dataclass."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pages: links lead somewhere, programs run or say what they need, and settings are those of the dataclasses."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

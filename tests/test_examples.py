@@ -1,7 +1,5 @@
 """The examples: their imports exist, they say how to run them, and the quick ones run."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

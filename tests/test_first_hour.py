@@ -1,7 +1,5 @@
 """What a new user gets wrong in the first hour, and what is said; and what looks unusual and works."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass

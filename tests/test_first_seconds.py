@@ -3,8 +3,6 @@
 Seconds differ between machines, so modules are counted.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

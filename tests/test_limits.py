@@ -1,7 +1,5 @@
 """The README's table of limits: each cell is tried on tiny models of the families that its row names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

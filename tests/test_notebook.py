@@ -1,7 +1,5 @@
 """The notebook in `examples` runs from its first cell to its last, and shows the outputs of such a run."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

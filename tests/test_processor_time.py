@@ -1,7 +1,5 @@
 """Fast tests that take too long fail."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest_plugins = ["pytester"]

@@ -1,7 +1,5 @@
 """What cards and reports say of where they come from."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the README shows works: its program, names, commands, and length."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shutil

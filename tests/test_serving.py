@@ -1,7 +1,5 @@
 """Plain models of drafts: configs of chosen layers, and files that are not what the draft was."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The meanings of settings, read from docstrings."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, dataclass, field
 from typing import Literal
 

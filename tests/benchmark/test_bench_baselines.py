@@ -1,7 +1,5 @@
 """The rules of others that replays compare with, each against its formula."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

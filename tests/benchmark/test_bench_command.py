@@ -1,7 +1,5 @@
 """`specdecpp bench` from end to end."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

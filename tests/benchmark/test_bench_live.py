@@ -1,7 +1,5 @@
 """Timed runs: passes, resuming, disturbances, losslessness, and what contestants set up."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

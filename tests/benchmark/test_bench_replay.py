@@ -1,7 +1,5 @@
 """Replays against live runs on tiny models, and the oracle against every other way to stop."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any

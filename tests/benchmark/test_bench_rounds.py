@@ -1,7 +1,5 @@
 """Replayed rounds: greedy ones are the live rounds, and sampled ones count what the verifier accepts on average."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

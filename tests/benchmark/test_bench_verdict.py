@@ -1,7 +1,5 @@
 """From rows of generations to speeds and a verdict."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock
 
@@ -9,10 +7,9 @@ import pytest
 from support.models import tiny
 from support.repos import head_for
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants, without_draft
 from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, verdict
-from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Parts
 
 

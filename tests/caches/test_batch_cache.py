@@ -1,7 +1,5 @@
 """The cache of a batch, and the masks of its rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A text in a cache: what is kept and taken back of it, of a tree a path; what remains, and what it costs."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a repository may say: each field at its bounds, and beyond them."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

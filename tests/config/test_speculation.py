@@ -1,7 +1,5 @@
 """Settings of today and of earlier versions, and what the package decides in their place."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from dataclasses import replace

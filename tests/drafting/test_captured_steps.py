@@ -1,7 +1,5 @@
 """A draft's steps in captured rounds: passes that are wrong would be noticed, a changed draft is seen."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 What they have in common with other kinds of draft is in `tests/drafts/test_contract.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,10 +14,9 @@ from support.models import assistant_of, prompt, quiet_later_layers, random_fusi
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN, TargetStates

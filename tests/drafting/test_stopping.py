@@ -1,7 +1,5 @@
 """Stopping rules: each against its formula, and the SpecDec++ round against a transcription of the authors' loop."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -12,9 +10,8 @@ from support.stopping_rules import decides, make_step
 from support.toy_rounds import Models, draft_chain, make_estimator
 from torch import Tensor
 
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import AcceptanceHead, SpeculationConfig
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.generation.setup import make_rule
 

@@ -1,8 +1,6 @@
 """What every kind of draft does: generations are the target's, whatever rule, tree, processor, cache or batch; what it
 cannot do is refused with its own reason; stored and loaded again it drafts the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kinds of draft: what is asked of them is asked in one room, and drafts that are no model a step fit the interface."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path
@@ -11,8 +9,7 @@ from support.models import prompt, tiny
 from support.stand_ins import BLOCK, BlockDraft
 
 import hf_specdecpp
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.drafts import known
 from hf_specdecpp.drafts.kind import Kind
 from hf_specdecpp.drafts.known import BY_NAME, KINDS, kind_of, kind_to_train, override, read_config, recognise

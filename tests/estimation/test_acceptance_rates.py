@@ -1,7 +1,5 @@
 """`AcceptanceRates`: what rounds teach about estimates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

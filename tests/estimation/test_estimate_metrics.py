@@ -1,7 +1,5 @@
 """Metrics of estimates against their definitions, written as loops."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

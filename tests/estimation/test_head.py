@@ -1,7 +1,5 @@
 """Acceptance estimators: the paper's head against an independent copy of it, the token head, calibration, dtypes."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

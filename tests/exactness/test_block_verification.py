@@ -4,8 +4,6 @@ That whole rounds with it emit exactly p under every rule is in `test_chain_roun
 so nothing can fail by chance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

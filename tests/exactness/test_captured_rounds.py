@@ -5,8 +5,6 @@ stand, what follows; then plain sampling goes on to the length of the longest te
 the target's to rounding. Wrong versions of the functions must not pass.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

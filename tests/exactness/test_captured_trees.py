@@ -5,8 +5,6 @@ which nodes stand, what follows; then plain sampling goes on. The distribution o
 rounding. Wrong versions of the functions must not pass.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ A right round is within rounding of p and a wrong one off by more than a thousan
 fail by chance. Several seeds, because some pairs of p and q cannot tell a mutant from the truth.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution, is_caught, largest_error, worst_error

@@ -8,8 +8,6 @@ The slow run draws 4,000 cases of every family that can be built, `SPECDECPP_FUZ
 `SPECDECPP_FUZZ_SEED` others: `SPECDECPP_FUZZ_SEED=7 pytest -m slow -s tests/exactness/test_fuzz.py`.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

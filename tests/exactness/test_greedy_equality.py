@@ -5,8 +5,6 @@ bug. The drafts agree with their targets in part, and each test asserts that rou
 candidates accepted occurred, since that is where implementations go wrong.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -3,8 +3,6 @@
 So greedy texts may part, but only at a near-tie of the target's two likeliest tokens.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.models import assistant_for, prompt, tiny

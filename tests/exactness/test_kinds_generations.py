@@ -7,8 +7,6 @@ Mutants: a q of another temperature, or told without its own, one as if the draf
 that is told as that of the next candidate, and candidates that are dropped because of what they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import product

@@ -6,8 +6,6 @@ one after each path. Mutants: the marginals of a place told as those of another,
 drawn with or with those of another path, and a point mass that is taken for less than certain.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

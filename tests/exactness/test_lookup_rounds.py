@@ -4,8 +4,6 @@ Mutants: the share of earlier places that had the candidate, taken for its q; th
 once it was rejected; a candidate that is looked up as it is needed, after the target's token was drawn.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

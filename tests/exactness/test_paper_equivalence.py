@@ -4,8 +4,6 @@ Frozen draft, tied blocks, w_rej = 6, 15 % token mixing. Only the random draws (
 are mixed in) are taken from the code under test; everything that follows from them is done again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Real `generate()` calls through both doors, with an ear at both ends: what the d
 verifier is told. The same q is then computed by transformers alone, from the draft and the text before the candidate.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -26,9 +24,8 @@ from transformers import (
 )
 from transformers.generation import utils as transformers_generation
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 from hf_specdecpp.generation import text as verification
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.sampling.randomness import TorchRandomness
 
 VOCAB = 24

@@ -4,8 +4,6 @@ The exact distributions are tested elsewhere, with enumerated randomness. This a
 generators. The seeds are fixed, so a p-value is the same in every run.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

@@ -3,8 +3,6 @@
 torch's two sources of randomness in that code are replaced by a `Replay`, which enumerates what they could have said.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

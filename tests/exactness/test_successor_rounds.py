@@ -5,8 +5,6 @@ the rounds themselves, so that the draft of later rounds follows what was drawn,
 Mutants: q is told as it was before it was mixed; or as the table has it once it knows what was drawn.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +17,8 @@ from support.stock_rounds import VOCAB
 from support.whole_generations import Enumerate, assert_caught, assert_exactly_p
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpecDecPPConfig
 from hf_specdecpp.config.speculation import Decisions
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling import successors
 from hf_specdecpp.sampling.processors import Processing

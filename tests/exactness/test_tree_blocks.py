@@ -4,8 +4,6 @@ That whole rounds with it emit exactly p for every growth and budget is in `test
 enumerated, so nothing can fail by chance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

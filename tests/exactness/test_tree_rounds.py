@@ -4,8 +4,6 @@ No sampling, so nothing here can fail by chance. Whatever the algorithm and the 
 choose to draw, the next token must be distributed as p after every prefix.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """`Decisions.adapt`: verification calibrates estimates, and the text stays the target's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

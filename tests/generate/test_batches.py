@@ -1,7 +1,5 @@
 """Several sequences in one `generate()`: every row's text is that of plain generation on the same batch."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -25,11 +23,10 @@ from support.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 from hf_specdecpp.caches import batches
 from hf_specdecpp.caches.masks import row_masks
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.several.target import TargetOfRows

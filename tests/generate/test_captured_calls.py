@@ -1,7 +1,5 @@
 """All that a `generate()` call may ask for and meet where its passes are captured; on pretended graphs."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Captured texts are plain generation's, and the same is drafted as uncaptured; on pretended graphs."""
 
-from __future__ import annotations
-
 import pytest
 from support.capturing import SETTINGS, assert_captured_as_uncaptured
 from support.models import quiet_later_layers, tiny

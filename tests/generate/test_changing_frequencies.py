@@ -1,7 +1,5 @@
 """Rotary frequencies that change with the length of the text: the output is that of plain `generate()` all the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

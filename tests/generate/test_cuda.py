@@ -3,8 +3,6 @@
 In float64, so that passes over several tokens have the likeliest tokens of passes over one.
 """
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`generate(custom_generate="org/specdecpp")`: the repository hub_cards/custom_generate, loaded by transformers."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

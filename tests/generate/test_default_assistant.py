@@ -1,7 +1,5 @@
 """`attach(model, default=True)`: `generate()` without an assistant uses it, and is plain where it cannot help."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import gc

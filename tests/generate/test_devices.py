@@ -1,7 +1,5 @@
 """Targets and drafts on pretended accelerators: the right devices everywhere, and how often the host waits."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

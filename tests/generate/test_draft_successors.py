@@ -1,7 +1,5 @@
 """`Decisions.draft_successors`: what whole generations make of what the target said lately."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which models can draft, and how: independent or early exit, adapters, vocabularies, tokenizers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 What trees are read as has a test of its own in `test_tree_families.py`.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

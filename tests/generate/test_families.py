@@ -1,7 +1,5 @@
 """Families that are unlike Llama: their generations equal plain ones in everything, or are refused with the reason."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

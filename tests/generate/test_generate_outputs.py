@@ -1,7 +1,5 @@
 """What `generate()` returns beside the tokens, and what it leaves in the cache, on an attached target."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ vocabulary comes out, a seed fixes the run, and where the distribution is a poin
 `generate()`.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

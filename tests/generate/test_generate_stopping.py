@@ -1,7 +1,5 @@
 """Where a text ends: criteria, stop strings, end-of-sequence ids, lengths. Also streamers, which see it end."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a captured round asks of the host: two launches and one read; on pretended graphs of a pretended device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

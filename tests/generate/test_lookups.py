@@ -1,7 +1,5 @@
 """Candidates that are looked up, alone and beside drafts: texts are plain ones, under every door, rule and cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

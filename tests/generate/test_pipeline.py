@@ -1,7 +1,5 @@
 """`pipeline("text-generation", ..., assistant_model=...)`: an assistant object, or the name of one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where the text goes on after the prompt: positions, masked rows, and the cache after an exception."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

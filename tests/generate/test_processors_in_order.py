@@ -1,7 +1,5 @@
 """Logits processors that keep state from call to call, as grammars do, are called as plain `generate()` calls them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

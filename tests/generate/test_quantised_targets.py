@@ -4,8 +4,6 @@
 import of transformers loads it, too, with several lines of warnings.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

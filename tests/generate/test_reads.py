@@ -1,7 +1,5 @@
 """How often verification reads from the device: once a round."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Targets and drafts with recurrent layers: their states go back after a rejection, and texts are plain ones."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

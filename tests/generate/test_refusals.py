@@ -1,7 +1,5 @@
 """What assisted generation cannot serve is refused with the reason, before the target does any work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`SpeculationConfig(reproducible=True)`: a seed repeats a sampled text, whatever was generated or measured before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

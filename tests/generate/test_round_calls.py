@@ -1,7 +1,5 @@
 """What one round runs of the package: counted in functions and files, which no clock disturbs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a `generate()` does before its first round: counted in calls of our functions, which no clock disturbs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Targets with a static cache: the text of plain `generate()`, the rows that are held, and widths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Trees on targets with a static cache: mutants, and widths. Their texts are in `test_static_targets.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Counters, rates and verdicts of `SpeculationStats`."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from itertools import pairwise, product

@@ -1,7 +1,5 @@
 """Targets that read several tokens at once otherwise than one by one, or generate in a way of their own: refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grammars that now and then allow only tokens that the draft cannot say: the target decides alone there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

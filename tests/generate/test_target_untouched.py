@@ -1,7 +1,5 @@
 """Attaching changes nothing about a target but what our own calls do, and detaching and failing leave no trace."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

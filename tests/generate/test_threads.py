@@ -1,7 +1,5 @@
 """Attaching, detaching and assisted calls while other threads generate with the same models."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

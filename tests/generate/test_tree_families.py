@@ -1,7 +1,5 @@
 """Which families read a token tree as they read its paths, and that all others are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.token_trees import all_gaps

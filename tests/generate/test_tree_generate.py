@@ -1,7 +1,5 @@
 """`generate()` with token trees on an attached target: the tokens, records, caches and errors of plain `generate()`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

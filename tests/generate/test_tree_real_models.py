@@ -3,8 +3,6 @@
 Gemma is in `.models/gemma3` (`examples/prepare_gemma3.py` makes it) or where `SPECDECPP_GEMMA3` says.
 """
 
-from __future__ import annotations
-
 import os
 from functools import lru_cache
 from pathlib import Path

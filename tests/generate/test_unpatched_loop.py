@@ -4,8 +4,6 @@ Only the method that transformers asks for a candidate generator is set, on the 
 their own loop or generator.
 """
 
-from __future__ import annotations
-
 import types
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """After `assistant.warm_up` nothing is captured any more, and nothing else has changed; on pretended graphs."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any

@@ -4,8 +4,6 @@ A graph is replayed with the contents of later rounds, so one that is wrong for 
 drafted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +16,11 @@ from support.models import quiet_later_layers, tiny
 from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, assist
 from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundShape
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.captured import rounds as captured_rounds
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing

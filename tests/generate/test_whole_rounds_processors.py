@@ -1,7 +1,5 @@
 """Rounds that are captured whole with processors that ask which tokens there were; on pretended graphs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Targets inside wrappers, and the knobs of transformers' own assistants."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

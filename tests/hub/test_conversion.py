@@ -1,7 +1,5 @@
 """Released SpecDec++ heads judge the same after conversion, and nothing unsafe or ambiguous is converted."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A repository is data: whatever its fields and tensors say, it is refused in a sentence or drafts, and soon."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """`export`: an assistant's draft as a folder that drafts the same elsewhere, in full or not at all."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One Hub id is a whole assistant: downloads, offline use, Auto classes, uploads. Against a Hub of our own."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

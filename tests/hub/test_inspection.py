@@ -1,7 +1,5 @@
 """`inspect` finds what a repository holds, every file that is damaged, and what could surprise somebody."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ models: SmolLM2 is in `.models/smollm2` after `make demo`; `SPECDECPP_QWEN=TARGE
 Qwen2.5-Coder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Assistants on an EAGLE-3 draft of others: saved as a pinned reference, loaded again, shared, with a card."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

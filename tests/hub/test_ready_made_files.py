@@ -1,7 +1,5 @@
 """Repositories of EAGLE-3 drafts that others trained: inspected, and their pickles converted."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A damaged, foreign or hostile repository is refused with the file, what is wrong with it, and what to do."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

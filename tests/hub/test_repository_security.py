@@ -1,7 +1,5 @@
 """Nothing from a repository is run: no pickle, no code; no token is outside the vocabulary."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pickle

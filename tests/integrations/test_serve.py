@@ -1,7 +1,5 @@
 """`examples/serve.py`: transformers' server, asked over HTTP, answers with the assistant as it does without."""
 
-from __future__ import annotations
-
 import runpy
 import socket
 import time

@@ -3,8 +3,6 @@
 It is no dependency: `make test-integrations` installs it beside this package.
 """
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

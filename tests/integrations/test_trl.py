@@ -7,8 +7,6 @@ so that neither reward is above the other: GRPO's entropy bonus and, in online D
 It is no dependency: `make test-integrations` installs it beside this package.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,7 +82,7 @@ class Run:
         self.rewards.append({each: [reward for prompt, _, reward in pairs if prompt == each] for each in QUESTIONS})
         return rewards
 
-    def assert_same_as(self, other: Run) -> None:
+    def assert_same_as(self, other: "Run") -> None:
         assert self.texts == other.texts
         assert self.rewards == other.rewards
         for name, weight in self.weights.items():

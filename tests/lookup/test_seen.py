@@ -1,7 +1,5 @@
 """Where the end of a text stood before: compared with a search by hand, and what it costs."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from pathlib import Path

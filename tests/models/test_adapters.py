@@ -1,7 +1,5 @@
 """A draft with a LoRA adapter: what it says is the adapter's, and the target never notices."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Faster float32 products on a CPU: the same numbers up to rounding, only where they may be used, and never stale."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

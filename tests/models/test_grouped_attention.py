@@ -1,7 +1,5 @@
 """Attention without copies of shared keys and values: the same bits, and only where PyTorch has a kernel for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

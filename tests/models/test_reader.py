@@ -1,7 +1,5 @@
 """Models whose hidden states, or layers, cannot be taken by themselves are refused with the reason."""
 
-from __future__ import annotations
-
 import pytest
 from support.zoo import tiny_of
 

@@ -1,7 +1,5 @@
 """An early exit shares its target's tensors: it costs the memory of its adapter and heads, and changes none of them."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from types import MethodType

@@ -1,7 +1,5 @@
 """An assistant has no state of a generation: repeated calls, several targets, several assistants, several threads."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The states that a draft reads are those that hooks see, whichever way they come, and forwards number them as here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of the target's latest successors, against a dictionary of plain numbers; and what it makes of logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The complete repository of an assistant, written by hand: no model is needed to check files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

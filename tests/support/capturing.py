@@ -1,7 +1,5 @@
 """Captured texts beside those of the same assistant uncaptured, and of plain generation; on a CPU or on a GPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 from support.models import Rounds, assistant_of, prompt

@@ -1,7 +1,5 @@
 """Files of drafts that others trained: written, changed, spread over several."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Repositories of every kind of draft, ways to damage them at random, and what becomes of a damaged one."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Small random DFlash checkpoints in three dialects, and transformers' own draft class with the same weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

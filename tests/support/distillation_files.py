@@ -1,7 +1,5 @@
 """Rollouts and tiny models on disk for the tests of distillation, and a run of the stage as a process."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

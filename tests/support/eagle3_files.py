@@ -1,7 +1,5 @@
 """Small random EAGLE-3 checkpoints, in both dialects and all variants."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A program takes a `hf_specdecpp.randomness.TreeRandomness` and returns what it e
 torch's generators; here it is a `Replay`, which replays a list of choices and notes which other choices there were.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -50,7 +48,7 @@ class Replay:
         probs = row(torch.tensor([index]))[0]
         return index, int(self.categorical(probs if bool(probs.any()) else otherwise(torch.tensor([index]))[0]))
 
-    def siblings(self, q: Tensor) -> ReplayedSiblings:
+    def siblings(self, q: Tensor) -> "ReplayedSiblings":
         return ReplayedSiblings(self, q)
 
     def _choose(self, weights: list[float]) -> int:

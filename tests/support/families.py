@@ -1,7 +1,5 @@
 """Tiny random models of families that need special care, each built once, and a draft that knows its text."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

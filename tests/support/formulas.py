@@ -1,7 +1,5 @@
 """Parts of formulas on plain tensors, and the states that drafts read of a target."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny random Gemma 4 targets and assistants of transformers' own classes, and what an assistant reads of a text."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from types import SimpleNamespace

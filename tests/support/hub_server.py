@@ -16,8 +16,6 @@ Xet: downloads never offer it, and huggingface_hub 1.0 asks the LFS batch call, 
 switch it off.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -151,7 +149,7 @@ class HubServer:
         self._server = _Server(("127.0.0.1", 0), partial(_Handler, self))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
-    def __enter__(self) -> HubServer:
+    def __enter__(self) -> "HubServer":
         Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 

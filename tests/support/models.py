@@ -1,7 +1,5 @@
 """Tiny random models, and drafts that agree with them in part."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Sequence

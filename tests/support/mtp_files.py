@@ -1,7 +1,5 @@
 """Small random targets with multi-token layers in their own checkpoint, as published ones have them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property

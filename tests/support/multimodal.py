@@ -1,7 +1,5 @@
 """Tiny models that read images or sound beside text, and one prompt for each."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Made-up distributions over the next token after each path, and the texts that plain sampling makes of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """An OpenAI-compatible server for tests, as unreliable as told."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -10,8 +10,6 @@ synchronisations. Time, memory, streams and other rounding are not pretended.
         counts["read"]
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,7 +44,7 @@ class DeviceTensor(Tensor):
     dtypes = DTYPES
 
     @staticmethod
-    def __new__(cls, host: Tensor, device: torch.device) -> DeviceTensor:
+    def __new__(cls, host: Tensor, device: torch.device) -> "DeviceTensor":
         if host.dtype not in cls.dtypes:
             raise TypeError(f"{host.dtype} does not exist on {device}.")
         made: DeviceTensor = Tensor._make_wrapper_subclass(

@@ -9,8 +9,6 @@ contents is right as a graph, but for what only a device knows: memory pools, st
         counts["captured"], counts["replayed"]
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -4,8 +4,6 @@ Wall-clock time would say how busy the machine is. Processor time, too, says how
 slow is therefore judged beside a piece of work of known length, done right after the test.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Generator

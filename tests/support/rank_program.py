@@ -4,8 +4,6 @@ it. It writes what it saw to `FOLDER/rank-N.json`.
     rank_program.py FOLDER texts|dies|fails
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

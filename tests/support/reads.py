@@ -1,7 +1,5 @@
 """Counts the reads that would wait for a device, on CPU tensors: numbers that go from a tensor to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models, adapters and assistants on disk, with tokenizers beside them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

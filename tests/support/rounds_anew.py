@@ -1,8 +1,6 @@
 """What rounds propose: of a draft, beside what the same draft proposes that reads the whole text anew; and of
 transformers' own generators of candidates."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

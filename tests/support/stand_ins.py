@@ -4,8 +4,6 @@
 than its `Reading`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

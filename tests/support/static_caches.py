@@ -1,7 +1,5 @@
 """Static caches, and what is in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

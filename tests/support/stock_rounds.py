@@ -1,7 +1,5 @@
 """transformers' own loop with every random number replaced, so that rounds can be enumerated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

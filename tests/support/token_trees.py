@@ -1,7 +1,5 @@
 """Does a model read a token tree as it reads each path of it? Feeding trees to models, and what the answer must be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

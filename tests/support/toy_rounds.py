@@ -1,7 +1,5 @@
 """Rounds of product code on toy models: a target and a draft that are tables, for `exact_distribution`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -9,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import AcceptanceHead, SpeculationConfig
 from hf_specdecpp.drafting.chain import Step, drafted_alone, drafting
 from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep, Estimator
 from hf_specdecpp.generation.setup import make_rule

@@ -1,7 +1,5 @@
 """Rounds of product code with token trees, on the toy models of `toy_rounds`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

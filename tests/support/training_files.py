@@ -1,7 +1,5 @@
 """What the first stages of a training run leave on disk, made in a second."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """What watches a generation: streamers, criteria, a tokenizer, and whether the target was run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache

@@ -1,8 +1,6 @@
 """A tiny random model of every family of causal LMs, and of models that read images beside text, that transformers
 knows and that generic sizes suffice to build."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

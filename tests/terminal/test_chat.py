@@ -1,7 +1,5 @@
 """`specdecpp chat`, driven through its standard input."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

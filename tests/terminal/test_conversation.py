@@ -1,7 +1,5 @@
 """A conversation reads only what is new, and says what plain generation says after the whole of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`specdecpp demo` on a tiny model: equal answers, statistics, an honest verdict, clean errors."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Who said each token: compared with the rounds themselves, also where a text ends inside one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig, assist
 from hf_specdecpp.terminal.listener import Listener, Token
 
 MOST = 24

@@ -1,7 +1,5 @@
 """The picture of an answer: well-formed, all of it there, written at the times that it is given, safe with any text."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 gradio is no dependency: `make test-space` installs it, and playwright, beside this package.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import os

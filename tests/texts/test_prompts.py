@@ -1,7 +1,5 @@
 """Reading, splitting and encoding the prompts of a training run."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clocks that stand, are coarse, or are set back: texts are right, and what clocks cannot tell is not believed."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

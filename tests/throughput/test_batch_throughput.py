@@ -1,7 +1,5 @@
 """The throughput rule in batches, whose rows share passes."""
 
-from __future__ import annotations
-
 from statistics import mean
 
 import numpy as np

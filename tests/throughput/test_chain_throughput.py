@@ -1,7 +1,5 @@
 """`rule="throughput"`: the rule in simulated rounds, in exact ones and in generations."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path

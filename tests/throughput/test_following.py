@@ -1,7 +1,5 @@
 """Generations whose costs follow their rounds: between texts, in every kind of decoding, and never the text itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`rule="throughput"` with costs that were measured wrongly: rounds that are timed put them right."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What rounds cost before any was timed, under what it is kept, and what is remembered of targets."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path
@@ -11,11 +9,10 @@ import pytest
 import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
 
-from hf_specdecpp import assist, files
+from hf_specdecpp import AcceptanceHead, assist, files
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.throughput import known_costs as costs
 from hf_specdecpp.throughput.chains import ChainPlan

@@ -1,7 +1,5 @@
 """How far chains are drafted: looking ahead by the prices of candidates, and the costs of rounds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

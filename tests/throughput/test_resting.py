@@ -1,7 +1,5 @@
 """Texts that drafting does not pay for are left to the target, and nothing is noted for the draft."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

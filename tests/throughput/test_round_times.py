@@ -1,7 +1,5 @@
 """Rounds that are timed, and the costs that follow from them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which products a target's passes run on: decided on the passes of texts, in turns. Seconds are made up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any

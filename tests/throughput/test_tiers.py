@@ -1,7 +1,5 @@
 """Which shape captured rounds take under `rule="throughput"`: against the best one, by what rounds take and bring."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`rule="throughput"` with `tree="dyspec"`: its trees in simulated rounds, its generations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A block draft is taught what its rounds do, and what was taught is what is stored."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calibration: it finds what was done to estimates, and the recorded chains are those of generation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The published folder: ids that others can load, and a card that says what was measured, with which data."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -21,8 +19,7 @@ from support.training_files import evaluated, training_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig
 from hf_specdecpp.drafts.known import KINDS
 from hf_specdecpp.hub.publishing import make_card, opening, unhelped
 from hf_specdecpp.hub.repository import DRAFT_VOCAB

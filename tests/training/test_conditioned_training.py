@@ -1,7 +1,5 @@
 """Conditioned drafts are taught what they do in a round, and what was taught is what is stored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

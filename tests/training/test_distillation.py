@@ -1,7 +1,5 @@
 """Distillation: the right loss, a better draft, an untouched target, and runs that can be killed."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Several processes: what comes out is what one process with as many gradient accumulation steps gives."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The draft vocabulary: the tokens that the target writes most, and those that end its texts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The evaluation stage on a tiny run, and its rules against the code that generation uses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

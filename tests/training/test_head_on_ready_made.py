@@ -1,7 +1,5 @@
 """An acceptance head on an EAGLE-3 draft that others trained, which stays as it is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

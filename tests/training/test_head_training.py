@@ -1,7 +1,5 @@
 """Features, and the stage that fits the head on them: against generation's own path, resumed, killed, misled."""
 
-from __future__ import annotations
-
 import errno
 import json
 from pathlib import Path

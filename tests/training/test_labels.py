@@ -1,7 +1,5 @@
 """Labels against the verifier that they predict: exact enumeration, no sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

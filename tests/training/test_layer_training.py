@@ -1,7 +1,5 @@
 """An EAGLE-3 layer is taught what it does in a round, and what was taught is what is stored."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Expected discards of stopping rules against simulated coins."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The target's answers: right ones, each once, and nothing on disk that is half of something."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Set

@@ -1,7 +1,5 @@
 """Answers from OpenAI-compatible servers, and every failure."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

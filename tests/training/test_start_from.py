@@ -1,7 +1,5 @@
 """A run that goes on from what another one trained."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

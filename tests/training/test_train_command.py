@@ -1,7 +1,5 @@
 """`specdecpp train` from prompts to a repository, on a tiny model, through the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Settings of a training run that make no sense are refused before anything is loaded."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What training computes of texts, on a pretended accelerator: the numbers of the host, on the right devices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Masks and positions for a cache of fixed size: passes are those over a cache that grows, whatever is hidden in it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Masks and positions of a tree, what happens when they are wrong, and what `check_tree` refuses."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

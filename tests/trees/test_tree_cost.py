@@ -1,7 +1,5 @@
 """What a token tree costs outside the models, on one thread, with a vocabulary of 49k."""
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -1,7 +1,5 @@
 """The example of `docs/dyspec.md`: what the text says is what the code does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Growing trees, their shapes, estimates and drawings; no models."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Several blocks of a text in one pass are what each of them is in a pass of its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 And beside transformers' own class and generator, with the same weights, where they are.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

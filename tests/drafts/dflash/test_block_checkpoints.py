@@ -1,7 +1,5 @@
 """DFlash checkpoints: how they are loaded, stored and described, and what is refused, with the reason."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

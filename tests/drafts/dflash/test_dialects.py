@@ -1,7 +1,5 @@
 """What DFlash checkpoints of others say in several ways, and what of their target is in their files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Generations with DFlash blocks: the target's own text, and in each round what a draft that reads all anew drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

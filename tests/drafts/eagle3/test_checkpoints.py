@@ -1,7 +1,5 @@
 """Tensors of EAGLE-3 checkpoints that others trained: what is refused, and the targets that they fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Configs of EAGLE-3 checkpoints that others trained: names, numbers, relatives, shards, and the layers they mean."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a step of an EAGLE-3 layer launches, beside one of a conditioned draft with the same vocabulary."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """An EAGLE-3 draft as other engines read it: written, and loaded again, it is the same draft."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

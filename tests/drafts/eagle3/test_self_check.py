@@ -1,7 +1,5 @@
 """How well a draft guesses what its target says tells the right reading of a checkpoint from wrong ones."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 A draft of theirs is made at random (`random_draft`) or of a checkpoint (`draft_of`).
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from importlib.util import find_spec

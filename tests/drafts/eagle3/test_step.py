@@ -1,7 +1,5 @@
 """The step of an EAGLE-3 draft beside its formulas (arXiv 2503.01840, section 3), written out here on plain tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

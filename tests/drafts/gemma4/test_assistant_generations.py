@@ -1,7 +1,5 @@
 """Generations with Gemma 4 assistants: the target's own text, and in each round what is drafted after reading anew."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

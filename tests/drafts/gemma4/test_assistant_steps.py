@@ -1,7 +1,5 @@
 """Steps of a Gemma 4 assistant, beside transformers' class and generator with the very weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Where multi-token layers are read from: the target's files or others, stored assistants, and what is refused."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

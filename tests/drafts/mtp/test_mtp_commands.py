@@ -1,7 +1,5 @@
 """`--mtp`: the commands draft with the target's own multi-token layers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Generations with multi-token layers of every family; what all drafts do is in `tests/drafts/test_contract.py`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What multi-token layers compute: beside transformers' own model and generator of them, and written out for Qwen's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a case passes to `generate()`: prompts, masks, positions, processors, ends and faults."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What a case is, and how one is drawn: `Case`, `draw`, `settle`."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, fields, replace
 from typing import Any

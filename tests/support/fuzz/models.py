@@ -1,7 +1,5 @@
 """Tiny targets of many families, and every kind of draft for them."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from functools import cache, lru_cache

@@ -1,7 +1,5 @@
 """Runs a case beside plain `generate()` and says how it went: `run_case`."""
 
-from __future__ import annotations
-
 import copy
 import traceback
 import types
@@ -94,7 +92,7 @@ class Conversation:
             answer.error = error
         return answer
 
-    def copy(self) -> Conversation:
+    def copy(self) -> "Conversation":
         """As it is now, with a cache of its own."""
         other = copy.copy(self)
         other.cache = copy.deepcopy(self.cache)
