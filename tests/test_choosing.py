@@ -124,8 +124,7 @@ def lookups(_: Path) -> Made:
 )  # fmt: skip
 def test_whatever_is_named_drafts(make: Callable[[Path], Made], kind: str, tmp_path: Path) -> None:
     target, draft = make(tmp_path)
-    plain = text(target)
-    assistant = assist(target, draft)
+    plain, assistant = text(target), assist(target, draft)
     assert text(target) == plain
     assert assistant.kind.name == kind
     assert assistant.stats.generated == 12

@@ -206,8 +206,7 @@ def test_draft_ablations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_head_inputs() -> None:
     """What a round sees of the text before it; and a correction finds an input that says what the head does not."""
-    example = runpy.run_path(str(FOLDER / "head_inputs.py"))
-    target = tiny("llama")
+    example, target = runpy.run_path(str(FOLDER / "head_inputs.py")), tiny("llama")
     assistant, ids = SpecDecPPAssistant.from_early_exit(target, 1), torch.arange(3, 15).tolist()
     with torch.no_grad():
         found = example["of_text"](ids, assistant, target)

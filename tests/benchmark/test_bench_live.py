@@ -222,8 +222,7 @@ def test_the_report_says_what_others_did() -> None:
 
 
 def test_rounding_excuses_half_precision_only() -> None:
-    target = tiny("llama")
-    ids = prompt()[0].tolist()
+    target, ids = tiny("llama"), prompt()[0].tolist()
     with torch.no_grad():
         target.lm_head.weight[7] = target.lm_head.weight[5] * 1.001  # almost a tie, wherever 5 and 7 are likeliest
         for token in range(48):

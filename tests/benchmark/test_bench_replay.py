@@ -136,8 +136,7 @@ def test_sampled_replays_are_the_live_runs_with_the_same_coins(judged_by: str, m
     torch.manual_seed(0)
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0}
     ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, **sampling)[0].tolist()
-    text = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS)
-    fates = set()
+    text, fates = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS), set()
     for seed, knobs in enumerate(RULES):
         recorded = ChainReplay(text, record(text, assistant, target, Sampling(0.8, 0), seed))
         told(assistant, **knobs, verification="token")  # as records are made
@@ -185,8 +184,7 @@ def law_after(model: Any, ids: list[int]) -> Tensor:
 
 def made_up(seed: int, length: int = 40, chain: int = 20) -> ChainReplay:
     """A text whose candidates stand by chance."""
-    draw = random.Random(seed)
-    replay = ChainReplay.__new__(ChainReplay)
+    draw, replay = random.Random(seed), ChainReplay.__new__(ChainReplay)
     replay.text = Text(list(range(1, length + 2)), 1, length + 1)
 
     def seen(token: int, label: float) -> Seen:

@@ -149,8 +149,7 @@ def test_the_table_of_rounds() -> None:
 
 def test_rows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = sharp(tiny("llama"))
-    assistant = assistant_for(target, mix=0.9)
-    text = text_of(target, do_sample=False)
+    assistant, text = assistant_for(target, mix=0.9), text_of(target, do_sample=False)
     contestants = [
         Contestant(name, name, SpeculationConfig(**{"rule": "threshold", **knobs})) for name, knobs in KINDS.items()
     ]

@@ -56,8 +56,7 @@ def test_verdict(row: dict[str, Any], passes: float, says: str) -> None:
 
 def test_the_next_step_is_the_fastest_of_ours() -> None:
     """Also where somebody else is faster, as it may be kept; not where even it is slower than plain generation."""
-    target = tiny("llama")
-    settings = SpeculationConfig(cpu_products="off")
+    target, settings = tiny("llama"), SpeculationConfig(cpu_products="off")
     assistant: Any = SpecDecPPAssistant.from_early_exit(target, 1, speculation=settings, head=head_for(target))
     contestants = [
         Contestant("theirs", "theirs"),
@@ -83,8 +82,7 @@ def test_the_next_step_is_the_fastest_of_ours() -> None:
 @pytest.mark.parametrize("kind", ["lookup", "untrained"])
 def test_what_did_not_pay_is_not_advised_again(kind: str) -> None:
     """Nor a cheaper draft where nothing drafts, which the verdict left to the next step."""
-    target = tiny("llama")
-    make = SpecDecPPAssistant
+    target, make = tiny("llama"), SpecDecPPAssistant
     assistant: Any = assist(target, "lookup", default=False) if kind == "lookup" else make.from_early_exit(target, 1)
     assistant.config.target_id = "org/target"
     contestants = without_draft() if kind == "lookup" else quick_contestants(has_head=False)

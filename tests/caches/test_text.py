@@ -108,8 +108,7 @@ def test_many_rounds(family: str) -> None:
     for round_ in range(8):
         _, nodes = tokens_for(model, 0, seed=round_)
         groups = LEVELS if round_ % 2 else [list(range(len(PARENTS)))]
-        fed = sum(groups, [])
-        path = [[0], PATH, [0, 1, 2, 3]][round_ % 3]
+        fed, path = sum(groups, []), [[0], PATH, [0, 1, 2, 3]][round_ % 3]
         read_tree(model, cache, len(text), nodes, groups)
         keep_path(cache, len(text), [fed.index(node) for node in path])
         text = torch.cat((text, nodes[path]))

@@ -92,8 +92,7 @@ def worst(assistant: SpecDecPPAssistant, target: CausalLM, rounds: list[Drafted]
 def test_reads_the_states_of_the_verified_text(
     reading: Making, target: CausalLM, drafted: list[Drafted], speculation: SpeculationConfig, chunk: int | None
 ) -> None:
-    assistant = reading(target, speculation)
-    ids = prompt()
+    assistant, ids = reading(target, speculation), prompt()
     plain = target.generate(ids, max_new_tokens=32, do_sample=False)
     output = target.generate(
         ids, max_new_tokens=32, do_sample=False, assistant_model=assistant, prefill_chunk_size=chunk
@@ -142,8 +141,7 @@ def test_wrong_states_are_noticed(
     reading: Making, drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch, mutate: Callable[..., Any]
 ) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assistant = reading(target)
-    right = TargetStates.take
+    assistant, right = reading(target), TargetStates.take
     monkeypatch.setattr(OneTarget, "compare_passes", lambda *_: None)
     monkeypatch.setattr(TargetStates, "take", mutate(right))
     target.generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
@@ -155,8 +153,7 @@ def test_candidates_that_stay_as_they_were_read_are_noticed(
     reading: Making, drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assistant = reading(target)
-    begin = DraftSession.begin_round
+    assistant, begin = reading(target), DraftSession.begin_round
 
     def keeps(self: DraftSession, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         fed = min(num_accepted, self._fed_candidates)

@@ -34,8 +34,7 @@ def test_a_late_verdict_that_never_came_is_guessed() -> None:
     "truth", [lambda e: e, lambda e: e**3, lambda e: 0.1 + 0.0 * e], ids=["right", "high", "noise"]
 )
 def test_estimates_are_calibrated(truth: Callable[[float], float]) -> None:
-    rng = np.random.default_rng(0)
-    rates = AcceptanceRates()
+    rng, rates = np.random.default_rng(0), AcceptanceRates()
     for _ in range(5000):
         estimate = rng.beta(1.0, 0.4)
         rates.observe([estimate], 1, int(rng.random() < truth(estimate)))

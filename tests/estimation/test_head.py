@@ -118,14 +118,12 @@ def test_an_untrained_before_head_says_q(token: int) -> None:
 @pytest.mark.parametrize("greedy", [False, True])
 def test_the_before_head_is_q_plus_scalars_plus_correction(blocks: int, rank: int, greedy: bool) -> None:
     head, step = make_head(num_blocks=blocks, inputs="before", rank=rank), make_step(token=4, greedy=greedy)
-    weights = dict(head.state_dict())
-    silu = nn.functional.silu
+    weights, silu = dict(head.state_dict()), nn.functional.silu
 
     def linear(name: str, x: Tensor) -> Tensor:
         return weights[f"{name}.weight"] @ x + weights.get(f"{name}.bias", 0.0)
 
-    top = step.q.sort(descending=True).values
-    entropy = -(step.q * step.q.log()).sum()
+    top, entropy = step.q.sort(descending=True).values, -(step.q * step.q.log()).sum()
     no_siblings = torch.zeros(2)
     scalars = torch.stack((step.q[4].log(), entropy, top[0] - top[1], *no_siblings, torch.tensor(float(greedy))))
     x = silu(linear("from_hidden", step.hidden) + linear("from_embedding", step.embed(torch.tensor(4))))

@@ -120,8 +120,7 @@ TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 def test_texts_part_only_at_near_ties(family: str, dtype: torch.dtype) -> None:
     target = tiny(family).to(dtype)
-    assistant = assistant_for(target)
-    accepted = 0
+    assistant, accepted = assistant_for(target), 0
     for seed in range(6):
         text = prompt(seed=seed)
         plain = target.generate(text, max_new_tokens=40, do_sample=False)[0]

@@ -135,8 +135,7 @@ def test_q_is_what_was_drawn_from_and_what_transformers_computes(
 ) -> None:
     """And every candidate's q sees its own prefix: the emitted text, then the candidates before it."""
     target = small(0)
-    draft = partly_agreeing(target, mix=0.8)
-    ear = Ear(monkeypatch)
+    draft, ear = partly_agreeing(target, mix=0.8), Ear(monkeypatch)
     texts = []
     heard = SpecDecPPCandidateGenerator.propose
 
@@ -177,8 +176,7 @@ def draft_distribution(draft: Any, prefix: Tensor, **options: Any) -> Tensor:
 def test_processors_really_change_q(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the tests above: q without processors differs from q with them."""
     target = small(0)
-    draft = partly_agreeing(target, mix=0.8)
-    ear = Ear(monkeypatch)
+    draft, ear = partly_agreeing(target, mix=0.8), Ear(monkeypatch)
     generate(target, assistant_for(target, draft, door), temperature=0.7)
     _, distributions, _ = ear.rounds[0]
     assert not torch.allclose(distributions[0], draft_distribution(draft, PROMPT), atol=1e-2)

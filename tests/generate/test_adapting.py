@@ -28,8 +28,7 @@ def generate(target: Any, assistant: SpecDecPPAssistant | None, seed: int | None
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_from_generation_to_generation_and_the_greedy_text_is_the_same(kind: str) -> None:
     target = tiny("llama")
-    assistant = assistant_for(target, **KINDS[kind])
-    plain = generate(target, None)
+    assistant, plain = assistant_for(target, **KINDS[kind]), generate(target, None)
     for _ in range(3):
         assert generate(target, assistant) == plain
     (learned,) = assistant.memory.learned[target].values()

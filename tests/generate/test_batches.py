@@ -187,8 +187,7 @@ def test_without_an_id_that_ends_texts_rows_go_on_until_all_have_ended(
 def test_padding_that_eager_attention_turns_into_nan_is_refused() -> None:
     """Plain generation gives wrong texts there, from which no promise follows."""
     target = tiny("mistral", attn_implementation="eager")
-    assistant = assistant_for(target, **RULES["fixed"])
-    inputs = padded([12, 12])
+    assistant, inputs = assistant_for(target, **RULES["fixed"]), padded([12, 12])
     assert torch.equal(generate(target, inputs, assistant), generate(target, inputs))
     inputs = padded([3, 12])
     plain = generate(target, inputs, return_dict_in_generate=True, output_logits=True)
@@ -294,8 +293,7 @@ def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any
         output = generate(target, inputs, assistant, do_sample=True, **options)
         return tuple(output[:, 3:].flatten().tolist())
 
-    p = target_distribution(target, 0.8, 2)
-    found = exact_distribution(program)
+    p, found = target_distribution(target, 0.8, 2), exact_distribution(program)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
     for tokens, weight in found.items():
         rows = tokens[:3], tokens[3:]
@@ -308,8 +306,7 @@ def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any
 
 def test_several_answers_to_one_prompt() -> None:
     target = tiny("llama")
-    assistant = assistant_for(target, mix=0.9)
-    inputs = padded([9])
+    assistant, inputs = assistant_for(target, mix=0.9), padded([9])
     torch.manual_seed(0)
     texts = generate(target, inputs, assistant, do_sample=True, num_return_sequences=4, max_new_tokens=20)
     assert texts.shape == (4, 29)
@@ -545,8 +542,7 @@ def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.takes(3)
 def test_speculation_fades_as_the_batch_grows() -> None:
     """Where a pass takes its time by the number of tokens, more rows leave less room for candidates."""
-    target = tiny("llama")
-    verify = [1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    target, verify = tiny("llama"), [1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     costs = Costs(0.1, tuple(verify))
     assert costs.of_row(2, 3).verify == (0.5, 0.5, 1.5, 2.5)
     drafted = []

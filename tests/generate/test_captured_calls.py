@@ -287,8 +287,7 @@ def test_a_target_that_cannot_be_captured_says_so() -> None:
 def test_a_width_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a text, as where memory ends: the text goes on uncaptured."""
     target, assistant = made(kind="independent", **TREE)
-    plain = generate(target, None)
-    capture = Graphs._capture
+    plain, capture = generate(target, None), Graphs._capture
 
     def fails(graphs: Any, function: Any, changes: Any) -> Any:
         if len(graphs) > 1:

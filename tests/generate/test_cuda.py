@@ -115,8 +115,7 @@ def test_whole_rounds(kind: str, rule: str, tmp_path: Path) -> None:
     for how in ({}, SAMPLED, {"repetition_penalty": 1.4}):
         graphs = 0
         for turn in range(2):
-            text = generate(target, assistant, 236, **how)
-            stats = assistant.stats
+            text, stats = generate(target, assistant, 236, **how), assistant.stats
             assert stats.decided["rounds"] == "captured"
             assert stats.uncaptured is None
             assert "do_sample" in how or torch.equal(text, generate(target, None, 236, **how))

@@ -63,8 +63,7 @@ def assistant(target: CausalLM) -> Iterator[SpecDecPPAssistant]:
 @pytest.mark.parametrize("tree", [None, "dyspec"])
 def test_it_drafts_and_the_text_is_the_same(kind: str, tree: Any, warned: list[str]) -> None:
     target = tiny("llama")
-    plain = target.generate(PROMPT, **GREEDY)
-    made = assistant_of(kind, target, tree=tree)
+    plain, made = target.generate(PROMPT, **GREEDY), assistant_of(kind, target, tree=tree)
     made.attach(target, default=True)
     assert torch.equal(target.generate(PROMPT, **GREEDY), plain)
     assert made.stats.drafted > 0
@@ -125,8 +124,7 @@ def test_streaming_from_another_thread(target: CausalLM, assistant: Any) -> None
 def test_through_peft(target: CausalLM) -> None:
     inner = copy.deepcopy(target)
     wrapped: Any = get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"]))
-    plain = wrapped.generate(input_ids=PROMPT, **GREEDY)
-    made = assistant_for(inner)
+    plain, made = wrapped.generate(input_ids=PROMPT, **GREEDY), assistant_for(inner)
     made.attach(wrapped, default=True)
     assert torch.equal(wrapped.generate(input_ids=PROMPT, **GREEDY), plain)
     assert made.stats.drafted > 0
@@ -236,8 +234,7 @@ def test_what_shows_only_in_a_batch_s_numbers(own_cache: bool) -> None:
 
     plain = answer()
     draft = informed_draft(plain.sequences[:1], target.config.get_text_config().vocab_size)
-    made = SpecDecPPAssistant.from_draft(draft, target, default=True)
-    ours = answer()
+    made, ours = SpecDecPPAssistant.from_draft(draft, target, default=True), answer()
     made.detach()
     assert "hidden states, several for each token" in str(made.stats.refusal)
     assert torch.equal(ours.sequences, plain.sequences)

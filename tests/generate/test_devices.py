@@ -39,8 +39,7 @@ def assert_plain(
     plain = target.generate(prompt(), do_sample=False, **OPTIONS)
     with pretend_devices() as counts, torch.no_grad():
         on_device(target, devices[0])
-        assistant = make(target)
-        ids = on_device(prompt(), devices[0])
+        assistant, ids = make(target), on_device(prompt(), devices[0])
         text = target.generate(ids, do_sample=False, assistant_model=assistant, **{**OPTIONS, **options})
         text = text.sequences if options.get("return_dict_in_generate") else text
         assert isinstance(text, DeviceTensor)

@@ -171,8 +171,7 @@ class Interrupting(BaseStreamer):
 def test_an_interrupted_text_can_be_continued(family: str, where: str) -> None:
     """From the user's cache, whose layers of several kinds are all rolled back to the text that was emitted."""
     target = model_of(family)
-    plain = target.generate(PROMPT, **ARGUMENTS)
-    cache = DynamicCache(config=target.config)
+    plain, cache = target.generate(PROMPT, **ARGUMENTS), DynamicCache(config=target.config)
     layers = target.model.layers
     streamer = Interrupting(20, {"streamer": None, "second layer": layers[1], "last layer": layers[-1]}[where])
     with assisted(target, plain, "chain") as assistant, pytest.raises(Interrupted):

@@ -166,8 +166,7 @@ def test_a_padded_second_turn_with_only_new_ids() -> None:
     with torch.no_grad():
         target(ids, attention_mask=mask, past_key_values=cache)
     new = prompt(5, seed=2)
-    mask = torch.cat((mask, torch.ones_like(new)), dim=1)
-    assistant = assistant_for(target)
+    mask, assistant = torch.cat((mask, torch.ones_like(new)), dim=1), assistant_for(target)
     lengths: list[int] = []
     hook = assistant.drafter.model.get_decoder().register_forward_pre_hook(
         lambda _, __, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True

@@ -31,8 +31,7 @@ def greedy() -> list[int]:
 @lru_cache
 def blocks() -> list[list[int]]:
     """The same tokens as an attached assistant emits them: the prompt's own, then a block a round."""
-    collector = Collector()
-    assistant = assistant_for(target())
+    collector, assistant = Collector(), assistant_for(target())
     generate(assistant_model=assistant, max_new_tokens=60, streamer=collector)
     assistant.detach()
     assert sum(collector.puts[1:], []) == greedy()
@@ -145,8 +144,7 @@ def eos_case(kind: str) -> int:
 
 @pytest.mark.parametrize("kind", ["first", "candidate", "bonus", "correction"])
 def test_eos(assistant: Any, kind: str) -> None:
-    index = eos_case(kind)
-    unseen = sorted(set(range(VOCAB_SIZE)) - set(greedy()))[:2]
+    index, unseen = eos_case(kind), sorted(set(range(VOCAB_SIZE)) - set(greedy()))[:2]
     for eos in (greedy()[index], [*unseen, greedy()[index]]):
         text = generate(assistant_model=assistant, max_new_tokens=60, eos_token_id=eos, pad_token_id=0)
         assert text[0, LENGTH:].tolist() == greedy()[: index + 1]
@@ -182,8 +180,7 @@ def test_up_to_the_end_of_the_position_table(family: str, is_attached: bool, mon
     longest = 41 if is_attached else 40  # the last token is read by nobody
     plain = model.generate(PROMPT, max_length=longest, do_sample=False)
     assert plain.shape[1] == longest
-    rounds = Rounds(monkeypatch)
-    assistant = assistant_for(model, is_attached)
+    rounds, assistant = Rounds(monkeypatch), assistant_for(model, is_attached)
     assert torch.equal(model.generate(PROMPT, assistant_model=assistant, max_length=longest, do_sample=False), plain)
     assert rounds.outcomes
 
@@ -222,8 +219,7 @@ def test_a_streamer_gets_the_tokens_once_and_in_order(assistant: Any) -> None:
 
 
 def test_a_streamer_sees_nothing_after_the_stop(attached: Any) -> None:
-    collector = Collector()
-    token = greedy()[eos_case("candidate")]
+    collector, token = Collector(), greedy()[eos_case("candidate")]
     criteria = StoppingCriteriaList([Recorder(token)])
     text = generate(assistant_model=attached, max_new_tokens=40, streamer=collector, stopping_criteria=criteria)
     assert sum(collector.puts, []) == text[0].tolist()

@@ -7,6 +7,7 @@ import torch
 from support.fuzz.arguments import Counting
 from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
 from support.multimodal import multimodal
+from support.watchers import heard
 from support.zoo import tiny_of
 from torch import Tensor
 
@@ -76,8 +77,7 @@ def test_alone_the_text_is_the_very_text_of_plain_generation(family: str, shape:
 
 def test_it_finds_what_the_text_itself_repeats() -> None:
     target = tiny("llama", initializer_range=0.05)
-    plain = generate(target, max_new_tokens=100)
-    assistant = lookup_for(target)
+    plain, assistant = generate(target, max_new_tokens=100), lookup_for(target)
     assert torch.equal(generate(target, assistant, max_new_tokens=100), plain)
     assert assistant.stats.tokens_per_pass > 2.0
     assert "looked up" in str(assistant.stats)
@@ -87,8 +87,7 @@ def test_it_finds_what_the_text_itself_repeats() -> None:
 @pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
 def test_targets_with_recurrent_layers(family: str) -> None:
     target = tiny_of(family)
-    plain = generate(target, eos_token_id=None)
-    assistant = lookup_for(target)
+    plain, assistant = generate(target, eos_token_id=None), lookup_for(target)
     inform(assistant, plain)
     assert torch.equal(generate(target, assistant, eos_token_id=None), plain)
     assert assistant.stats.discarded > 0
@@ -130,14 +129,9 @@ def test_special_tokens_are_never_proposed() -> None:
     assistant = lookup_for(target)
     inform(assistant, plain)
     proposed: list[int] = []
-    take = LookingUp.take
-
-    def noting(self: LookingUp, count: int) -> Any:
-        proposed.extend(self.found.tokens[:count])
-        return take(self, count)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LookingUp, "take", noting)
+        heard(patch, LookingUp, "take", lambda self, count: proposed.extend(self.found.tokens[:count]))
         ours = generate(target, assistant)
     assert torch.equal(ours, generate(target))
     assert proposed
@@ -201,8 +195,7 @@ def test_without_the_setting_nothing_is_looked_up() -> None:
 
 def test_a_draft_that_is_better_is_used() -> None:
     """The draft is always right, and the text repeats nothing."""
-    target = tiny("llama")
-    options = {"no_repeat_ngram_size": 2}
+    target, options = tiny("llama"), {"no_repeat_ngram_size": 2}
     assistant = assistant_for(target, mix=1.0, lookup=True, **RULES["throughput"])
     assert torch.equal(generate(target, assistant, **options), generate(target, **options))
     assert assistant.stats.drafted - assistant.stats.looked_up > 20
@@ -280,8 +273,7 @@ def test_in_transformers_own_loop(drafts: bool) -> None:
 def test_a_request_that_comes_again_is_answered_from_memory() -> None:
     target = tiny("llama")
     assistant = lookup_for(target, **RULES["throughput"], lookup="history")
-    first = generate(target, assistant)
-    before = assistant.stats
+    first, before = generate(target, assistant), assistant.stats
     again = generate(target, assistant)
     assert torch.equal(first, again)
     assert assistant.stats.target_passes < 0.5 * before.target_passes
@@ -314,8 +306,7 @@ def test_the_example_of_the_choice() -> None:
 
 
 def test_a_draft_that_brings_more_goes_first() -> None:
-    choice = Choice(0.01, 150.0)
-    seconds = torch.tensor([10.0, 11.0]).numpy() / 1000
+    choice, seconds = Choice(0.01, 150.0), torch.tensor([10.0, 11.0]).numpy() / 1000
     assert choice.length([[0.9]], seconds) == 1
     for _ in range(200):
         choice.observe(4.0, 0.015)

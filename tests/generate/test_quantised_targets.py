@@ -90,8 +90,7 @@ def assistant_of(kind: str, target: CausalLM, build: Any, folder: Path, speculat
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_the_text_of_plain_generation(kind: str, setting: str, name: str, tmp_path: Path) -> None:
-    plain = generate(TARGETS[name]())
-    target = TARGETS[name]()
+    plain, target = generate(TARGETS[name]()), TARGETS[name]()
     assistant = assistant_of(kind, target, TARGETS[name], tmp_path / "adapter", SETTINGS[setting])
     assert torch.equal(generate(target, assistant), plain)  # attached before its first pass
     assert assistant.stats.accepted > 0
@@ -287,8 +286,7 @@ ACTIVATIONS: dict[str, Callable[[], CausalLM]] = {
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_quantised_activations_are_refused(name: str) -> None:
     target = ACTIVATIONS[name]()
-    plain = generate(target)
-    layer = random_layer(ordinary())
+    plain, layer = generate(target), random_layer(ordinary())
     for make in (
         lambda: SpecDecPPAssistant.from_early_exit(target, 2),
         lambda: SpecDecPPAssistant.from_conditioned(target, 1),
@@ -353,8 +351,7 @@ def test_how_far_passes_of_smollm2_differ(how: str, least: float, most: float) -
 
 def test_a_draft_may_quantise_its_activations() -> None:
     """Whatever it says is verified."""
-    target = ordinary()
-    draft = with_torchao("Int8DynamicActivationInt8WeightConfig")
+    target, draft = ordinary(), with_torchao("Int8DynamicActivationInt8WeightConfig")
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=CHAIN)
     assert torch.equal(generate(target, assistant), generate(target))
     assert assistant.stats.accepted > 0

@@ -17,8 +17,7 @@ PROCESSING: list[dict[str, Any]] = [{"top_k": 0}, {"temperature": 0.7, "top_k": 
 
 def reads_of_rounds(monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any], **options: Any) -> set[int]:
     """The numbers of reads by which the rounds of a generation choose what to emit."""
-    found = set()
-    verify = Text.verify
+    found, verify = set(), Text.verify
 
     def counted(text: Text, *args: Any) -> Any:
         with reads() as counter:

@@ -166,8 +166,7 @@ def stateful() -> CausalLM:
 )
 def test_targets(make: Any, message: str, target: CausalLM) -> None:
     model = make()
-    kind = type(model)
-    assistant = assistant_for(target, attached=False)
+    kind, assistant = type(model), assistant_for(target, attached=False)
     with no_work(model), pytest.raises(ValueError, match=message):
         assistant.attach(model)
     assert type(model) is kind

@@ -46,8 +46,7 @@ def test_a_seed_repeats_a_text_whatever_was_before(target: CausalLM, way: str, r
         pytest.skip("batches draft chains")
     ids = torch.cat([prompt(12, seed) for seed in range(rows)])
     assistant = assistant_of("conditioned", target, **settings, reproducible=True)
-    first = generate(target, assistant, ids, seed=1)
-    drafted = assistant.stats.drafted
+    first, drafted = generate(target, assistant, ids, seed=1), assistant.stats.drafted
     told(assistant, **settings)
     for seed in (2, 3):
         generate(target, assistant, ids, seed)  # learns costs, estimates, successors and answers

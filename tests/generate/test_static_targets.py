@@ -153,8 +153,7 @@ def test_turns_with_a_users_cache(family: str, how: str) -> None:
         return found
 
     for _ in range(2):
-        plain = generate()
-        text = generate(assistant_model=assistant, past_key_values=cache)
+        plain, text = generate(), generate(assistant_model=assistant, past_key_values=cache)
         assert torch.equal(text, plain)
         assert_prefilled(held(cache), target, text[:, :-1])
         text = torch.cat((text, turn), dim=1)

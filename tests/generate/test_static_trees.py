@@ -81,10 +81,8 @@ MUTANTS: list[tuple[Any, str, Callable[..., Any]]] = [
 def test_trees_that_are_read_or_kept_wrongly_are_noticed(
     owner: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tiny("llama")
-    options = {**STATIC, "max_new_tokens": 50}
-    plain = target.generate(prompt(), **options)
-    assistant = attached(target, "dyspec")
+    target, options = tiny("llama"), {**STATIC, "max_new_tokens": 50}
+    plain, assistant = target.generate(prompt(), **options), attached(target, "dyspec")
     monkeypatch.setattr(owner, name, mutant)
     try:
         ours = target.generate(prompt(), assistant_model=assistant, **options)
@@ -117,8 +115,7 @@ def noted_passes(target: CausalLM) -> Iterator[list[tuple[int, int, tuple[int, .
 def test_passes_have_few_shapes_and_end_within_the_cache(growth: str) -> None:
     """Trees are drafted up to the end of the text: a cache that `generate()` makes has room for one after it."""
     target, length = quiet_later_layers(tiny("llama")), 12 + 40
-    assistant = attached(target, growth)
-    rooms = set()
+    assistant, rooms = attached(target, growth), set()
     with noted_passes(target) as passes:
         target.generate(prompt(), assistant_model=assistant, **STATIC)
     for begin, width, mask in passes:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.eagle3_files import VARIANTS
 from support.models import Rounds, assistant_for, prompt, random_layer, tiny
+from support.watchers import heard
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
 from hf_specdecpp.generation.setup import DraftSetup
@@ -43,8 +44,7 @@ def made(**values: object) -> SpeculationStats:
 @pytest.mark.parametrize("attached", [True, False])
 def test_counts_match_the_rounds(monkeypatch: pytest.MonkeyPatch, num_tokens: int, attached: bool) -> None:
     """Against a record kept beside them, for both doors; and the constant-K identity of the paper's cost model."""
-    rounds = Rounds(monkeypatch)
-    target = tiny("llama")
+    rounds, target = Rounds(monkeypatch), tiny("llama")
     assistant = assistant_for(target, attached, rule="fixed", num_tokens=num_tokens)
     text = target.generate(prompt(), assistant_model=assistant, max_new_tokens=64, do_sample=False)
     stats = assistant.stats
@@ -219,8 +219,7 @@ def test_remedies_are_what_the_assistant_lacks(kind: str, rows: int, monkeypatch
     monkeypatch.setattr(DraftSetup, "products", lambda *_: FasterProducts())
     target = tiny("llama").float()
     if kind == "lookup":
-        assistant = assist(target, "lookup", default=False)
-        lacks = {"draft"}
+        assistant, lacks = assist(target, "lookup", default=False), {"draft"}
     elif kind == "trained":
         head = AcceptanceHead(32, inputs="before", num_blocks=1, embedding_size=32)
         knobs = SpeculationConfig("threshold")
@@ -331,13 +330,8 @@ def test_sum_of_two_calls() -> None:
 
 
 def test_making_products_is_no_time_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = DraftSetup.products
 
-    def slow(setup: DraftSetup, target: Any) -> FasterProducts:
-        time.sleep(0.5)
-        return theirs(setup, target)
-
-    monkeypatch.setattr(DraftSetup, "products", slow)
+    heard(monkeypatch, DraftSetup, "products", lambda *_: time.sleep(0.5))
     target = tiny("llama")
     assistant = assistant_for(target)
     target.generate(prompt(12), assistant_model=assistant, max_new_tokens=8, pad_token_id=0)

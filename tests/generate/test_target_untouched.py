@@ -35,8 +35,7 @@ def test_before_during_and_after(family: str, kind: str) -> None:
     target = of_own_class(tiny(family).train(False))
     target.generation_config.temperature = 0.7
     target.get_input_embeddings().requires_grad_(False)
-    before = snapshot(target)
-    plain = generate(target)
+    before, plain = snapshot(target), generate(target)
     assistant = attached(target, kind)
     assert has_our_methods(target)
     for _ in range(2):
@@ -51,8 +50,7 @@ def test_before_during_and_after(family: str, kind: str) -> None:
 
 def test_training_mode_is_left_alone() -> None:
     target = tiny("llama").train()
-    before = snapshot(target)
-    assistant = attached(target, "early exit")
+    before, assistant = snapshot(target), attached(target, "early exit")
     generate(target, assistant_model=assistant)
     assistant.detach()
     assert snapshot(target) == before
@@ -111,8 +109,7 @@ def break_target(target: CausalLM, call: int) -> Any:
 def test_an_exception_in_a_round(family: str, where: str, style: str) -> None:
     """The user's cache goes back to the text that was emitted, so that the text can be continued from it."""
     target = tiny(family)
-    before = snapshot(target)
-    first = prompt(9, seed=5)
+    before, first = snapshot(target), prompt(9, seed=5)
     cache: Any = DynamicCache(config=target.config)
     with torch.no_grad():
         target(first, past_key_values=cache)
@@ -148,8 +145,7 @@ def test_an_exception_in_a_round(family: str, where: str, style: str) -> None:
 
 def test_an_exception_before_the_first_round() -> None:
     target = tiny("llama")
-    before = snapshot(target)
-    assistant = assistant_for(target)
+    before, assistant = snapshot(target), assistant_for(target)
     for last in (1, 2):  # the prompt, the first token
         with pytest.raises(BrokenError):
             generate(target, assistant_model=assistant, streamer=BreakingStreamer(last))
@@ -222,8 +218,7 @@ def test_copies_of_an_attached_target_are_ordinary(way: Any) -> None:
 def test_a_deep_copy_of_an_assistant_is_the_assistant() -> None:
     """Harnesses such as lm-eval copy the arguments of `generate()`: the copy must be attached to the same targets."""
     target = tiny("llama")
-    plain = generate(target)
-    assistant = assistant_for(target)
+    plain, assistant = generate(target), assistant_for(target)
     arguments = copy.deepcopy({"assistant_model": assistant, "max_new_tokens": 24})
     assert torch.equal(generate(target, **arguments), plain)
     assert assistant.stats.complete, "by our own loop"
@@ -232,8 +227,7 @@ def test_a_deep_copy_of_an_assistant_is_the_assistant() -> None:
 
 def test_saving_an_attached_target(tmp_path: Path) -> None:
     target = tiny("llama")
-    original = type(target)
-    assistant = assistant_for(target)
+    original, assistant = type(target), assistant_for(target)
     target.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     loaded = original.from_pretrained(tmp_path, dtype=torch.float64)

@@ -205,8 +205,7 @@ def test_another_default_for_this_thread_s_calls(monkeypatch: pytest.MonkeyPatch
     target = tiny("llama")
     own, other = assistant_for(target), assistant_for(target)
     own.attach(target, default=True)
-    plain = generate(target, assistant_model=own)
-    ran = runs_of(monkeypatch)
+    plain, ran = generate(target, assistant_model=own), runs_of(monkeypatch)
 
     def drafter() -> Any:
         ran.clear()

@@ -44,8 +44,7 @@ def test_greedy_equality(family: str) -> None:
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("family", NEWER)
 def test_more_families(family: str, kind: str) -> None:
-    target = target_of(family)
-    arguments = {**ARGUMENTS, "max_new_tokens": 60}
+    target, arguments = target_of(family), {**ARGUMENTS, "max_new_tokens": 60}
     assistant = assistant_for(target, mix=0.9, **TREES[kind])
     assert torch.equal(generate(target, assistant, **arguments), generate(target, **arguments))
     assert_trees_mattered(assistant.stats)
@@ -95,8 +94,7 @@ def test_generate_emits_exactly_p(kind: Any, enumerate_torch: Any) -> None:
 @pytest.mark.parametrize("end", ["eos", "stop string", "criterion"])
 def test_ends_and_caches(end: str, index: int) -> None:
     """Wherever in a path the text ends, the cache holds the text but its last token."""
-    target = target_of("gemma3_text")
-    text = plain_text("gemma3_text")[0, 20:].tolist()
+    target, text = target_of("gemma3_text"), plain_text("gemma3_text")[0, 20:].tolist()
     token = text[index]
     arguments: dict[str, dict[str, Any]] = {
         "eos": {"eos_token_id": token, "pad_token_id": 0},
@@ -111,8 +109,7 @@ def test_ends_and_caches(end: str, index: int) -> None:
 
 
 def test_nothing_is_drafted_below_an_end_of_sequence() -> None:
-    target = target_of("llama")
-    eos = plain_text("llama")[0, 20:].tolist()[10]
+    target, eos = target_of("llama"), plain_text("llama")[0, 20:].tolist()[10]
     assistant = assistant_for(target, mix=1.0, **{**TREES["dyspec"], "tree_budget": 40})
     generate(target, assistant, **{**ARGUMENTS, "eos_token_id": eos, "pad_token_id": 0})
     tree = assistant.stats.last_tree.tree

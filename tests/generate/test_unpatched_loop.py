@@ -69,8 +69,7 @@ def test_greedy_equality(family: str, rule: str, kind: str, monkeypatch: pytest.
     else:
         assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=speculation)
         assistant.detach()  # it keeps its draft, and the loop is transformers' again
-    made = with_generator(target, assistant)
-    rounds = Rounds(monkeypatch)
+    made, rounds = with_generator(target, assistant), Rounds(monkeypatch)
     text = target.generate(PROMPT, assistant_model=assistant, **arguments)
     assert torch.equal(text, plain)
 

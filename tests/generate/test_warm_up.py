@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.capturing import generate
 from support.models import assistant_of, quiet_later_layers, tiny, told
+from support.watchers import heard
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.captured.rooms import RoomCache
@@ -98,13 +99,8 @@ def test_nothing_is_learned() -> None:
 
 def test_rooms_are_made_once(pretended: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     made_rooms: list[int] = []
-    init = RoomCache.__init__
 
-    def note(cache: RoomCache, num_layers: int, room: int, *rest: Any) -> None:
-        made_rooms.append(room)
-        init(cache, num_layers, room, *rest)
-
-    monkeypatch.setattr(RoomCache, "__init__", note)
+    heard(monkeypatch, RoomCache, "__init__", lambda cache, layers, room, *rest: made_rooms.append(room))
     target, assistant = made("independent", "fixed")
     assistant.warm_up(250)  # a pass with its dummies may reach beyond 256
     assert sorted(made_rooms) == [256, 256, 512, 512]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.capturing import CHAIN, Drawn, generate
 from support.models import quiet_later_layers, tiny
+from support.watchers import heard
 from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
 from torch import Tensor
 
@@ -68,8 +69,7 @@ def test_other_rules(rule: str, kind: str, tmp_path: Path, pretended: Counter[st
     target, assistant = made(kind, tmp_path, **settings)
     for how in ({}, SAMPLED):
         for turn in range(2):
-            before = pretended["captured"]
-            text = generate(target, assistant, 9, **how)
+            before, text = pretended["captured"], generate(target, assistant, 9, **how)
             stats = assistant.stats
             assert stats.decided["rounds"] == "captured"
             assert stats.generated == 24
@@ -422,13 +422,8 @@ def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monke
     monkeypatch.setattr(tiers, "PROBED", (2, 2))
     target, assistant = made("independent", tmp_path, rule="throughput")
     shapes: list[RoundShape] = []
-    run = captured_rounds.CapturedRounds.run
 
-    def noted(rounds: Any, shape: RoundShape, *rest: Any) -> Any:
-        shapes.append(shape)
-        return run(rounds, shape, *rest)
-
-    monkeypatch.setattr(captured_rounds.CapturedRounds, "run", noted)
+    heard(monkeypatch, captured_rounds.CapturedRounds, "run", lambda _, shape, *rest: shapes.append(shape))
     text = generate(target, assistant, max_new_tokens=60)
     assert torch.equal(text, generate(target, None, max_new_tokens=60))
     assert shapes[-12:].count(cheap) > 6

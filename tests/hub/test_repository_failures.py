@@ -51,8 +51,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An assistant with every kind of file."""
-    root = tmp_path_factory.mktemp("sound")
-    target = tiny("llama")
+    root, target = tmp_path_factory.mktemp("sound"), tiny("llama")
     adapter = save_adapter(early_exit(target, 2), root / "peft")
     assistant = SpecDecPPAssistant.from_early_exit(
         target, 2, adapter=adapter, head=head_for(target), draft_vocab=list(range(40))
@@ -231,8 +230,7 @@ def test_ignored_fields_have_no_effect(folder: Path) -> None:
     target = tiny("llama")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*does not know and ignores")
-        assistant = load(folder, target=target)
-        config = AutoConfig.from_pretrained(folder)
+        assistant, config = load(folder, target=target), AutoConfig.from_pretrained(folder)
     assert greedy(target, assistant) == greedy(target)
     for made in (assistant.config, config):
         assert made.architectures == ["SpecDecPPAssistant"]

@@ -83,8 +83,7 @@ def test_a_default_assistant(target: Any, tmp_path: Path, ran: list[Any]) -> Non
 
 def test_batches_are_plain(target: Any, tmp_path: Path, ran: list[Any]) -> None:
     """lm-eval's criterion notes which rows have ended, so that no row can be asked about by itself."""
-    plain = evaluate(target, tmp_path, batch_size=3)
-    assistant = assistant_for(target)
+    plain, assistant = evaluate(target, tmp_path, batch_size=3), assistant_for(target)
     assistant.attach(target, default=True)
     assert evaluate(target, tmp_path, batch_size=3) == plain
     assert "MultiTokenEOSCriteria may keep state" in str(assistant.stats.refusal)

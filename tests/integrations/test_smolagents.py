@@ -46,8 +46,7 @@ def say(model: Any) -> str:
 
 
 def test_a_default_assistant(model: Any) -> None:
-    plain = say(model)
-    assistant = early_exit(model, default=True)
+    plain, assistant = say(model), early_exit(model, default=True)
     assert say(model) == plain
     assert assistant.stats.accepted > 0
     streamed = [part.content for part in model.generate_stream(MESSAGES)]
@@ -68,8 +67,7 @@ def say_until(model: Any, stop: str) -> str:
 
 def test_among_the_arguments(model: Any, folder: str) -> None:
     """They go on to `generate()`. The assistant is made for a model that is loaded already."""
-    plain = say(model)
-    assistant = early_exit(model)
+    plain, assistant = say(model), early_exit(model)
     model.kwargs["assistant_model"] = assistant
     assert say(model) == plain
     assert assistant.stats.accepted > 0

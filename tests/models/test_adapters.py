@@ -150,8 +150,7 @@ def test_adapters_of_early_peft(tmp_path: Path, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_adapter_on_a_model_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
     """Merged it is rounded once, from the file's own precision."""
-    folder = Path(save_adapter(tiny("llama"), tmp_path))
-    model = tiny("llama").to(dtype)
+    folder, model = Path(save_adapter(tiny("llama"), tmp_path)), tiny("llama").to(dtype)
     expected = logits(add_adapter(tiny("llama"), folder, merge=True))
     for merge in (True, False):
         actual = logits(add_adapter(model, folder, merge))

@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from support.models import tiny
 from support.snapshots import FIXED, generate, snapshot
+from support.watchers import heard
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
@@ -64,8 +65,7 @@ def test_an_early_exit_shares_the_targets_tensors(tmp_path: Path) -> None:
 
 def test_moving_an_early_exit_assistant_leaves_the_target(tmp_path: Path) -> None:
     target = tiny("llama")
-    before = snapshot(target)
-    folder = lora_folder(target, tmp_path)
+    before, folder = snapshot(target), lora_folder(target, tmp_path)
     assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, speculation=FIXED, merge=False)
     assistant.half()
     assistant.train()
@@ -122,13 +122,8 @@ def test_rows_of_the_head_are_copied_once_a_step(monkeypatch: pytest.MonkeyPatch
     target = tiny("llama")
     copied: list[Tensor] = []
     assistant = SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(2, 40), speculation=FIXED)
-    slice_head = draft_model._slice_head
 
-    def noted(head: Any, ids: Tensor) -> Any:
-        copied.append(ids)
-        return slice_head(head, ids)
-
-    monkeypatch.setattr(draft_model, "_slice_head", noted)
+    heard(monkeypatch, draft_model, "_slice_head", lambda _, ids: copied.append(ids))
     rows = assistant.drafter.small_head.weight
     for steps in (0, 1):
         for _ in range(steps):

@@ -153,8 +153,7 @@ def test_contexts_that_share_a_place_are_not_mistaken_for_each_other(monkeypatch
 
 def test_how_far_it_is_trusted_follows_what_came_true() -> None:
     """By length of the context and by how sure it was: here always certain, and right after 5 6 8 only."""
-    table = Successors(VOCAB, CPU)
-    sure = BUCKETS - 1
+    table, sure = Successors(VOCAB, CPU), BUCKETS - 1
     before = table.odds.clone()
     for place in range(60):
         table.learn(contexts(9), logits_of(**{f"_{place % 2}": 1.0}))

@@ -61,8 +61,7 @@ def _image() -> dict[str, Tensor]:
 
 
 def _patches() -> dict[str, Tensor]:
-    ids = _ids(4, around=True)
-    grid = torch.tensor([[1, 4, 4]])
+    ids, grid = _ids(4, around=True), torch.tensor([[1, 4, 4]])
     return {"input_ids": ids, "pixel_values": _features(16, 96), "image_grid_thw": grid,
             "mm_token_type_ids": (ids == IMAGE).int()}  # fmt: skip
 

@@ -78,8 +78,7 @@ def _prototype(
     num_texts: int, mix: float, early_exit: bool, temperatures: tuple[float, ...], tests: tuple[str, ...]
 ) -> Path:
     """The same files, made once a session."""
-    folder = Path(tempfile.mkdtemp(dir=KEPT.name))
-    target = tiny("llama").float()
+    folder, target = Path(tempfile.mkdtemp(dir=KEPT.name)), tiny("llama").float()
     save_model(target, folder / "target")
     if not early_exit:
         save_model(partly_agreeing(target, mix), folder / "draft")

@@ -199,8 +199,7 @@ def _sizes(config_class: Any, sizes: dict[str, Any], overrides: dict[str, Any]) 
 
 def tiny_of(family: str, attn_implementation: str | None = None, kind: str = "text", **overrides: Any) -> CausalLM:
     """A random float64 model. Raises whatever its family raises if it cannot be built."""
-    config = tiny_config(family, **overrides)
-    auto = KINDS[kind][0]
+    config, auto = tiny_config(family, **overrides), KINDS[kind][0]
     options = {"attn_implementation": attn_implementation, "experts_implementation": "eager"}
     with torch.device("meta"):
         size = auto.from_config(config, **options).num_parameters()

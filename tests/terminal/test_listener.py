@@ -8,6 +8,7 @@ import torch
 from support.families import informed_draft
 from support.models import tiny
 from support.repos import PROMPT, letter_tokenizer, tokenizer
+from support.watchers import heard
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as Decoder
 from tokenizers.models import BPE
@@ -26,13 +27,10 @@ TREE = SpeculationConfig(tree=[2, 2, 1])
 def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many candidates each round accepted, as the generator itself is told."""
     counts: list[int] = []
-    saw = SpecDecPPCandidateGenerator.saw
 
-    def noted(self: Any, drafted: Any, path: list[int], length: int) -> None:
-        counts.append(len(path))
-        saw(self, drafted, path, length)
-
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "saw", noted)
+    heard(
+        monkeypatch, SpecDecPPCandidateGenerator, "saw", lambda generator, tree, path, *rest: counts.append(len(path))
+    )
     return counts
 
 

@@ -86,8 +86,7 @@ def space(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def small_pair(folder: Path) -> tuple[str, str]:
     """A target that takes chats, and a draft that knows what it will say to the question, but for each fourth word."""
     model = tiny("llama").float()
-    target = save_model(model, folder / "target", None)
-    words = tokenizer()
+    target, words = save_model(model, folder / "target", None), tokenizer()
     words.chat_template = TEMPLATE
     words.save_pretrained(target)
     ids = torch.tensor([[1, 2, 3, 4, 5]])

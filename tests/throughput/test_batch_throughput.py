@@ -120,8 +120,7 @@ def test_lengths_that_do_not_pay_are_not_tried_out_in_batches() -> None:
     """Only drafting nothing is, also once that was confirmed."""
     known = KnownCosts(Costs(0.1, (1.0, 1.9, 2.8, 3.7)))
     for kind, tried in ((BatchPlan, {0}), (ChainPlan, {0, 1, 2, 3})):
-        plan = kind(known, 3, 0)
-        lengths = set()
+        plan, lengths = kind(known, 3, 0), set()
         for _ in range(20):
             plan.begin_text()
             plan.follow(10)

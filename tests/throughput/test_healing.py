@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.models import assistant_of, prompt, tiny
 from support.plans import chain_plan, tell
+from support.watchers import heard
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.session import ModelReading
@@ -163,18 +164,14 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "pad_token_
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was done for a draft."""
     seen: list[str] = []
-    begin, take = ModelReading.begin_round, TargetStates.take
-
-    def begin_round(self: ModelReading, *args: Any) -> None:
-        seen.append("read")
-        begin(self, *args)
+    take = TargetStates.take
 
     def taken(self: TargetStates, *args: Any) -> Any:
         if (found := take(self, *args)) is not None:
             seen.append("states")
         return found
 
-    monkeypatch.setattr(ModelReading, "begin_round", begin_round)
+    heard(monkeypatch, ModelReading, "begin_round", lambda *_: seen.append("read"))
     monkeypatch.setattr(TargetStates, "take", taken)
     return seen
 

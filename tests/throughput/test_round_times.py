@@ -146,8 +146,7 @@ def test_each_length_has_its_costs() -> None:
 def test_costs_of_a_text_are_those_of_its_beginning() -> None:
     """Only `learn` changes them, between texts."""
     known = KnownCosts(MEASURED)
-    first = known.at(50)
-    times = rounds({1: [0.020] * 10})
+    first, times = known.at(50), rounds({1: [0.020] * 10})
     assert known.at(50) is first
     known.learn(times)
     assert known.at(50) is not first

@@ -59,8 +59,7 @@ def test_a_product_that_loses_is_gone_within_some_passes(packed: float, chosen: 
 @pytest.mark.parametrize("times", [0.4, 2.5])
 def test_a_load_that_comes_or_goes_decides_nothing(after: int, times: float) -> None:
     """Medians of each product by itself would: half of its passes are of another machine."""
-    load = iter([1.0] * after + [times] * (24 - after))
-    passes = TargetPasses("packed")
+    load, passes = iter([1.0] * after + [times] * (24 - after)), TargetPasses("packed")
     decide(passes, {"own": 1.0, "packed": 1.0}, load)
     assert passes.of(1) == "own"
 

@@ -92,8 +92,7 @@ def loss_of(weights: list[float], decay: float) -> tuple[float, float]:
     student = BlockStudent(DFlashDraft(model, target), anchors=99, decay=decay)
     ids, answers = prompt(14), torch.arange(13)[None] >= 5
     with TargetStates(target, model.reader) as caught:
-        p_logits = target(ids).logits[0, 5:13]
-        states = caught.take()
+        p_logits, states = target(ids).logits[0, 5:13], caught.take()
     ours = float(student(ids, answers, lambda at: p_logits[at], states))
     total = mass = 0.0
     for anchor in range(5, 13):
@@ -182,8 +181,7 @@ def test_chains_on_a_text_are_those_of_rounds() -> None:
     """What a head learns from, and what it is calibrated and measured on."""
     target = quiet_later_layers(tiny("llama")).float()
     settings = initial_block.settings_for(target, [1], PLACES, 1, VOCAB_SIZE - 1)
-    draft = DFlashDraft(initial_block.untrained(settings, target), target)
-    ids = prompt(16)
+    draft, ids = DFlashDraft(initial_block.untrained(settings, target), target), prompt(16)
     states: Any = target_states(target, draft, ids[0].tolist())
     starts, drawing = torch.tensor([5, 9, 16]), Drawing(lambda x: x.softmax(-1), VOCAB_SIZE)
     drafted = draft_chains(draft, ReadText(ids[0].tolist(), states), starts, 20, drawing)

@@ -28,8 +28,7 @@ def test_what_is_perfectly_told_apart_stays_finite() -> None:
 
 
 def test_a_bias_and_temperatures_are_found_again() -> None:
-    generator = torch.Generator().manual_seed(0)
-    index = torch.arange(3).repeat(3000)
+    generator, index = torch.Generator().manual_seed(0), torch.arange(3).repeat(3000)
     true = 2.0 * torch.randn(9000, generator=generator, dtype=torch.float64)
     applied = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)[index]
     spoilt = true * applied - 1.7

@@ -112,8 +112,7 @@ def test_training_that_does_not_help_leaves_the_fitted_fusion(tmp_path: Any, mon
 @pytest.mark.parametrize("rank", [None, 16])
 def test_the_fusion_begins_as_the_targets_own_input(rank: int | None) -> None:
     """A full map is the least-squares solution, but for the ridge; one with a rank is better than its mean."""
-    target = quiet_later_layers(tiny("llama"))
-    fusion = Fusion(32, 32, [1], rank).double()
+    target, fusion = quiet_later_layers(tiny("llama")), Fusion(32, 32, [1], rank).double()
     texts = [prompt(40, seed) for seed in range(40)]
     least_squares.fit(fusion, target, 2, texts)
     pairs = [inputs_and_wanted(target, ids) for ids in texts]
@@ -141,8 +140,7 @@ def test_chains_of_a_text_are_those_of_rounds() -> None:
     """What calibration records is what the draft does in a generation: chains at several places, read together."""
     target = quiet_later_layers(tiny("mistral"))
     assistant = SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=random_fusion(target))
-    drafter = assistant.ready_drafter()
-    ids = prompt(20)
+    drafter, ids = assistant.ready_drafter(), prompt(20)
     states = target_states(target, drafter, ids[0].tolist())
     assert drafter.fusion is not None
     assert states is not None
@@ -189,8 +187,7 @@ def begun(folder: Path, shorthand: bool) -> TrainingConfig:
 @pytest.mark.parametrize("shorthand", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_head_on_a_frozen_draft(shorthand: bool, tmp_path: Path) -> None:
     """Named by its repository alone, with the Hub id of that local copy; or in full, and not measured before."""
-    config = begun(tmp_path, shorthand)
-    theirs = tmp_path / "theirs"
+    config, theirs = begun(tmp_path, shorthand), tmp_path / "theirs"
     before = (theirs / "model.safetensors").read_bytes()
     if shorthand:
         config.draft_id, config.draft_revision = "org/theirs", "0123abc"

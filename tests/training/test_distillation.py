@@ -86,8 +86,7 @@ def test_loss_and_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, vocab_size: int | None, chunk: int
 ) -> None:
     monkeypatch.setattr("hf_specdecpp.training.distillation.students.CHUNK", chunk)
-    config = prepare(tmp_path, kind, draft_vocab_size=vocab_size)
-    answers = rows(5, seed=3)
+    config, answers = prepare(tmp_path, kind, draft_vocab_size=vocab_size), rows(5, seed=3)
     write_rollouts(config.work, rows(64, seed=1), answers)
     trainer = trainer_of(config, monkeypatch)
     drafter = trainer.model.drafter
@@ -195,8 +194,7 @@ class Adapted(torch.nn.Module):
 
 @pytest.mark.parametrize("best", distillation.SHARES)
 def test_the_best_share_of_the_update_is_kept(tmp_path: Path, best: float) -> None:
-    config = prepare(tmp_path, "independent")
-    model = Adapted()
+    config, model = prepare(tmp_path, "independent"), Adapted()
     trained = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def evaluate() -> dict[str, float]:

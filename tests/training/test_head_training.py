@@ -124,8 +124,7 @@ def test_a_head_may_be_for_some_of_the_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inputs", ["before", "after"])
 def test_a_head_is_fitted_and_written(tmp_path: Path, inputs: str) -> None:
     config = training_run(tmp_path, inputs=inputs, siblings=1, rejection_weight=1.0, epochs=8.0, learning_rate=1e-2)
-    metrics = head_fitting.run(config)
-    head = load_head(config.work / "head")
+    metrics, head = head_fitting.run(config), load_head(config.work / "head")
     assert head.inputs == inputs
     assert 0 < metrics["train_candidates"] <= 12 * 24
     assert metrics["binary_kl"] < 0.6

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from support.models import VOCAB_SIZE, tiny
 from support.repos import WORDS, save_model
+from support.watchers import heard
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicLayer
 
@@ -314,13 +314,8 @@ def test_a_killed_run_goes_on(
 def count_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Prompts of each shard that the local target is asked from now on."""
     asked: list[int] = []
-    answer = LocalTarget.__call__
 
-    def counting(self: LocalTarget, items: Any, temperature: float, seed: int, done: Set[int]) -> Any:
-        asked.append(len(items) - len(done))
-        return answer(self, items, temperature, seed, done)
-
-    monkeypatch.setattr(LocalTarget, "__call__", counting)
+    heard(monkeypatch, LocalTarget, "__call__", lambda _, items, *given: asked.append(len(items) - len(given[-1])))
     return asked
 
 
@@ -363,8 +358,7 @@ def test_a_complete_run_is_not_repeated(config: TrainingConfig, monkeypatch: pyt
 
 def test_damaged_shards_are_made_again(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts.run(config)
-    expected = rows_of(config)
-    folder = config.work / "rollouts"
+    expected, folder = rows_of(config), config.work / "rollouts"
     record = json.loads((folder / "rollouts.json").read_text())
     (folder / "rollouts.json").write_text(json.dumps({**record, "complete": False}))
     shard = folder / "train" / "shard-0-0-00001.parquet"

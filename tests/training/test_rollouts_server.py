@@ -98,8 +98,7 @@ def test_what_is_asked_for(tmp_path: Path, target: str, monkeypatch: pytest.Monk
 
 
 def test_requests_are_in_flight_together(tmp_path: Path, target: str) -> None:
-    meeting = threading.Barrier(4, timeout=20)
-    answer = Model(target)
+    meeting, answer = threading.Barrier(4, timeout=20), Model(target)
 
     def reply(path: str, body: dict[str, Any]) -> Reply:
         meeting.wait()

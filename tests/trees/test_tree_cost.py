@@ -68,8 +68,7 @@ def one_round(
 
 
 def _softmax_seconds(rows: int) -> float:
-    scores = torch.zeros((rows, VOCAB))
-    begin = time.process_time()
+    scores, begin = torch.zeros((rows, VOCAB)), time.process_time()
     scores.softmax(-1)
     return time.process_time() - begin
 

@@ -232,8 +232,7 @@ def race(q: Tensor) -> Siblings:
 @pytest.mark.parametrize("draws", [Inverted, race])
 def test_draws_without_replacement(draws) -> None:
     """The distribution of the first two, against its definition (chi-square, fixed seed), also across blocks."""
-    q = torch.zeros(2 * BLOCK + 3)
-    support = [1, BLOCK - 1, BLOCK, 2 * BLOCK + 2]
+    q, support = torch.zeros(2 * BLOCK + 3), [1, BLOCK - 1, BLOCK, 2 * BLOCK + 2]
     q[support] = torch.tensor([0.6, 0.25, 0.1, 0.05])
     torch.manual_seed(0)
     num, counts = 20_000, dict.fromkeys(itertools.permutations(support, 2), 0)

@@ -137,8 +137,7 @@ def test_a_pause_is_read_at_once(tmp_path: Path) -> None:
     """A round that drafts nothing leaves its states for the next one, and the text's positions go on."""
     checkpoint = VARIANTS["windows"]
     draft, target = loaded(checkpoint, tmp_path, "original")
-    states = states_of(target, draft, TEXT)
-    session = draft.session(VOCAB)
+    states, session = states_of(target, draft, TEXT), draft.session(VOCAB)
     session.begin_round(TEXT[:, :9], 0, states[:, :8])
     session.step([])
     for before, length in ((9, 12), (12, 14)):
@@ -152,8 +151,7 @@ def test_a_tree_has_the_marginals_by_depth(tmp_path: Path) -> None:
     draft, target = loaded(VARIANTS["plain"], tmp_path, "original")
     states = states_of(target, draft, TEXT)
     chain, session = rows(begun(draft, states, ROUNDS), 4), begun(draft, states, ROUNDS)
-    tree = DraftTree(3)
-    path = [0]
+    tree, path = DraftTree(3), [0]
     for depth in range(4):
         nodes = [tree.add(path[-1], token) for token in (1, 2)]
         path.append(nodes[0])

@@ -187,8 +187,7 @@ def test_all_tokens(tmp_path: Path) -> None:
 
 
 def test_without_a_head_it_takes_the_targets(tmp_path: Path) -> None:
-    folder = VARIANTS["all tokens"].save(tmp_path)
-    target = tiny("llama")
+    folder, target = VARIANTS["all tokens"].save(tmp_path), tiny("llama")
     assert load(edited(folder, **{"lm_head.weight": None}), target).get_output_embeddings() is target.lm_head
 
 

@@ -63,8 +63,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def readings(pair: tuple[Path, Path], **said: Any) -> list[meeting.Reading]:
     """Of the draft, if its config said this."""
-    target = AutoModelForCausalLM.from_pretrained(pair[0])
-    said = {"reads": RIGHT, **said}
+    target, said = AutoModelForCausalLM.from_pretrained(pair[0]), {"reads": RIGHT, **said}
     model = SpecDecPPAssistant.from_pretrained(pair[1], target=target, eagle3=said).ready_drafter().model
     return compare(model, target, letter_tokenizer()(TEXT, return_tensors="pt")["input_ids"])
 

@@ -219,12 +219,10 @@ def test_a_flag_matters(variant: str, wrong: dict[str, Any], tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("flag", "part"), NORMS_OF_STATES)
 def test_a_norm_of_states_matters(flag: str, part: str, tmp_path: Path) -> None:
-    draft = saved(tmp_path, *VARIANTS[flag])
-    drafter = loaded(tmp_path)
+    draft, drafter = saved(tmp_path, *VARIANTS[flag]), loaded(tmp_path)
     setattr(drafter.fusion, part, None)
     assert difference(drafter, draft) > FAR
-    plain = saved(tmp_path, *VARIANTS["plain"])
-    drafter = loaded(tmp_path)
+    plain, drafter = saved(tmp_path, *VARIANTS["plain"]), loaded(tmp_path)
     setattr(drafter.fusion, part, UNIT_NORMS[part])
     assert difference(drafter, plain) > FAR
 

@@ -124,8 +124,7 @@ def test_three_steps(name: str, dialect: str, tmp_path: Path) -> None:
     checkpoint = VARIANTS[name]
     drafter, target = loaded(checkpoint, tmp_path, dialect)
     assert drafter.fusion.reads == (READS if checkpoint.num_reads else [])
-    states = states_of(target, drafter, TEXT)
-    candidates = [3, 17]
+    states, candidates = states_of(target, drafter, TEXT), [3, 17]
     expected = Formulas(checkpoint, target).chain(states, candidates)
     session = DraftSession(drafter, 48)
     session.begin_round(TEXT[:, 1:], 0, states[:, :-1])
@@ -191,8 +190,7 @@ def test_the_formulas_tell_mutants(mutant: str, tmp_path: Path) -> None:
     expected = Formulas(checkpoint, target).chain(states_of(target, loaded(checkpoint, tmp_path)[0], TEXT), [3, 17])
     session = DraftSession(drafter, 48)
     if mutant == "feedback through fc":
-        fc = drafter.fusion.fc
-        forward = type(drafter.fusion).forward
+        fc, forward = drafter.fusion.fc, type(drafter.fusion).forward
 
         def through_fc(states: Tensor, embeddings: Tensor) -> Tensor:
             own = states.shape[-1] == HIDDEN

@@ -109,8 +109,7 @@ def rows_read(each: Proposed) -> int:
 def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its candidates are ours, token for token and in their logits, from the first round on, wherever it reads what the
     target has verified. After a rejection it also reads the row of the first rejected candidate."""
-    variant = VARIANTS[name]
-    changes = {"sliding_window": 64}
+    variant, changes = VARIANTS[name], {"sliding_window": 64}
     theirs, target = variant.theirs(seed=3, **changes), target_for(variant.of, **changes)
     heard, how = proposed(monkeypatch, GENERATOR), {"max_new_tokens": 40, "do_sample": False}
     output = target.generate(TEXT, assistant_model=theirs, **how)
@@ -133,15 +132,13 @@ def test_nodes_of_a_tree_are_paths_of_chains() -> None:
         target = target_for()
         draft = drafted_by(VARIANTS[name].theirs(), target)
         session, tree = begun(draft, target, TEXT), DraftTree(int(TEXT[0, -1]))
-        logits = {0: session.expand(tree, [0])[0][0]}
-        level = [0]
+        logits, level = {0: session.expand(tree, [0])[0][0]}, [0]
         for depth in range(1, 4):
             level = [tree.add(parent, token) for parent in level for token in (depth, depth + 4)]
             logits |= dict(zip(level, session.expand(tree, level)[0], strict=True))
             assert session.passes == depth + 1
         for node in logits:
-            single = begun(draft, target, TEXT)
-            path = tree.path(node)
+            single, path = begun(draft, target, TEXT), tree.path(node)
             for place in range(len(path) + 1):
                 row = single.step([torch.tensor(token) for token in path[:place]])[0]
             torch.testing.assert_close(logits[node], row, rtol=3e-6, atol=3e-6)

@@ -11,6 +11,7 @@ from support.hub_server import HubServer
 from support.models import prompt, tiny, told
 from support.mtp_files import DEPTH, HIDDEN, VOCAB, Files, dense, load
 from support.repos import change_json, files_of
+from support.watchers import heard
 
 from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.drafts.mtp.kind import layers_among
@@ -76,13 +77,8 @@ def test_of_several_files_only_those_with_the_layers_are_opened(
     expected = accepted(target, assist(target, "mtp", default=False))
     files = shards_of(tmp_path)
     asked: list[str] = []
-    theirs = Repository.file
 
-    def ask(self: Repository, filename: str, folder: str | None = None) -> Path:
-        asked.append(filename)
-        return theirs(self, filename, folder)
-
-    monkeypatch.setattr(Repository, "file", ask)
+    heard(monkeypatch, Repository, "file", lambda _, filename, *rest: asked.append(filename))
     assert accepted(target, assist(target, "mtp", default=False)) == expected
     assert asked.count(files[2]) == 1, "a file is opened once, whatever it holds"
     assert not {files[0], files[1]} & set(asked)
@@ -92,8 +88,7 @@ def test_the_commit_of_the_hub_is_stored(hub: HubServer, tmp_path: Path) -> None
     """What is committed later is not read, and of several files the target's own are not downloaded again."""
     files, folder = dense(), tmp_path / "files"
     files.save(folder)
-    shards = shards_of(folder)
-    commit = hub.commit("org/target", files_of(folder))
+    shards, commit = shards_of(folder), hub.commit("org/target", files_of(folder))
     target = load("org/target")
     assistant = assist(target, "mtp", default=False)
     expected = accepted(target, assistant)

@@ -141,8 +141,7 @@ def test_the_formula_tells_others_apart(wrong: str, tmp_path: Path, monkeypatch:
     """Mutants: state and embedding exchanged; norms that scale by the weight; a constant state for candidates."""
     files = Files("qwen3_5_text")
     target = files.load(tmp_path)
-    draft = fixed(target).ready_drafter()
-    formula = WrittenOut(target, files.layers[0])
+    draft, formula = fixed(target).ready_drafter(), WrittenOut(target, files.layers[0])
     if wrong == "order":
         weight = files.layers[0]["mtp.fc.weight"]
         formula.tensors = {**files.layers[0], "mtp.fc.weight": weight.roll(weight.shape[0], dims=1)}

@@ -87,8 +87,7 @@ class WholePrefix(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         weights = torch.arange(1, input_ids.shape[1] + 1)
-        favoured = int((input_ids[0] * weights).sum()) % VOCAB_SIZE
-        scores = scores.clone()
+        favoured, scores = int((input_ids[0] * weights).sum()) % VOCAB_SIZE, scores.clone()
         scores[:, favoured] += 4.0
         return scores
 
@@ -162,8 +161,7 @@ def random_ids(seed: int, length: int) -> Tensor:
 def first_prompt(case: Case) -> tuple[Tensor, Tensor | None]:
     """Ids `[1, n]` and mask `[1, n]` of the first turn. Padding is added to the `case.length` tokens."""
     ids = random_ids(case.seed, case.length)
-    mask = torch.ones_like(ids)
-    pads = torch.full((1, 1 + case.seed % 4), PAD)
+    mask, pads = torch.ones_like(ids), torch.full((1, 1 + case.seed % 4), PAD)
     if case.padding == "no mask":
         return ids, None
     if case.padding == "ones":

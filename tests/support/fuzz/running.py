@@ -150,8 +150,7 @@ def _compare(case: Case, target: CausalLM, assistant: Any) -> Result:
     for turn in range(case.turns):
         is_last = turn == case.turns - 1
         has_fault = case.fault != "none" and is_last
-        before = plain.copy()
-        expected = plain.answer(turn, None, has_fault)
+        before, expected = plain.copy(), plain.answer(turn, None, has_fault)
         actual = ours.answer(turn, None if case.earlier == "plain" and not is_last else assistant, has_fault)
         if has_fault and isinstance(expected.error, Fault) and not _is_refusal(actual.error):
             _compare_fault(before, ours, actual, turn)
@@ -216,8 +215,7 @@ def _compare_fault(before: Conversation, ours: Conversation, actual: Answer, tur
         raise Different(f"turn {turn}: instead of the fault: {_described(actual.error)}")
     if before.cache is None or ours.cache is None or ours.case.fault == "streamer" or ours.case.door != "attached":
         return  # transformers' own loop rolls nothing back
-    emitted = sum((actual.streamed or [[]])[1:], [])
-    length = ours.cache.get_seq_length()
+    emitted, length = sum((actual.streamed or [[]])[1:], []), ours.cache.get_seq_length()
     if not emitted:
         if length != before.cache.get_seq_length():
             raise Different(f"turn {turn}: nothing was emitted, and the cache grew to {length} tokens")
@@ -318,8 +316,7 @@ def _described(error: Exception | None) -> str:
 
 def minimise(case: Case, budget: int = 200) -> tuple[Case, Result]:
     """A simpler case that is wrong, too: dimensions are made simpler one by one, for as long as one can be."""
-    result = run_case(case)
-    tried = 0
+    result, tried = run_case(case), 0
     while result.kind == "wrong":
         for other in simpler(case):
             tried += 1
