@@ -18,12 +18,9 @@ from hf_specdecpp.files import Repository
 PACKAGE = Path(hf_specdecpp.__file__).parent
 # The default of `draft_kind`, which repositories may leave out; fields; a contestant's name; names of others.
 ALLOWED = {
-    ("config/assistant.py", "independent"),
-    ("benchmark/contestants.py", "lookup"),
-    ("hub/publishing.py", "lookup"),
-    ("serving.py", "eagle3"),
-    ("assistant.py", "eagle3"),
-}
+    ("config/assistant.py", "independent"), ("benchmark/contestants.py", "lookup"), ("hub/publishing.py", "lookup"),
+    ("serving.py", "eagle3"), ("assistant.py", "eagle3"),
+}  # fmt: skip
 SHARED = {"checkpoints", "kind", "known"}  # files of `drafts/` that are of no kind
 STARTS = "where the training of such drafts begins: layers of their shapes, fitted to a target's"
 # What may be imported of a kind's own files, and why.

@@ -171,13 +171,8 @@ class SubtractsTheFirstQ(ToyRound):
 
 
 MUTANTS = [
-    Withdraws,
-    ReportsAnotherTemperature,
-    DraftsGreedily,
-    AcceptsEverything,
-    ReusesTheUniform,
-    DrawsTheBonusFromQ,
-]
+    Withdraws, ReportsAnotherTemperature, DraftsGreedily, AcceptsEverything, ReusesTheUniform, DrawsTheBonusFromQ,
+]  # fmt: skip
 # Of the residual as `verify_chain` computes it; those of block verification are in `test_block_verification.py`.
 RESIDUALS = [ResamplesFromP, SubtractsTheFirstQ]
 

@@ -100,11 +100,9 @@ def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None
     torch.manual_seed(0)
     head = AcceptanceHead(32, embedding_size=32, inputs="before").double()
     options: dict[str, Any] = {
-        "early exit": {},
-        "head": {"head": head},
-        "conditioned": {"fusion": fusion},
+        "early exit": {}, "head": {"head": head}, "conditioned": {"fusion": fusion},
         "vocabulary": {"draft_vocab": range(3, 46)},
-    }
+    }  # fmt: skip
     with pretend_devices(), torch.no_grad():
         target = spread(original, PLACES)
         on_device(fusion), on_device(head)

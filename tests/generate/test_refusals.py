@@ -142,12 +142,8 @@ def test_a_failed_call_leaves_nothing_behind(target: CausalLM) -> None:
 
 def encoder_decoder() -> CausalLM:
     size: dict[str, Any] = {
-        "d_model": 16,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-    }
+        "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
+    }  # fmt: skip
     heads: dict[str, Any] = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": VOCAB_SIZE}
     return BartForConditionalGeneration(BartConfig(**size, **heads, max_position_embeddings=32)).eval()
 

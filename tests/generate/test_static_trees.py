@@ -67,14 +67,10 @@ def one_place_behind(tree_pass: TreePass, *args: Any) -> Any:
 
 kept, uploaded = StaticText.keep, TreePass.upload
 MUTANTS: list[tuple[Any, str, Callable[..., Any]]] = [
-    (texts, "move", stays),
-    (texts, "move", one_off),
-    (texts, "move", from_the_start),
-    (StaticText, "keep", keeps_one_too_many),
-    (StaticText, "keep", unmoved_past),
-    (TreePass, "upload", sees_dummies),
+    (texts, "move", stays), (texts, "move", one_off), (texts, "move", from_the_start),
+    (StaticText, "keep", keeps_one_too_many), (StaticText, "keep", unmoved_past), (TreePass, "upload", sees_dummies),
     (TreePass, "upload", one_place_behind),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS, ids=[mutant.__name__ for *_, mutant in MUTANTS])

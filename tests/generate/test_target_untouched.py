@@ -161,17 +161,10 @@ def test_an_exception_before_the_first_round() -> None:
 def test_other_calls_on_an_attached_target_are_plain() -> None:
     target, stock = tiny("llama"), partly_agreeing(tiny("llama"))
     calls: list[dict[str, Any]] = [
-        {},
-        {"do_sample": True},
-        {"num_beams": 3},
-        {"num_beams": 2, "do_sample": True},
-        {"do_sample": True, "num_return_sequences": 3},
-        {"cache_implementation": "static"},
-        {"use_cache": False},
-        {"prompt_lookup_num_tokens": 3},
-        {"assistant_model": stock},
-        {"assistant_model": stock, "do_sample": True},
-    ]
+        {}, {"do_sample": True}, {"num_beams": 3}, {"num_beams": 2, "do_sample": True},
+        {"do_sample": True, "num_return_sequences": 3}, {"cache_implementation": "static"}, {"use_cache": False},
+        {"prompt_lookup_num_tokens": 3}, {"assistant_model": stock}, {"assistant_model": stock, "do_sample": True},
+    ]  # fmt: skip
 
     def run(arguments: dict[str, Any]) -> Tensor:
         torch.manual_seed(0)

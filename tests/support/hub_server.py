@@ -29,11 +29,10 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import RLock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 # What the server speaks: method (GET also answers HEAD), path, name of the `HubServer` method.
 ROUTES = [

@@ -32,13 +32,9 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,  # a tied random model mostly repeats its input
 }
 ROTARY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024,
+}  # fmt: skip
 MIXED_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": ROTARY,

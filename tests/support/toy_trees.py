@@ -20,13 +20,9 @@ from support.toy_rounds import Models, make_estimator
 COSTS = Costs(0.3, (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4))
 # For each budget a shape in which nodes have one, two or three children.
 SHAPES = {
-    1: [[0]],
-    2: [[0], [1]],
-    3: [[0], [1], [0, 0]],
-    4: [[0], [1], [0, 0], [1, 0]],
-    5: [[0], [1], [2], [0, 0], [0, 1]],
+    1: [[0]], 2: [[0], [1]], 3: [[0], [1], [0, 0]], 4: [[0], [1], [0, 0], [1, 0]], 5: [[0], [1], [2], [0, 0], [0, 1]],
     6: [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]],
-}
+}  # fmt: skip
 
 
 class ToyTree:

@@ -309,12 +309,9 @@ def test_relations() -> None:
 ROOM = 48
 TREE = [-1, 0, 0, 1, 3]  # parents
 MODELS: dict[str, Callable[[], CausalLM]] = {
-    "full": lambda: tiny("llama"),
-    "windows and full": lambda: tiny("gemma3_text"),
-    "windows": lambda: tiny("mistral"),
-    "chunks": lambda: tiny_of("llama4_text"),
-    "positions of its own": lambda: tiny("gpt2"),
-}
+    "full": lambda: tiny("llama"), "windows and full": lambda: tiny("gemma3_text"), "windows": lambda: tiny("mistral"),
+    "chunks": lambda: tiny_of("llama4_text"), "positions of its own": lambda: tiny("gpt2"),
+}  # fmt: skip
 
 
 def passes(

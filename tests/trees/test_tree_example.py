@@ -16,13 +16,9 @@ from hf_specdecpp.trees.verification import verify_tree
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "dyspec.md").read_text(encoding="utf-8")
 WORDS = ["def", "add", "sum", "plus", "(", "_", "a", "x", ","]
 SHARES = {
-    "def": {"add": 0.6, "sum": 0.3, "plus": 0.1},
-    "def add": {"(": 0.9, "_": 0.1},
-    "def sum": {"(": 0.8, "_": 0.2},
-    "def add (": {"a": 0.7, "x": 0.3},
-    "def sum (": {"a": 0.7, "x": 0.3},
-    "def add ( a": {",": 1.0},
-}
+    "def": {"add": 0.6, "sum": 0.3, "plus": 0.1}, "def add": {"(": 0.9, "_": 0.1}, "def sum": {"(": 0.8, "_": 0.2},
+    "def add (": {"a": 0.7, "x": 0.3}, "def sum (": {"a": 0.7, "x": 0.3}, "def add ( a": {",": 1.0},
+}  # fmt: skip
 # What the target says, otherwise as the draft.
 TARGET = {"def": {"add": 0.3, "sum": 0.6, "plus": 0.1}}
 

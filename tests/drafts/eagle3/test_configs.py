@@ -126,11 +126,8 @@ def test_layers_are_counted_in_the_file(tmp_path: Path) -> None:
 def test_tensors_decide_what_a_layer_is(tmp_path: Path, variant: str, kind: str) -> None:
     """Beside the architecture of a Llama, `model_type` is the target's in some exports; windows there are its, too."""
     said: dict[str, Any] = {
-        "model_type": kind,
-        "sliding_window": 32,
-        "use_sliding_window": False,
-        "max_window_layers": 28,
-    }
+        "model_type": kind, "sliding_window": 32, "use_sliding_window": False, "max_window_layers": 28,
+    }  # fmt: skip
     if kind in ("qwen2", "phi3"):
         said["layer_types"] = ["sliding_attention", "linear_attention"]
     one, other = load(VARIANTS[variant].save(tmp_path / "a")), load(VARIANTS[variant].save(tmp_path / "b", **said))

@@ -138,12 +138,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "nan": {"remove_invalid_values": True},
 }
 OWN_PROCESSORS: dict[str, Any] = {
-    "in place": NoRepeat,
-    "counting": Counting,
-    "new tensor": NewTensor,
-    "whole prefix": WholePrefix,
-    "nan": Nan,
-}
+    "in place": NoRepeat, "counting": Counting, "new tensor": NewTensor, "whole prefix": WholePrefix, "nan": Nan,
+}  # fmt: skip
 STOPS: dict[str, dict[str, Any]] = {
     "eos": {"eos_token_id": [2, 11, 17], "pad_token_id": PAD},
     "many eos": {"eos_token_id": list(range(1, VOCAB_SIZE, 4)), "pad_token_id": PAD},
