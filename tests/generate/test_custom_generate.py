@@ -111,7 +111,7 @@ def test_errors_leave_the_model_as_it_was(target: PreTrainedModel) -> None:
 
 def test_from_the_hub(hub: HubServer, tmp_path: Path, ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_hub, "HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
-    publish_pair(hub, tmp_path / "pair")
+    publish_pair(hub)
     hub.commit("org/specdecpp", files_of(RECIPE))
     hub.commit("org/head", files_of(save_assistant(tmp_path / "head", speculation={"rule": "fixed"})))
     target = AutoModelForCausalLM.from_pretrained("org/target")

@@ -86,7 +86,7 @@ class TestObject:
 
 def publish(hub: HubServer, folder: Path, kind: str) -> str:
     """Publish a target with an assistant for it; the name of the assistant."""
-    publish_pair(hub, folder)
+    publish_pair(hub)
     target = AutoModelForCausalLM.from_pretrained("org/target")
     if kind == "independent":
         adapter = save_adapter(AutoModelForCausalLM.from_pretrained("org/draft"), folder / "peft")

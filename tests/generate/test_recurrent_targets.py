@@ -134,21 +134,26 @@ def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.Monk
 
 
 @pytest.mark.takes(3)
-def test_a_cache_is_carried_on_and_goes_back_after_an_interruption() -> None:
+@pytest.mark.every(11)
+@pytest.mark.parametrize("length", [30, *range(4, 25)])
+def test_a_cache_is_carried_on_and_goes_back_after_an_interruption(length: int) -> None:
+    """As plain generation carries its own on, which after some lengths is another text than without a pause."""
     target = tiny_of("granitemoehybrid")
-    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=80)
-    assistant = assistant_of(target, plain)
-    for layer in (None, target.model.layers[-1]):
-        cache = DynamicCache(config=target.config)
-        first = {**PLAIN, "max_new_tokens": 30, "past_key_values": cache}
-        text = target.generate(PROMPT, **first, assistant_model=assistant)
+
+    def carried_on(assistant: Any = None, layer: Any = None) -> Tensor:
+        options = {**PLAIN, "past_key_values": DynamicCache(config=target.config), "assistant_model": assistant}
+        text = target.generate(PROMPT, **options, max_new_tokens=length)
         if layer is not None:
             handle = layer.register_forward_pre_hook(lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                target.generate(text, **{**first, "max_new_tokens": 10}, assistant_model=assistant)
+                target.generate(text, **options, max_new_tokens=10)
             handle.remove()
-        rest = {**first, "max_new_tokens": 50}
-        assert torch.equal(target.generate(text, **rest, assistant_model=assistant), plain)
+        return target.generate(text, **options, max_new_tokens=80 - length)
+
+    plain = carried_on()
+    assistant = assistant_of(target, plain)
+    for layer in (None, target.model.layers[-1]):
+        assert torch.equal(carried_on(assistant, layer), plain)
 
 
 @pytest.mark.takes(2)

@@ -130,7 +130,7 @@ def test_layers_of_several_kinds_that_are_not_the_first_are_noted(tmp_path: Path
 
 
 def test_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
-    commit, _ = publish_pair(hub, tmp_path / "models")
+    commit, _ = publish_pair(hub)
     target = AutoModelForCausalLM.from_pretrained("org/target")
     SpecDecPPAssistant.from_early_exit(target, 2).push_to_hub("org/assistant")
     newer = tiny("llama", seed=5)

@@ -35,7 +35,7 @@ SPECULATION = SpeculationConfig("threshold", threshold=0.3, max_tokens=7)
 @pytest.fixture
 def target(hub: HubServer, tmp_path: Path) -> PreTrainedModel:
     """The target of a published pair."""
-    publish_pair(hub, tmp_path / "models")
+    publish_pair(hub)
     AutoTokenizer.from_pretrained("org/target")
     return AutoModelForCausalLM.from_pretrained("org/target")
 

@@ -426,7 +426,7 @@ def test_private_and_gated(hub: HubServer, folder: Path) -> None:
 
 
 def test_the_draft_is_gated(hub: HubServer, tmp_path: Path) -> None:
-    publish_pair(hub, tmp_path)
+    publish_pair(hub)
     hub.gate("org/draft")
     hub.commit("org/head", files_of(save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/draft")))
     with pytest.raises(OSError, match="gated repo.*org/draft") as caught:
@@ -450,7 +450,7 @@ def test_target_with_another_tokenizer(tmp_path: Path, folder: Path) -> None:
 
 
 def test_target_of_another_commit(hub: HubServer, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    old, _ = publish_pair(hub, tmp_path)
+    old, _ = publish_pair(hub)
     target = AutoModelForCausalLM.from_pretrained("org/target")
     SpecDecPPAssistant.from_early_exit(target, 2).save_pretrained(tmp_path / "a")
     load(tmp_path / "a", target=AutoModelForCausalLM.from_pretrained("org/target"))

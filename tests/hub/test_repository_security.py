@@ -277,7 +277,7 @@ def hostile(tmp_path: Path, mark: Path) -> Path:
 
 @pytest.mark.parametrize("from_hub", [False, True])
 def test_code_is_not_run(hub: HubServer, hostile: Path, mark: Path, tmp_path: Path, from_hub: bool) -> None:
-    publish_pair(hub, tmp_path)
+    publish_pair(hub)
     hub.commit("org/hostile", files_of(hostile))
     name = "org/hostile" if from_hub else str(hostile)
     target = tiny("llama")

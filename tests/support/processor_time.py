@@ -24,7 +24,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     seconds, mark = _used() - before, item.get_closest_marker("takes")
     limit = (mark.args[0] if mark else LIMIT) + IMPORT * (len(sys.modules) - modules)
     is_fast = item.get_closest_marker("slow") is None and item.get_closest_marker("apart") is None
-    if is_fast and seconds > limit and seconds > (now := SPREAD * limit * _slowness()):
+    if is_fast and seconds > SPREAD * limit and seconds > (now := SPREAD * limit * _slowness()):
         pytest.fail(
             f"This fast test took {seconds:.1f} s of processor time, where {now:.1f} s are allowed ({limit:.1f} s on "
             f"the machine that limits are written for, {SPREAD:.0f} times that since times vary), so that `make test` "

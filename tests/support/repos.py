@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from string import ascii_letters
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -106,12 +108,20 @@ def save_assistant(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def publish_pair(hub: HubServer, folder: Path) -> tuple[str, str]:
+def publish_pair(hub: HubServer) -> tuple[str, str]:
     """Commit a target and a partly agreeing draft with a tokenizer; their commit hashes."""
-    target = tiny("llama")
-    pair = {"org/target": target, "org/draft": partly_agreeing(target)}
-    commits = [hub.commit(name, files_of(save_model(model, folder / name))) for name, model in pair.items()]
-    return commits[0], commits[1]
+    target, draft = (hub.commit(name, files) for name, files in _pair().items())
+    return target, draft
+
+
+@cache
+def _pair() -> dict[str, dict[str, bytes]]:
+    """The files of both, which are written once."""
+    target, found = tiny("llama"), {}
+    for name, model in (("org/target", target), ("org/draft", partly_agreeing(target))):
+        with TemporaryDirectory() as folder:
+            found[name] = files_of(save_model(model, Path(folder)))
+    return found
 
 
 def greedy(target: Any, assistant: Any = None, ids: Tensor = PROMPT, **arguments: Any) -> list[int]:
