@@ -60,8 +60,7 @@ def test_an_agent_without_smolagents_says_what_to_install(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("kind", ["conditioned", "independent"])
 def test_draft_temperatures(kind: str) -> None:
     """The distributions along an answer are those of the draft and of the target after the same tokens."""
-    example = runpy.run_path(str(FOLDER / "draft_temperatures.py"))
-    target = tiny("llama").float()
+    example, target = runpy.run_path(str(FOLDER / "draft_temperatures.py")), tiny("llama").float()
     drafter, ids = assistant_of(kind, target).ready_drafter(), torch.arange(3, 15)[None]
     q, p = example["along"](drafter, target, ids, 4)
     with torch.no_grad():
@@ -192,8 +191,7 @@ def test_plot_speeds(tmp_path: Path) -> None:
 def test_draft_ablations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Variants are trained once each, in their own folders, on the answers of the run or a share of them."""
     module = runpy.run_path(str(FOLDER / "draft_ablations.py"))
-    main = module["main"]
-    config = prepare(tmp_path, "conditioned", answers=20, epochs=1, unroll=2)
+    main, config = module["main"], prepare(tmp_path, "conditioned", answers=20, epochs=1, unroll=2)
     config.rollouts.data = ["prompts.jsonl"]
     (tmp_path / "draft.yaml").write_text(yaml.safe_dump(asdict(config)))
     without_states = "reads nothing: an early exit of the last layer"

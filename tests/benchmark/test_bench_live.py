@@ -129,8 +129,7 @@ def test_patterns() -> None:
 # Resuming -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("answers", [3, 8, 12, 13])  # the baselines come last for the second prompt
 def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
     live, left = benchmark(tmp_path, some_contestants()), [answers + len(some_contestants())]  # warm-ups count, too

@@ -195,8 +195,7 @@ def test_a_processor_that_calls_the_target(
     assert worst(assistant, llama, drafted) < 1e-4
 
 
-@pytest.mark.takes(5)
-@pytest.mark.every(2)
+@pytest.mark.every(2, takes=5)
 def test_several_threads(reading: Making, llama: CausalLM, drafted: list[Drafted]) -> None:
     """Passes of the same target in other threads are not caught."""
     assistant = reading(llama)

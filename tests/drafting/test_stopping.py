@@ -147,8 +147,7 @@ def test_a_round_that_stops_has_one_unjudged_candidate(probability: float) -> No
 
 def test_the_first_forward_judges_nothing_before_but_its_own_candidate() -> None:
     """A token head can stop after the first candidate: one draft forward less than the paper's."""
-    steps = Steps(Models("plain", VOCAB, 0))
-    rule = rule_for(rule="threshold", threshold=0.0)
+    steps, rule = Steps(Models("plain", VOCAB, 0)), rule_for(rule="threshold", threshold=0.0)
     assert len(draft_chain(steps, rule, Replay([]), max_tokens=20)) == 1
     assert steps.calls == 1
 

@@ -84,8 +84,7 @@ def eagle3_of_others(folder: Path) -> Pair:
 
 
 def dflash(folder: Path) -> Pair:
-    target = dflash_files.target_for()
-    draft = dflash_files.VARIANTS["windows"].save(folder / "draft")
+    target, draft = dflash_files.target_for(), dflash_files.VARIANTS["windows"].save(folder / "draft")
     return SpecDecPPAssistant.from_pretrained(draft, target), target
 
 

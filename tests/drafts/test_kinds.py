@@ -59,8 +59,7 @@ def imported_in(source: str) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_specdecpp.drafts"):
             whole = f"{node.module}."
             for alias in node.names:
-                kind = f"{whole}{alias.name}".split(".")[2]
-                one = getattr(known, alias.name, None)
+                kind, one = f"{whole}{alias.name}".split(".")[2], getattr(known, alias.name, None)
                 if kind not in SHARED or isinstance(one, Kind):
                     found[alias.asname or alias.name] = one.name if isinstance(one, Kind) else kind
     return found

@@ -108,8 +108,7 @@ def test_estimates_are_probabilities_even_if_the_head_overflows(inputs: str, siz
 
 @pytest.mark.parametrize("token", range(VOCAB))
 def test_an_untrained_before_head_says_q(token: int) -> None:
-    step = make_step(token=token)
-    head = AcceptanceHead(SIZE, num_blocks=2, inputs="before", rank=4)
+    step, head = make_step(token=token), AcceptanceHead(SIZE, num_blocks=2, inputs="before", rank=4)
     assert_close(head.estimate(step), step.q_of_token, rtol=1e-4, atol=1e-6)
 
 
@@ -197,9 +196,7 @@ def test_a_calibration_of_many_candidates_is_that_of_each() -> None:
 
 
 @pytest.mark.parametrize(("siblings", "alike"), [(1, [0, 1, 2, 3, 4, 5]), (3, [2, 3, 4, 5]), (None, [])])
-def test_siblings_beyond_those_of_the_fit_are_judged_like_the_last_of_them(
-    siblings: int | None, alike: list[int]
-) -> None:
+def test_siblings_beyond_those_of_the_fit_are_judged_like_the_last(siblings: int | None, alike: list[int]) -> None:
     head = make_head(inputs="before", rank=4, siblings=siblings)
     scalars = torch.tensor([-1.0, 2.0, 0.1, 0.0, 0.0, 0.0]).repeat(6, 1)
     scalars[:, NUM_SIBLINGS], scalars[1:, SIBLING_MASS] = torch.arange(6.0), 0.5

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from support.exact_distribution import VISIBLE
-from support.next_tokens import VOCAB, Path, distributions, texts_of_plain
+from support.next_tokens import VOCAB, Path, distributions, plain_texts
 from torch import Tensor
 
 from hf_specdecpp.sampling import on_device
@@ -43,7 +43,7 @@ def texts_of_rounds(
             following = weights[accepted] / weights[accepted].sum()
             for token in range(VOCAB):
                 if (own := chance * share * float(following[token])) > 0.0:
-                    for text, each in texts_of_plain(p, K + 1, (*drawn[:accepted], token)[: K + 1], own).items():
+                    for text, each in plain_texts(p, K + 1, (*drawn[:accepted], token)[: K + 1], own).items():
                         found[text] = found.get(text, 0.0) + each
     return found
 
@@ -55,7 +55,7 @@ def error(stop: Stop, verification: Verification, rule: Outcomes = outcomes, see
         if largest > VISIBLE:
             break
         p, q = (distributions(each, K + 1, spread=2.0, every=5) for each in (seed, 100 + seed))
-        plain, ours = texts_of_plain(p, K + 1), texts_of_rounds(p, q, stop, verification, rule)
+        plain, ours = plain_texts(p, K + 1), texts_of_rounds(p, q, stop, verification, rule)
         largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
     return largest
 

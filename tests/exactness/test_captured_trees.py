@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import VISIBLE
-from support.next_tokens import VOCAB, Path, distributions, texts_of_plain
+from support.next_tokens import VOCAB, Path, distributions, plain_texts
 from torch import Tensor
 from torch.nn import functional
 
@@ -129,7 +129,7 @@ def texts_of_rounds(p: Callable[[Path], Tensor], grown: Iterator[Grown], tests: 
             for token in range(VOCAB):
                 if (share := chance * float(following[token])) > 0.0:
                     begun = (*tree.paths[int(last)], token)
-                    for text, each in texts_of_plain(p, LEVELS + 1, begun, share).items():
+                    for text, each in plain_texts(p, LEVELS + 1, begun, share).items():
                         found[text] = found.get(text, 0.0) + each
     return found
 
@@ -141,7 +141,7 @@ def error(tests: Tests = on_device.tree_tests, slots: Slots = best_slots, seeds:
         if largest > VISIBLE:
             break
         p, q = (distributions(each, LEVELS, spread=1.5, every=4) for each in (seed, 100 + seed))
-        plain, ours = texts_of_plain(p, LEVELS + 1), texts_of_rounds(p, trees(q, slots, judge), tests)
+        plain, ours = plain_texts(p, LEVELS + 1), texts_of_rounds(p, trees(q, slots, judge), tests)
         largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
     return largest
 

@@ -68,8 +68,7 @@ def test_rounds_of_several_lengths_occur(rule: str) -> None:
         assert lengths == {1, 2, 3}
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=3)
 @pytest.mark.parametrize(
     "rule",
     [

@@ -87,8 +87,7 @@ def test_early_exit(family: str, layers: int | list[int], rounds: Rounds) -> Non
     rounds.assert_all_kinds()
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=2)
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 8])
 def test_every_number_of_candidates(num_tokens: int, rounds: Rounds) -> None:
     """And no processor at all, which takes a shorter way."""
@@ -113,8 +112,7 @@ def test_every_number_of_candidates(num_tokens: int, rounds: Rounds) -> None:
 TOLERANCE = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=3)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])

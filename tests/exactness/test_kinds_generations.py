@@ -98,8 +98,7 @@ def pair(name: str, **speculation: Any) -> Pair:
     return target, told(assistant, **speculation, draft_temperature=TEMPERATURES.get(name, 1.0))
 
 
-@pytest.mark.takes(5)
-@pytest.mark.every(11)
+@pytest.mark.every(11, takes=5)
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_generate_emits_exactly_p(name: str, shape: str, enumerate_torch: Enumerate) -> None:
     assert_exactly_p(*pair(name, **SHAPES[shape]), enumerate_torch)
@@ -143,8 +142,7 @@ def without_its_own_temperature(scores: torch.Tensor) -> torch.Tensor:
     return scores * TEMPERATURES["early exit, colder"]
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=2)
 @pytest.mark.parametrize(
     ("name", "shape", "mutate"),
     [
@@ -160,8 +158,7 @@ def test_another_q_that_is_told_is_caught(
     assert_caught(*pair(name, **SHAPES[shape]), enumerate_torch)
 
 
-@pytest.mark.takes(4)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=4)
 @pytest.mark.parametrize(
     ("name", "mutate"),
     [
@@ -169,7 +166,7 @@ def test_another_q_that_is_told_is_caught(
         *((name, mutate) for name in PAIRS if name[:3] == "mtp" for mutate in (warmer, of_the_next, unlikely)),
     ],
 )
-def test_changed_chains_are_caught(
+def test_changes_are_caught(
     name: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change_chains(monkeypatch, mutate)

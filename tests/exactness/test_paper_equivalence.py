@@ -39,8 +39,7 @@ def case() -> Any:
     draft = partly_agreeing(target, 0.9)
     torch.manual_seed(0)
     head = AcceptanceHead(draft.config.hidden_size, 3, tied=True, inputs="after")
-    texts = [prompt(46, seed=1), prompt(38, seed=2)]
-    generator = torch.Generator().manual_seed(3)
+    texts, generator = [prompt(46, seed=1), prompt(38, seed=2)], torch.Generator().manual_seed(3)
     examples = Examples(PAPER, Drafter(draft), target)
     items = [examples.of_text(ids, PROMPT_LENGTH, Sampling(), generator) for ids in texts]
     return target, draft, head, texts, items
@@ -65,8 +64,7 @@ def papers_loss(case: Any, w_rej: float = 6.0) -> tuple[Tensor, dict[str, Tensor
             if not counts[i]:
                 continue
             place = PROMPT_LENGTH + i
-            p_acc = min(1.0, float(p[place - 1, y]) / float(q[place - 1, y]))
-            e = states[place].float()
+            p_acc, e = min(1.0, float(p[place - 1, y]) / float(q[place - 1, y])), states[place].float()
             for _ in range(3):
                 inner = weights["blocks.0.linear.weight"] @ e + weights["blocks.0.linear.bias"]
                 e = e + inner / (1.0 + torch.exp(-inner))
@@ -179,7 +177,7 @@ def unmasked_normaliser(log_odds: Tensor, label: Tensor, w_rej: float, mask: Ten
 @pytest.mark.parametrize(
     "mutant", [sum_without_normaliser, mean_over_positions, no_rejection_weight, unmasked_normaliser]
 )
-def test_wrong_losses_are_noticed(
+def test_wrong_losses(
     mutant: Callable[..., Tensor], case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_fitting, "weighted_bce", mutant)

@@ -130,9 +130,7 @@ def assert_q_is_the_distribution(ear: Ear, vocab: int = VOCAB) -> None:
 @pytest.mark.every(3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_q_is_what_was_drawn_from_and_what_transformers_computes(
-    name: str, door: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every candidate's q sees its own prefix: the emitted text, then the candidates before it."""
     target = small(0)
     draft, ear = partly_agreeing(target, mix=0.8), Ear(monkeypatch)

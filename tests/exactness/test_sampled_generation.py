@@ -90,8 +90,7 @@ def test_the_joint_law_adds_up() -> None:
     assert math.isclose(sum(distribution.values()), 1.0, abs_tol=1e-9)
 
 
-@pytest.mark.takes(6)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=6)
 @pytest.mark.parametrize(
     ("kind", "number"),
     [
@@ -120,8 +119,7 @@ def resamples_from_p(candidates: list[int], p: Tensor, q: Tensor, randomness: An
         return verification.verify_chain(candidates, p, q, randomness)
 
 
-@pytest.mark.takes(5)
-@pytest.mark.every(2)
+@pytest.mark.every(2, takes=5)
 @pytest.mark.parametrize("mutant", [accepts_everything, resamples_from_p])
 def test_a_wrong_verifier_is_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target()

@@ -52,8 +52,7 @@ def pair(kind: str, shape: str) -> tuple[CausalLM, SpecDecPPAssistant]:
     return target, assistant
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(11)
+@pytest.mark.every(11, takes=3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", [*KINDS, "block"])
 def test_generate_emits_exactly_p(kind: str, shape: str, enumerate_torch: Enumerate) -> None:
@@ -115,9 +114,7 @@ def unmixed(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: 
     return Processing(processing.processors).one(text, path, logits)
 
 
-def knowing_what_was_drawn(
-    processing: MixedProcessing, text: Tensor, path: list[int], drawn: int, logits: Tensor
-) -> Tensor:
+def knowing_the_drawn(processing: MixedProcessing, text: Tensor, path: list[int], drawn: int, logits: Tensor) -> Tensor:
     """As if the table took note of a draw before its q is asked for. Not as of a certain one: a q of 1 for whatever was
     drawn is that of a candidate that was looked up, which is verified rightly."""
     table = copy.deepcopy(processing.successors)
@@ -129,10 +126,9 @@ def truly(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: in
     return processing.one(text, path, logits)
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
-@pytest.mark.parametrize("again", [unmixed, knowing_what_was_drawn])
+@pytest.mark.parametrize("again", [unmixed, knowing_the_drawn])
 def test_another_q_than_the_mixed_one_is_caught(
     again: Again, shape: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,10 +137,9 @@ def test_another_q_than_the_mixed_one_is_caught(
     assert_caught(target, assistant, enumerate_torch)
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(2)
+@pytest.mark.every(2, takes=3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
-def test_the_q_that_is_told_again_would_be_right(
+def test_the_q_told_again_would_be_right(
     shape: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, assistant = pair("early_exit", shape)

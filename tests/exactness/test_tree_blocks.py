@@ -101,8 +101,7 @@ def accepted_in(toy: ToyTree) -> float:
     return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_round_accepts_no_fewer_than_with_algorithm_3(algorithm: str) -> None:
     more = 0.0

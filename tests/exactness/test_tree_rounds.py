@@ -95,9 +95,7 @@ def test_two_rounds_emit_exactly_p(algorithm: str) -> None:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact"])
-def test_two_rounds_emit_exactly_p_when_the_first_calibrates_the_second(
-    algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_rounds_emit_exactly_p_when_one_calibrates_another(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
     models, lines = Models("plain", 3, seed=0), set()
     program = ToyTree(models, algorithm, ESTIMATORS[0], budget=2, max_depth=2)

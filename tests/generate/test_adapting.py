@@ -48,8 +48,7 @@ def test_a_draft_that_is_better_than_it_says_is_believed_more() -> None:
     assert assistant.stats.drafted / assistant.stats.rounds > before + 0.5
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seed_repeats_a_text_without_it_or_after_clearing_the_memory(kind: str) -> None:
     target = tiny("llama")

@@ -165,9 +165,7 @@ class EndsAt(StoppingCriteria):
 @pytest.mark.parametrize("length", [40, 10**6])
 @pytest.mark.parametrize("tokens", [[3, 17, 25, 40], [3, 17], []])
 @pytest.mark.parametrize("rule", ["fixed", "throughput"])
-def test_without_an_id_that_ends_texts_rows_go_on_until_all_have_ended(
-    rule: str, tokens: list[int], length: int
-) -> None:
+def test_without_an_id_that_ends_texts_rows_go_on_until_all_end(rule: str, tokens: list[int], length: int) -> None:
     """As plain generation does; nothing is padded then, and scores belong to every token."""
     target, inputs = tiny("llama"), padded(LENGTHS)
     target.generation_config.eos_token_id = None
@@ -175,8 +173,7 @@ def test_without_an_id_that_ends_texts_rows_go_on_until_all_have_ended(
         "stopping_criteria": StoppingCriteriaList([EndsAt(tokens, length)]), "return_dict_in_generate": True,
         "output_scores": True, "output_hidden_states": True,
     }  # fmt: skip
-    plain = generate(target, inputs, **options)
-    assistant = assistant_for(target, **RULES[rule])
+    plain, assistant = generate(target, inputs, **options), assistant_for(target, **RULES[rule])
     ours = generate(target, inputs, assistant, **options)
     assert torch.equal(ours.sequences, plain.sequences)
     assert len(ours.scores) == len(plain.scores) == len(ours.hidden_states)
@@ -204,9 +201,7 @@ def test_padding_that_eager_attention_turns_into_nan_is_refused() -> None:
 @pytest.mark.every(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("holes", [0.2, 10.0])
-def test_records_and_the_cache_are_those_of_plain_generation(
-    family: str, holes: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_and_cache_are_plain_generations(family: str, holes: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as a row goes on; zeros, where plain generation has records of padding, once it has ended."""
     monkeypatch.setattr(batches, "MOST_HOLES", holes)
     # In float64 eager attention itself says NaN after padding.
@@ -242,8 +237,7 @@ def test_records_and_the_cache_are_those_of_plain_generation(
             torch.testing.assert_close(*held, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=2)
 @pytest.mark.parametrize("kind", ["independent", "conditioned", "eagle3"])
 def test_a_cache_is_carried_on(kind: str) -> None:
     """A second turn after texts of different length, with what stands between the turns masked."""
@@ -270,8 +264,7 @@ def test_a_cache_is_carried_on(kind: str) -> None:
 # Sampled rows are independent, and each follows p. --------------------------------------------------------------------
 
 
-@pytest.mark.takes(4)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=4)
 @pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput"])
 def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any) -> None:
     """The joint distribution of both rows is the product of p of each."""
@@ -408,9 +401,7 @@ def test_another_rows_count_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong(monkeypatch, "keep", swapped)
 
 
-def test_rows_that_share_their_random_numbers_are_noticed(
-    enumerate_torch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_share_random_numbers_are_noticed(enumerate_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both rows answer with the same draws: then they say the same, and are not independent."""
     target = small(7)
     assistant = SpecDecPPAssistant.from_draft(small(107), target, speculation=SpeculationConfig("fixed", num_tokens=1))

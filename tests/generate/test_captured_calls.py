@@ -143,8 +143,7 @@ def test_images_and_positions_in_three_dimensions() -> None:
 # Static caches -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=2)
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_static_cache_that_generate_makes(family: str, settings: dict[str, Any]) -> None:
@@ -207,12 +206,9 @@ def weights_in_place(target: CausalLM) -> None:
         target.model.layers[1].mlp.down_proj.weight *= 3.0
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=3)
 @pytest.mark.parametrize("change", [added_adapter, other_weights, weights_in_place, a_setting, a_hook])
-def test_a_target_that_is_changed_is_captured_anew(
-    change: Callable[[CausalLM], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_target_is_captured_anew(change: Callable[[CausalLM], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """But for weights that are written to in place, which graphs read. Unnoticed, the text would be the old one's."""
     for looks in (True, False):
         target, assistant = made(kind="independent", **CHAIN)
@@ -334,8 +330,7 @@ def test_a_target_that_cannot_be_captured_is_said_once(monkeypatch: pytest.Monke
 def test_two_texts_at_once() -> None:
     """The second goes uncaptured, says so, and is right; then a third is captured again."""
     target, assistant = made()
-    other = told(SpecDecPPAssistant.from_early_exit(target, 2), **CHAIN)
-    plain = generate(target, None)
+    other, plain = told(SpecDecPPAssistant.from_early_exit(target, 2), **CHAIN), generate(target, None)
     begun, go_on = threading.Event(), threading.Event()
     found: list[Tensor] = []
 

@@ -9,8 +9,7 @@ KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 SEEDS = {("gemma3_text", "conditioned"): 4, ("granite", "eagle3"): 1}  # else their random drafts are never right
 
 
-@pytest.mark.takes(4)
-@pytest.mark.every(61)
+@pytest.mark.every(61, takes=4)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -57,9 +57,7 @@ def test_with_an_assistant_by_name(target: PreTrainedModel, tmp_path: Path, ran:
     assert ran == []
 
 
-def test_a_wrong_verification_would_be_seen(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_verification_is_seen(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant accepts everything, so the text has to change."""
     plain = target.generate(PROMPT, **GREEDY)  # type: ignore[operator]
     accept_everything(monkeypatch)

@@ -174,9 +174,7 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_where_it_is_refused_the_call_is_plain(
-    name: str, sample: bool, target: CausalLM, assistant: Any, warned: list[str]
-) -> None:
+def test_refused_calls_are_plain(name: str, sample: bool, target: CausalLM, assistant: Any, warned: list[str]) -> None:
     arguments, reason = LEFT_OUT[name]
 
     def answer(**more: Any) -> Tensor:

@@ -138,8 +138,7 @@ def test_unattached() -> None:
     assert_plain(tiny("llama"), with_draft(attached=False))
 
 
-@pytest.mark.every(2)
-@pytest.mark.takes(3)
+@pytest.mark.every(2, takes=3)
 @pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
 def test_what_goes_with_a_text(speculation: dict[str, Any]) -> None:
     """Records, streaming, stop strings, criteria that see every token, chunks, and processors that see the text."""

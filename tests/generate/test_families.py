@@ -291,8 +291,7 @@ def test_offloaded_targets(kind: str) -> None:
 def test_drafts_of_their_own(family: str) -> None:
     """As an early exit, and as a draft for itself, which always agrees."""
     target = model_of(family)
-    plain = target.generate(PROMPT, **ARGUMENTS)
-    speculation = SpeculationConfig("fixed", num_tokens=4)
+    plain, speculation = target.generate(PROMPT, **ARGUMENTS), SpeculationConfig("fixed", num_tokens=4)
     for make in (
         lambda: SpecDecPPAssistant.from_early_exit(target, 2, speculation=speculation),
         lambda: SpecDecPPAssistant.from_draft(target, target, speculation=speculation),

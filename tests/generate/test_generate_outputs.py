@@ -159,8 +159,7 @@ def test_padding_that_eager_attention_turns_into_nan(tree: Any, how: dict[str, A
 
 def test_a_padded_second_turn_with_only_new_ids() -> None:
     """The mask then covers the first turn, too, which the draft is not shown."""
-    target = tiny("llama")
-    ids = torch.cat((torch.zeros((1, 5), dtype=torch.long), PROMPT), dim=1)
+    target, ids = tiny("llama"), torch.cat((torch.zeros((1, 5), dtype=torch.long), PROMPT), dim=1)
     mask = torch.cat((torch.zeros((1, 5), dtype=torch.long), torch.ones_like(PROMPT)), dim=1)
     cache = DynamicCache(config=target.config)
     with torch.no_grad():

@@ -55,8 +55,7 @@ def texts(ids: Tensor, target: Any, assistant: Any, **how: Any) -> Tensor:
     return text.cpu()
 
 
-@pytest.mark.every(13)
-@pytest.mark.takes(8)
+@pytest.mark.every(13, takes=8)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("rule", RULES)
@@ -156,8 +155,7 @@ def test_a_round_is_few_functions(name: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_more_functions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a text asks its processors though there are none."""
     speculation = ROUNDS["threshold"][0]
-    few = max(map(len, run_by_rounds(monkeypatch, speculation)))
-    original = Processing.__init__
+    few, original = max(map(len, run_by_rounds(monkeypatch, speculation))), Processing.__init__
 
     def asked(self: Processing, processors: Any) -> None:
         original(self, processors)

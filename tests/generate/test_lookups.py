@@ -296,8 +296,7 @@ def test_its_costs_are_measured_without_a_draft() -> None:
 
 
 def test_the_example_of_the_choice() -> None:
-    choice = Choice(0.01, 150.0)
-    seconds = torch.tensor([10.0, 11.0, 12.0, 13.0]).numpy() / 1000
+    choice, seconds = Choice(0.01, 150.0), torch.tensor([10.0, 11.0, 12.0, 13.0]).numpy() / 1000
     assert choice.length([[0.9, 0.8, 0.7]], seconds) == 3
     assert choice.length([[0.1, 0.1, 0.1]], seconds) == 0
     assert choice.length([[0.9, 0.8, 0.7], [], [], []], seconds * 4) < 3, "rows that find nothing pay as well"

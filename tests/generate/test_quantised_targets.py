@@ -392,8 +392,7 @@ def test_multi_token_layers_of_the_original(how: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "first_k_dense_replace": 3}
     Files("glm4_moe", 1, seed=7, dtype=torch.float32, overrides=sizes).save(tmp_path)
     target: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=config)
-    assistant = assist(target, "mtp", speculation=CHAIN, default=False)
-    ids = 1 + prompt() % 11
+    assistant, ids = assist(target, "mtp", speculation=CHAIN, default=False), 1 + prompt() % 11
     assert torch.equal(generate(target, assistant, ids), generate(target, None, ids))
     assert assistant.stats.drafted > 0
     layer = assistant.drafter.model.model.layers[0]

@@ -56,8 +56,7 @@ def assert_same_states(cache: Any, expected: Any) -> None:
 # Texts. ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=3)
 @pytest.mark.parametrize(
     ("family", "length"),
     [
@@ -96,8 +95,7 @@ def test_a_text_may_end_with_tokens_pending(length: int) -> None:
     assert_same_states(ours.past_key_values, plain.past_key_values)
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=2)
 @pytest.mark.parametrize("rule", ["threshold", "throughput"])
 def test_every_rule(rule: str) -> None:
     target = tiny_of("granitemoehybrid")
@@ -133,8 +131,7 @@ def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.Monk
     assert max(pending) > 4, "rejections followed one another"
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(11)
+@pytest.mark.every(11, takes=3)
 @pytest.mark.parametrize("length", [30, *range(4, 25)])
 def test_a_cache_is_carried_on_and_goes_back_after_an_interruption(length: int) -> None:
     """As plain generation carries its own on, which after some lengths is another text than without a pause."""
@@ -180,8 +177,7 @@ def shaken(model: CausalLM) -> CausalLM:
     return other
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 def test_drafts_with_recurrent_layers(kind: str) -> None:
     target = tiny_of("granitemoehybrid")
@@ -209,8 +205,7 @@ def test_a_recurrent_draft_for_a_transformer(attached: bool, family: str) -> Non
     assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=30, assistant_model=assistant), plain)
 
 
-@pytest.mark.every(2)
-@pytest.mark.takes(2)
+@pytest.mark.every(2, takes=2)
 @pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
 def test_a_recurrent_draft_goes_back(family: str) -> None:
     """It drafts after every round what it would draft after reading the text anew."""

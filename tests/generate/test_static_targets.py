@@ -17,8 +17,8 @@ from support.static_caches import (
     OPTIONS,
     RULES,
     STATIC,
-    assert_held_rows_are_those_of_the_text,
-    assert_other_rows_are_never_attended_to,
+    assert_held_rows_are_the_text,
+    assert_others_are_not_attended,
     assert_prefilled,
     attached,
     held,
@@ -42,8 +42,7 @@ EACH = pytest.mark.parametrize("how", ["fixed", "dyspec"])  # a chain and a tree
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes(4)
-@pytest.mark.every(89)
+@pytest.mark.every(89, takes=4)
 @pytest.mark.parametrize("how", [*RULES, *GROWTHS])
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gpt2"])
@@ -91,8 +90,7 @@ def test_other_targets(name: str) -> None:
     assert assistant.stats.accepted > 0
 
 
-@pytest.mark.every(3)
-@pytest.mark.takes(3)
+@pytest.mark.every(3, takes=3)
 @pytest.mark.parametrize(
     ("how", "family", "kind", "attention"),
     [
@@ -137,8 +135,7 @@ def test_up_to_the_last_position(how: str) -> None:
         assert torch.equal(ours, plain)
 
 
-@pytest.mark.every(3)
-@pytest.mark.takes(3)
+@pytest.mark.every(3, takes=3)
 @EACH
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_turns_with_a_users_cache(family: str, how: str) -> None:
@@ -193,17 +190,15 @@ def test_records(family: str, how: str) -> None:
 @pytest.mark.every(5)
 @EACH
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
-def test_held_rows_are_those_of_the_text_after_every_round(
-    family: str, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_held_rows_are_the_texts_after_every_round(family: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny(family))
-    assert_held_rows_are_those_of_the_text(target, attached(target, how), monkeypatch)
+    assert_held_rows_are_the_text(target, attached(target, how), monkeypatch)
 
 
 @EACH
 def test_rows_that_are_not_held_are_never_attended_to(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assert_other_rows_are_never_attended_to(target, attached(target, how), monkeypatch)
+    assert_others_are_not_attended(target, attached(target, how), monkeypatch)
 
 
 def no_roll_back(text: StaticText, count: int, of: int, path: Any) -> None:

@@ -129,8 +129,7 @@ def test_passes_have_few_shapes_and_end_within_the_cache(growth: str) -> None:
 def test_a_users_cache_that_is_almost_full() -> None:
     """Where a tree might not fit there is none; the text is the same."""
     target = quiet_later_layers(tiny("llama"))
-    cache = static_cache(target, room=12 + 40 - 1)
-    plain = target.generate(prompt(), **OPTIONS)
+    cache, plain = static_cache(target, room=12 + 40 - 1), target.generate(prompt(), **OPTIONS)
     with noted_passes(target) as passes:
         ours = target.generate(prompt(), assistant_model=attached(target, "dyspec"), past_key_values=cache, **OPTIONS)
     assert torch.equal(ours, plain)

@@ -226,8 +226,7 @@ def test_remedies_are_what_the_assistant_lacks(kind: str, rows: int, monkeypatch
         assistant = SpecDecPPAssistant.from_draft(random_layer(target).float(), target, head=head, speculation=knobs)
         lacks = {"throughput"}
     else:
-        assistant = assistant_for(target, rule="fixed")
-        lacks = {"training", "head", "throughput"}
+        assistant, lacks = assistant_for(target, rule="fixed"), {"training", "head", "throughput"}
     ids = prompt().repeat(rows, 1)
     target.generate(ids, assistant_model=assistant, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert assistant.stats.remedies == lacks
@@ -277,8 +276,7 @@ def test_suspicions_add_up() -> None:
 
 @pytest.mark.parametrize(("tree", "rows"), [(None, 1), (None, 2), ("dyspec", 1)])
 def test_generations_know_whose_draft_it_is(tmp_path: Path, tree: Any, rows: int) -> None:
-    target = tiny("llama")
-    knobs = SpeculationConfig("fixed", num_tokens=2, tree=tree, tree_budget=4)
+    target, knobs = tiny("llama"), SpeculationConfig("fixed", num_tokens=2, tree=tree, tree_budget=4)
     folder = VARIANTS["plain"].save(tmp_path)
     assistant = SpecDecPPAssistant.from_pretrained(folder, target=target, speculation=knobs)
     ids = prompt().repeat(rows, 1)

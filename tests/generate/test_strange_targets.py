@@ -239,8 +239,7 @@ def test_the_longest_text(family: str, most: float) -> None:
 
 def test_costs_where_there_are_few_positions() -> None:
     target = tiny_of("bart", max_position_embeddings=20)
-    plain = target.generate(PROMPT[:, :4], **GREEDY)
-    draft = tiny_of("codegen", n_positions=24)
+    plain, draft = target.generate(PROMPT[:, :4], **GREEDY), tiny_of("codegen", n_positions=24)
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig("throughput"))
     assert torch.equal(target.generate(PROMPT[:, :4], **GREEDY, assistant_model=assistant), plain)
 
@@ -278,8 +277,7 @@ def test_windows_shrink_again_in_later_turns_without_an_assistant() -> None:
 def test_a_static_cache_of_a_batch_is_left_as_it_is() -> None:
     target = tiny_of("mistral")
     arguments = {**GREEDY, "cache_implementation": "static", "return_dict_in_generate": True}
-    plain = target.generate(BATCH, **arguments)
-    assistant = assist(target, "lookup", default=True)
+    plain, assistant = target.generate(BATCH, **arguments), assist(target, "lookup", default=True)
     ours = target.generate(BATCH, **arguments)
     assert assistant.stats.refusal is not None
     for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):

@@ -55,8 +55,7 @@ def with_small_vocabulary(target: Any, way: str, attached: bool = True) -> SpecD
 @pytest.mark.parametrize("way", WAYS)
 def test_a_grammar_gives_the_plain_text(target: Any, way: str, arguments: dict[str, Any]) -> None:
     arguments = {**arguments, "max_new_tokens": 32, "logits_processor": [Grammar()]}
-    plain = target.generate(PROMPT, **arguments)
-    assistant = with_small_vocabulary(target, way)
+    plain, assistant = target.generate(PROMPT, **arguments), with_small_vocabulary(target, way)
     text = target.generate(PROMPT, assistant_model=assistant, **arguments)
     assistant.detach()
     assert torch.equal(text, plain)
@@ -89,8 +88,7 @@ def test_unattached_chains_end_where_the_draft_can_say_nothing(target: Any) -> N
 @pytest.mark.parametrize("way", ["fixed", "dyspec"])
 def test_the_grammar_of_transformers(target: Any, way: str) -> None:
     arguments = {"do_sample": False, "max_new_tokens": 32, "prefix_allowed_tokens_fn": grammar}
-    plain = target.generate(PROMPT, **arguments)
-    assistant = with_small_vocabulary(target, way)
+    plain, assistant = target.generate(PROMPT, **arguments), with_small_vocabulary(target, way)
     assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
     assistant.detach()
 

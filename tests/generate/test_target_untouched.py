@@ -114,8 +114,7 @@ def test_an_exception_in_a_round(family: str, where: str, style: str) -> None:
     with torch.no_grad():
         target(first, past_key_values=cache)
     ids = torch.cat((first, PROMPT), dim=1)
-    mask = torch.ones_like(ids)
-    plain = target.generate(ids, do_sample=False, max_new_tokens=24)
+    mask, plain = torch.ones_like(ids), target.generate(ids, do_sample=False, max_new_tokens=24)
     assistant = assistant_for(target)
     streamer = BreakingStreamer(last=5 if where == "streamer" else 1000)
     hook = {"draft": lambda: break_draft(assistant, 7), "target": lambda: break_target(target, 4)}.get(where)

@@ -82,7 +82,7 @@ CALLS = ("plain", "another's", "by default", "by name")
 @pytest.mark.parametrize(
     ("change", "call"), [*itertools.product(("attach", "detach"), CALLS), ("delete", "plain"), ("delete", "another's")]
 )
-def test_a_call_in_which_an_assistant_comes_or_goes(
+def test_an_assistant_comes_or_goes_in_a_call(
     change: str, call: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = of_own_class(tiny("llama"))
@@ -315,8 +315,7 @@ def test_a_draft_in_int8_is_in_float32_elsewhere() -> None:
 def test_pickling_a_target_whose_states_were_read(kind: str) -> None:
     """While it is attached, in the middle of a text, and afterwards."""
     target = tiny("llama")
-    plain = generate(target)
-    assistant = assistant_of(kind, target, rule="fixed", num_tokens=3)
+    plain, assistant = generate(target), assistant_of(kind, target, rule="fixed", num_tokens=3)
     meanwhile = elsewhere(lambda: pickle.dumps(target))
     assert torch.equal(generate(target, assistant_model=assistant, logits_processor=[meanwhile]), plain)
     made = [meanwhile.found[0], pickle.dumps(target)]

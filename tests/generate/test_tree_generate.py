@@ -66,8 +66,7 @@ def test_a_head_values_slots() -> None:
     assert assistant.stats.tree_widths != with_head, "the head had nothing to say"
 
 
-@pytest.mark.every(2)
-@pytest.mark.takes(2)
+@pytest.mark.every(2, takes=2)
 @pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact", [[0], [1], [0, 0]]], ids=str)
 def test_generate_emits_exactly_p(kind: Any, enumerate_torch: Any) -> None:
     """The distribution of a whole `generate()`, by enumeration: rounds, caches, processors on each node's own path."""

@@ -53,8 +53,7 @@ QUICK = [
 CASES = list(product(["llama", "gemma3_text", "gpt2"], RULES, ["independent", "early exit"]))
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=2)
 @pytest.mark.parametrize(
     ("family", "rule", "kind"),
     [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
@@ -62,8 +61,7 @@ CASES = list(product(["llama", "gemma3_text", "gpt2"], RULES, ["independent", "e
 def test_greedy_equality(family: str, rule: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny(family)
     arguments = {"max_new_tokens": 200, "do_sample": False, "repetition_penalty": 1.05}
-    plain = target.generate(PROMPT, **arguments)
-    speculation = SpeculationConfig(**RULES[rule])
+    plain, speculation = target.generate(PROMPT, **arguments), SpeculationConfig(**RULES[rule])
     if kind == "independent":
         assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=speculation)
     else:

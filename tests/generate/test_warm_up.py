@@ -45,8 +45,7 @@ def made(kind: str, name: str, **further: Any) -> tuple[CausalLM, SpecDecPPAssis
     return target, assistant_of(kind, target, **{**SETTINGS[name], **further})
 
 
-@pytest.mark.takes(5)
-@pytest.mark.every(23)
+@pytest.mark.every(23, takes=5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_nothing_is_captured_afterwards(name: str, kind: str, pretended: Counter[str]) -> None:
@@ -64,9 +63,7 @@ def test_nothing_is_captured_afterwards(name: str, kind: str, pretended: Counter
 @pytest.mark.parametrize(
     ("name", "settings"), [("_make_rounds", "fixed"), ("_read_target", "dyspec"), ("_make_whole_rounds", "fixed")]
 )
-def test_what_is_left_out_is_captured_later(
-    name: str, settings: str, pretended: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_captures(name: str, settings: str, pretended: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail, by all rounds, passes of the target and whole rounds."""
     target, assistant = made("independent", settings)
     with monkeypatch.context() as patch:

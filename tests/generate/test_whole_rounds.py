@@ -375,9 +375,7 @@ def test_rows_that_go_on_after_their_end_are_noticed(tmp_path: Path, monkeypatch
     assert int(kept[-1][0]) > ids.shape[1] + 4
 
 
-def test_a_round_that_cannot_be_captured_in_the_middle_of_a_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_that_cannot_be_captured_in_mid_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory ends: it runs as it is."""
     target, assistant = made("conditioned", tmp_path, **CHAIN)
     plain, capture = generate(target, None, 240), Graphs._capture

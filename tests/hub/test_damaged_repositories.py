@@ -174,13 +174,10 @@ def test_many_tensors(sound: dict[str, Sound], tmp_path: Path) -> None:
             sound["EAGLE-3"].load(folder, sound["EAGLE-3"].target)
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_damaged_repository_is_refused_in_a_sentence(
-    sound: dict[str, Sound], tmp_path: Path, kind: str, is_whole: bool
-) -> None:
+def test_damage_is_refused_in_a_sentence(sound: dict[str, Sound], tmp_path: Path, kind: str, is_whole: bool) -> None:
     whole = sound[kind]
     count = 2000 if is_whole else 25  # as many as take about a second
     assert not check(whole, whole.folder, "as it is"), "it is sound before it is damaged"

@@ -136,8 +136,7 @@ def test_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
     newer = tiny("llama", seed=5)
     hub.commit("org/target", files_of(save_model(newer, tmp_path / "newer", ["<unk>", *reversed(WORDS[1:])])))
     shutil.rmtree(tmp_path / "cache")
-    exported = export("org/assistant", tmp_path / "out")
-    again = load_model(tmp_path / "out")
+    exported, again = export("org/assistant", tmp_path / "out"), load_model(tmp_path / "out")
     assert torch.equal(again.lm_head.weight, target.lm_head.weight), f"the target's commit is {commit}"
     assert exported.commands["vLLM"][0].startswith("vllm serve org/target ")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()["w7"] == 7

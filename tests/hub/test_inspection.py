@@ -113,9 +113,7 @@ def test_an_adapter_in_the_root_hijacks_auto_classes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "adapter/adapter_model.bin"])
-def test_pickles_are_named_and_not_opened(
-    folder: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickles_are_named_not_opened(folder: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(Payload(tmp_path / "proof"), folder / name)
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("opened a pickle"))
     report = look(folder)

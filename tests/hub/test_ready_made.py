@@ -73,8 +73,7 @@ def test_overrides_are_saved(tmp_path: Path) -> None:
 @pytest.mark.every(2)
 @DIALECTS
 def test_both_repositories_are_read_at_their_commits(hub: HubServer, tmp_path: Path, dialect: str) -> None:
-    target = tiny("llama")
-    commit = publish(hub, VARIANTS["plain"].save(tmp_path / "draft", dialect))
+    target, commit = tiny("llama"), publish(hub, VARIANTS["plain"].save(tmp_path / "draft", dialect))
     before = with_head("org/eagle", target)
     expected = drafted(before, target)
     before.push_to_hub("org/ours")

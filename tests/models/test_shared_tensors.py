@@ -143,8 +143,7 @@ def test_forwards_that_trainers_set_are_left_to_the_target() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         Accelerator(mixed_precision="bf16", cpu=True).prepare(target)
-        set_by_them = vars(target)["forward"]
-        assistant = SpecDecPPAssistant.from_early_exit(target, 2)
+        set_by_them, assistant = vars(target)["forward"], SpecDecPPAssistant.from_early_exit(target, 2)
         assert torch.equal(logits_of(assistant.drafter), expected)
         assert vars(target)["forward"] is set_by_them
     finally:

@@ -50,8 +50,7 @@ def test_repeated_calls(kind: str, rule: str) -> None:
     assert assistant.config.to_dict() == described
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(2)
+@pytest.mark.every(2, takes=2)
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "unattached"])
 def test_two_targets_share_an_assistant(attached: bool) -> None:
     targets = [tiny("llama"), tiny("mistral", seed=3)]
@@ -104,8 +103,7 @@ def test_the_stats_of_a_call_stay_as_they_are() -> None:
     assert str(first) == kept
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_threads(family: str, kind: str) -> None:

@@ -235,8 +235,7 @@ def test_the_numbers_of_the_docstring() -> None:
 @given(st.integers(0, 1000), st.floats(0.1, 300.0), st.booleans())
 def test_logits_of_any_size_stay_numbers(seed: int, scale: float, greedy: bool) -> None:
     scores = scale * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed))
-    before = scores.clone()
-    q = taught().mixed(contexts(7, 8, 1), scores, greedy).softmax(-1)
+    before, q = scores.clone(), taught().mixed(contexts(7, 8, 1), scores, greedy).softmax(-1)
     assert torch.equal(scores, before), "a block draft gives its logits to several nodes"
     assert_close(q, mixture(scores, greedy), atol=1e-4, rtol=0.0)
 

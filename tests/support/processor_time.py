@@ -21,8 +21,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Fail a fast test that passed, but took too long."""
     before, modules = _used(), len(sys.modules)
     result = yield
-    seconds, mark = _used() - before, item.get_closest_marker("takes")
-    limit = (mark.args[0] if mark else LIMIT) + IMPORT * (len(sys.modules) - modules)
+    seconds, limit = _used() - before, _limit(item) + IMPORT * (len(sys.modules) - modules)
     is_fast = item.get_closest_marker("slow") is None and item.get_closest_marker("apart") is None
     if is_fast and seconds > SPREAD * limit and seconds > (now := SPREAD * limit * _slowness()):
         pytest.fail(
@@ -33,6 +32,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             pytrace=False,
         )
     return result
+
+
+def _limit(item: pytest.Item) -> float:
+    """What the marks `takes(3)` or `every(5, takes=3)` say, the nearest of them."""
+    said = [mark.args[0] for mark in item.iter_markers("takes")]
+    said += [mark.kwargs["takes"] for mark in item.iter_markers("every") if "takes" in mark.kwargs]
+    return said[0] if said else LIMIT
 
 
 def _used() -> float:

@@ -66,7 +66,7 @@ def settled(monkeypatch: pytest.MonkeyPatch, then: Callable[[Prefix], None]) -> 
     monkeypatch.setattr(Prefix, "settle", and_then)
 
 
-def assert_held_rows_are_those_of_the_text(
+def assert_held_rows_are_the_text(
     target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After every round of a text to `prompt()`."""
@@ -85,7 +85,7 @@ def assert_held_rows_are_those_of_the_text(
         assert_prefilled(rows, target, text[:, :length])
 
 
-def assert_other_rows_are_never_attended_to(
+def assert_others_are_not_attended(
     target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text is that of plain generation though rows that are not held are spoilt after every round."""

@@ -59,8 +59,7 @@ def panes(root: ET.Element) -> tuple[str, str]:
 
 
 def test_both_answers_are_whole_and_candidates_are_marked() -> None:
-    root = drawn(TEXT, accepted=[1, 3, 7])
-    expected = "".join(TEXT).replace(" ", "").replace("\n", "")
+    root, expected = drawn(TEXT, accepted=[1, 3, 7]), "".join(TEXT).replace(" ", "").replace("\n", "")
     assert [each.replace(" ", "") for each in panes(root)] == [expected, expected]
     assert len(list(root.iter(f"{SVG}title"))) == 1
     colour = rules(root)
@@ -144,8 +143,7 @@ def _luminance(colour: str) -> float:
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_in_a_browser(motion: str, tmp_path: Path) -> None:
     """It is written in time, and stands there at once for those who want no motion."""
-    answer = [Token("now", False, 0.001), Token(" later", True, 1.5)]
-    file = tmp_path / "answer.svg"
+    answer, file = [Token("now", False, 0.001), Token(" later", True, 1.5)], tmp_path / "answer.svg"
     file.write_text(picture("?", Answer(answer, 1.5), Answer(answer, 1.5)), encoding="utf-8")
     with page(reduced_motion=motion) as tab:
         tab.goto(file.as_uri())

@@ -128,9 +128,7 @@ def test_costs_travel_with_the_config() -> None:
 @pytest.mark.parametrize("trials", [[], [2], [1, 2]], ids=str)
 @pytest.mark.parametrize("draft_cost", [0.2, 0.9])
 @pytest.mark.parametrize("rule", ["throughput/draft probability", "throughput/after, untied"])
-def test_two_rounds_emit_exactly_p(
-    rule: str, draft_cost: float, trials: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_rounds_emit_p(rule: str, draft_cost: float, trials: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round decides whether and how far the second one speculates: also not at all. Rounds may also have a
     length that is tried."""
     monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))

@@ -176,8 +176,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned"])
 @pytest.mark.parametrize("tree", [None, "dyspec"])
 def test_a_text_rests_until_a_probe_can_be_paid(kind: str, tree: str | None, noted: list[str]) -> None:
@@ -200,8 +199,7 @@ def test_a_text_rests_until_a_probe_can_be_paid(kind: str, tree: str | None, not
 
 def test_a_draft_without_states_begins_in_the_middle(noted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("llama")
-    assistant = assistant_of("independent", target, **DEAR)
-    plain = target.generate(prompt(), **OPTIONS)
+    assistant, plain = assistant_of("independent", target, **DEAR), target.generate(prompt(), **OPTIONS)
     for _ in range(2):
         target.generate(prompt(), assistant_model=assistant, **OPTIONS)
     assert assistant.stats.drafted == 0

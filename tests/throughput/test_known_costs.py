@@ -93,9 +93,7 @@ def test_a_damaged_file_is_no_knowledge(text: str, cache: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("error", [OSError("read-only"), ValueError("Corrupted assets folder"), None])
-def test_a_cache_that_cannot_be_written_is_no_error(
-    error: Exception | None, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_is_no_error(error: Exception | None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: str) -> Path:
         if error is not None:
             raise error
@@ -132,8 +130,7 @@ def test_what_is_assumed_holds_for_one_text(cache: Path) -> None:
 def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> None:
     """Passes over two tokens seemed to take two thirds of those over one, and no candidate is ever accepted."""
     target = tiny("llama")
-    known = costs.costs_of(costs.Rounds(target, Drafter(target), DraftProbability(), 4))
-    now = [0.0]
+    known, now = costs.costs_of(costs.Rounds(target, Drafter(target), DraftProbability(), 4)), [0.0]
     times = RoundTimes(lambda: now[0])
     for width in (1, 2) * 9:
         times.begin()

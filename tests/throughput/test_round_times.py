@@ -104,8 +104,7 @@ def test_wider_passes_than_were_measured_are_learned() -> None:
 @pytest.mark.parametrize("start", [0.001, 0.0])
 def test_a_step_and_starting_are_told_apart(start: float) -> None:
     """The example of the docstring; also from costs that know of no starting."""
-    costs = replace(MEASURED, start=start)
-    drafts = [(Drafting(1), 0.004), (Drafting(3), 0.008)] * 300
+    costs, drafts = replace(MEASURED, start=start), [(Drafting(1), 0.004), (Drafting(3), 0.008)] * 300
     costs = corrected(corrected(costs, {}, drafts), {}, drafts)
     assert costs.draft == pytest.approx(0.002, rel=0.05)
     assert costs.start == pytest.approx(0.002, rel=0.1)

@@ -100,8 +100,7 @@ class Simulation:
         return path
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=2)
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("kind", "seconds", "temperature"),

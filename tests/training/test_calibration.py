@@ -64,9 +64,7 @@ def test_survival() -> None:
 
 @pytest.mark.parametrize("inputs", ["before", "after"])
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_labels_of_chains_are_conditioned_on_their_own_candidates(
-    tmp_path: Path, temperature: float, inputs: str
-) -> None:
+def test_labels_of_chains_are_conditioned_on_own_candidates(tmp_path: Path, temperature: float, inputs: str) -> None:
     """Every chain, read anew in one pass without any cache."""
     config = training_run(tmp_path, num_texts=2, mix=0.9)
     made = Trained.load(config)

@@ -50,8 +50,7 @@ def test_unrolled_is_what_a_round_does(family: str, attention: str) -> None:
     ids = prompt(15)
     states = states_of(target, drafter.fusion, ids)
     with torch.no_grad():
-        steps = list(unrolled(drafter, ids, states, 4))
-        mixed = in_rounds(drafter, ids, states, 3)
+        steps, mixed = list(unrolled(drafter, ids, states, 4)), in_rounds(drafter, ids, states, 3)
     for step, hidden in enumerate(steps, 1):
         for place in (step, 7, 14):
             assert torch.allclose(hidden[0, place], one_by_one(drafter, ids, states, place, step), atol=1e-5)

@@ -140,8 +140,7 @@ def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: i
 # The stage -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=3)
 @pytest.mark.parametrize(
     ("kind", "family", "vocab_size", "gain"),
     [("independent", "llama", None, 0.1), ("early_exit", "llama", 40, 0.01), ("early_exit", "gemma2", None, 0.01)],
@@ -355,8 +354,7 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert report_of(config)[stage]["all"] == pytest.approx(report_of(whole)[stage]["all"], abs=1e-4)
 
 
-@pytest.mark.every(2)
-@pytest.mark.takes(2)
+@pytest.mark.every(2, takes=2)
 @pytest.mark.parametrize(
     ("kind", "files"),
     [

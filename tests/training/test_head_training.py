@@ -271,7 +271,7 @@ def test_half_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
         OSError(errno.ENOSPC, "No space left on device"),
     ],
 )
-def test_full_disks_are_told_from_other_errors(
+def test_full_disks_are_told_apart(
     tmp_path: Path, error: Exception, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the room that is left, whatever a library says, and where the system says so."""

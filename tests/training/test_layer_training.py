@@ -18,8 +18,7 @@ from hf_specdecpp.training.distillation import initial_layer
 from hf_specdecpp.training.distillation import stage as distillation
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(2)
+@pytest.mark.every(2, takes=3)
 @pytest.mark.parametrize("family", ["llama", "qwen2", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_training_helps_and_is_what_is_stored(family: str, tmp_path: Path) -> None:
     vocab = 40 if family == "llama" else None

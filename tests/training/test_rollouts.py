@@ -219,9 +219,7 @@ def tested(config: TrainingConfig, tmp_path: Path) -> TrainingConfig:
 
 
 @pytest.mark.parametrize("limit", [None, 1])
-def test_nothing_is_trained_on_test_sets(
-    tested: TrainingConfig, limit: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_training_on_test_sets(tested: TrainingConfig, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
     monkeypatch.setattr("hf_specdecpp.texts.prompts.logger.warning", warned.append)
     tested.evaluation.max_prompts = limit
@@ -270,7 +268,7 @@ def test_a_test_set_without_answers(tested: TrainingConfig) -> None:
 
 
 @pytest.mark.parametrize("moment", ["answering", "writing"])
-def test_a_killed_run_goes_on(
+def test_killed_runs_go_on(
     config: TrainingConfig, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed in the middle of the third shard: while the target answers, or with half a file written."""

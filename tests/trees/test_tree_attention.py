@@ -44,8 +44,7 @@ def test_a_window_is_measured_by_place() -> None:
     ancestors, depths = relations([-1, 0, 0])
     inputs = tree_inputs(model, filled(model, 20), ancestors, depths, num_prefix=20)
     # The layer shows its last 11 rows of text, which are places 9 to 19, then the nodes.
-    text = [[1] * 11, [0] + [1] * 10, [0] + [1] * 10]
-    nodes = [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    text, nodes = [[1] * 11, [0] + [1] * 10, [0] + [1] * 10], [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     expected = torch.tensor([a + b for a, b in zip(text, nodes, strict=True)], dtype=torch.bool)
     assert torch.equal(inputs["attention_mask"], expected[None, None])
     assert inputs["position_ids"].tolist() == [[20, 21, 21]]
@@ -70,8 +69,7 @@ def test_eager_attention_gets_an_additive_mask(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_levels_do_not_push_the_text_out_of_the_window(family: str) -> None:
     """More nodes of earlier levels than the window has places: each node still sees its window."""
-    model = tiny_of(family)
-    parents = [-1] + [0] * WINDOW + list(range(1, WINDOW + 1)) + [WINDOW + 1]
+    model, parents = tiny_of(family), [-1] + [0] * WINDOW + list(range(1, WINDOW + 1)) + [WINDOW + 1]
     depth = relations(parents)[1].tolist()
     levels = [[i for i, d in enumerate(depth) if d == level] for level in range(4)]
     text, _ = tokens_for(model, PREFIX)

@@ -51,9 +51,7 @@ def growth(
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [2, 16, 64, 256, 1024])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_budget_is_used_up_and_a_level_costs_a_pass(
-    kind: str, budget: int, randomness: TreeRandomness | None
-) -> None:
+def test_the_budget_is_used_up_a_pass_for_each_level(kind: str, budget: int, randomness: TreeRandomness | None) -> None:
     tree_growth = growth(RandomDraft(kind, seed=budget), randomness=randomness)
     grow_by_level(tree_growth, budget, ThresholdSchedule())
     tree = tree_growth.tree
@@ -97,7 +95,7 @@ def chances(tree: DraftTree) -> list[float]:
 
 
 @pytest.mark.parametrize("grow", [lambda g, pace: grow_exactly(g, 32), lambda g, pace: grow_by_level(g, 32, pace)])
-def test_greedy_slots_compete_with_what_their_candidate_is_worth(
+def test_greedy_slots_compete_with_their_candidates_worth(
     grow: Callable[[Growth, ThresholdSchedule], None],
 ) -> None:
     """The paper's order, by v alone, takes tokens that it knows to be unlikely."""
@@ -252,8 +250,7 @@ def test_draws_without_replacement(draws) -> None:
 def test_the_likeliest_tokens_come_in_order(ordered: Callable[[Tensor], Siblings], vocab: int) -> None:
     q = torch.rand(2, vocab).softmax(-1)
     q[1, ::3] = 0.0
-    siblings = ordered(q.clone())
-    expected = q[1].argsort(descending=True)[: int((q[1] > 0.0).sum())]
+    siblings, expected = ordered(q.clone()), q[1].argsort(descending=True)[: int((q[1] > 0.0).sum())]
     drawn = [siblings.next(1) for _ in expected]
     assert drawn == [(int(token), float(q[1, token])) for token in expected]
     assert siblings.next(1) is None

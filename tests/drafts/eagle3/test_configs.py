@@ -239,8 +239,7 @@ def test_overrides_win(tmp_path: Path) -> None:
     ],
 )
 def test_other_names_of_the_same_tensors(tmp_path: Path, variant: str, pairs: list[tuple[str, str]]) -> None:
-    one = load(VARIANTS[variant].save(tmp_path / "a"))
-    folder = VARIANTS[variant].save(tmp_path / "b")
+    one, folder = load(VARIANTS[variant].save(tmp_path / "a")), VARIANTS[variant].save(tmp_path / "b")
     found = load_file(folder / "model.safetensors")
     renamed = {functools.reduce(lambda name, pair: name.replace(*pair), pairs, each): found[each] for each in found}
     other = load(edited(folder, **{**dict.fromkeys(found), **renamed}))

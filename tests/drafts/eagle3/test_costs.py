@@ -17,8 +17,7 @@ READS = [0, 1]
 
 
 def conditioned(target: CausalLM) -> SpecDecPPAssistant:
-    vocab = on_device(torch.arange(20))
-    fusion = on_device(random_fusion(tiny("llama"), READS).double())
+    vocab, fusion = on_device(torch.arange(20)), on_device(random_fusion(tiny("llama"), READS).double())
     return SpecDecPPAssistant.from_conditioned(target, [2], fusion=fusion, draft_vocab=vocab)
 
 

@@ -42,8 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     letters.save_pretrained(folder / "target")
     draft = Checkpoint(vocab=VOCAB).save(folder / "draft", eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 1, 3]})
     assistant = SpecDecPPAssistant.from_pretrained(draft, target=target, eagle3={"reads": RIGHT})
-    drafter = assistant.ready_drafter()
-    ids = letters(TEXT, return_tensors="pt")["input_ids"]
+    drafter, ids = assistant.ready_drafter(), letters(TEXT, return_tensors="pt")["input_ids"]
     states = states_of(target, drafter, ids)
     with torch.no_grad():
         said = target(ids).logits[0].argmax(-1)

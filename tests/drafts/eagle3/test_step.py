@@ -105,8 +105,7 @@ class Formulas:
 
 def of_draft(logits: Tensor, checkpoint: Checkpoint) -> Tensor:
     """Those of the draft's tokens; of the others q is zero."""
-    kept = torch.tensor(checkpoint.ids)
-    others = torch.ones(logits.shape[-1], dtype=torch.bool)
+    kept, others = torch.tensor(checkpoint.ids), torch.ones(logits.shape[-1], dtype=torch.bool)
     others[kept] = False
     assert bool((logits[..., others] == float("-inf")).all())
     return logits[..., kept].double()

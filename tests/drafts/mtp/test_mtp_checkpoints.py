@@ -70,12 +70,9 @@ def test_elsewhere_than_the_target(tmp_path: Path) -> None:
     assert accepted(target, moved) == expected
 
 
-def test_of_several_files_only_those_with_the_layers_are_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_files_those_with_the_layers_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = dense().load(tmp_path)
-    expected = accepted(target, assist(target, "mtp", default=False))
-    files = shards_of(tmp_path)
+    expected, files = accepted(target, assist(target, "mtp", default=False)), shards_of(tmp_path)
     asked: list[str] = []
 
     heard(monkeypatch, Repository, "file", lambda _, filename, *rest: asked.append(filename))
