@@ -347,8 +347,7 @@ class Settings:
         quick: off by default.
         live: on by default.
         merge: undecided by default.
-        output: a folder.
-    """
+        output: a folder."""
 
     target: str
     max_prompts: int | None = field(default=None, metadata={"min": 1})

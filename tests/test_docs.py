@@ -290,8 +290,7 @@ class Inner:
     Args:
         kind: which of
             the two.
-        low, high (tokens): bounds.
-    """
+        low, high (tokens): bounds."""
 
     kind: Literal["a", "b"] | None = None
     low: int = 1
@@ -307,8 +306,7 @@ class Outer:
         sizes (seconds per token): a list.
 
     Raises:
-        ValueError: never.
-    """
+        ValueError: never."""
 
     name: str
     sizes: list[float] = field(default_factory=lambda: [0.5])
@@ -331,8 +329,7 @@ def test_a_field_without_a_meaning_is_an_error() -> None:
         """Says nothing.
 
         Args:
-            told: is described.
-        """
+            told: is described."""
 
         told: int = 0
         untold: int = 0

@@ -26,8 +26,7 @@ class Place:
 
     Attributes:
         target: for which `head` (an independent draft) and `early` (its own layers) were made.
-        smaller: has the same tokens and another shape.
-    """
+        smaller: has the same tokens and another shape."""
 
     folder: Path
     target: Any

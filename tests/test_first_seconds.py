@@ -1,7 +1,6 @@
 """What is imported before anything is done: `specdecpp --help` and `import hf_specdecpp` cost a moment.
 
-Seconds differ between machines, so modules are counted.
-"""
+Seconds differ between machines, so modules are counted."""
 
 import ast
 import json

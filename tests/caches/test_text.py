@@ -79,7 +79,7 @@ def rows_of(cache: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("path", [[0], [0, 1, 2, 3, 4], PATH, [0, 1, 6]])
 def test_kept_rows_are_those_that_the_pass_made(family: str, path: list[int]) -> None:
-    """Bitwise; that the pass made the rows of a prefill is what test_tree_families says."""
+    """Bitwise; that the pass made the rows of a prefill is what test_every_family says."""
     model, text, nodes, cache = after_a_tree(family)
     expected = []
     for rows in rows_of(cache):

@@ -1,8 +1,7 @@
 """Block verification: mutants of its formulas that must fail, how much more it accepts, and the at-once version.
 
 That whole rounds with it emit exactly p under every rule is in `test_chain_rounds.py`. Everything here is enumerated,
-so nothing can fail by chance.
-"""
+so nothing can fail by chance."""
 
 from collections.abc import Iterator
 from functools import partial

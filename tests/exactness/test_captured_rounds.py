@@ -2,8 +2,7 @@
 
 Every outcome of a round is enumerated: which candidates are drawn, where a rule that looks at them stops, how many
 stand, what follows; then plain sampling goes on to the length of the longest text. The distribution of texts must be
-the target's to rounding. Wrong versions of the functions must not pass.
-"""
+the target's to rounding. Wrong versions of the functions must not pass."""
 
 import itertools
 from collections.abc import Callable, Sequence

@@ -2,8 +2,7 @@
 
 Every outcome is enumerated: the order in which the siblings below each node are drawn, which slots are among the best,
 which nodes stand, what follows; then plain sampling goes on. The distribution of texts must be the target's to
-rounding. Wrong versions of the functions must not pass.
-"""
+rounding. Wrong versions of the functions must not pass."""
 
 import itertools
 import random
@@ -66,8 +65,7 @@ class Grown:
         chance: of all that was drawn.
         tokens, parents: `[nodes]`.
         paths: of tokens, of the root and of each node.
-        q: `[nodes, vocab]`.
-    """
+        q: `[nodes, vocab]`."""
 
     def __init__(
         self, q: Callable[[Path], Tensor], drawn: dict[Path, tuple[float, Path]], slots: Slots, judge: Judge

@@ -1,8 +1,7 @@
 """The exact distribution of whole rounds (draft, stop, verify) for every stopping rule; and mutants that must fail.
 
 A right round is within rounding of p and a wrong one off by more than a thousandth, without sampling: nothing here can
-fail by chance. Several seeds, because some pairs of p and q cannot tell a mutant from the truth.
-"""
+fail by chance. Several seeds, because some pairs of p and q cannot tell a mutant from the truth."""
 
 import pytest
 import torch

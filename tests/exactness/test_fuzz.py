@@ -5,8 +5,7 @@ A case that fails is printed with the simplest one that fails, too. To run one a
     PYTHONPATH=tests python -c "from support.fuzz.running import *; print(run_case(Case(family='gpt2', tree='static')))"
 
 The slow run draws 4,000 cases of every family that can be built, `SPECDECPP_FUZZ_CASES` another number and
-`SPECDECPP_FUZZ_SEED` others: `SPECDECPP_FUZZ_SEED=7 pytest -m slow -s tests/exactness/test_fuzz.py`.
-"""
+`SPECDECPP_FUZZ_SEED` others: `SPECDECPP_FUZZ_SEED=7 pytest -m slow -s tests/exactness/test_fuzz.py`."""
 
 import os
 import random

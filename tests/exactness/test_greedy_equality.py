@@ -2,8 +2,7 @@
 
 In float64, where a pass over several tokens and passes over one token round alike up to 1e-15: any difference is a
 bug. The drafts agree with their targets in part, and each test asserts that rounds with no, with some and with all
-candidates accepted occurred, since that is where implementations go wrong.
-"""
+candidates accepted occurred, since that is where implementations go wrong."""
 
 from functools import lru_cache
 from typing import Any

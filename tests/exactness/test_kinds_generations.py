@@ -4,8 +4,7 @@ drafts that have a temperature of their own.
 Everything is product code and transformers' own classes, from the files that layers are read from and the hooks that
 catch the target's states to the caches that are rolled back; only the random numbers are replaced by a `Replay`.
 Mutants: a q of another temperature, or told without its own, one as if the draft could have proposed all tokens, one
-that is told as that of the next candidate, and candidates that are dropped because of what they are.
-"""
+that is told as that of the next candidate, and candidates that are dropped because of what they are."""
 
 from collections.abc import Callable
 from functools import cache, partial

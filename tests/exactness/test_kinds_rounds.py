@@ -3,8 +3,7 @@
 Their candidates come through the real interface (`Draft`, `Reading`): from tables in the place of models, and from a
 real DFlash block beside a real target, both tiny. Its processors depend on the path, so that q of a place is another
 one after each path. Mutants: the marginals of a place told as those of another, q without the processors that it was
-drawn with or with those of another path, and a point mass that is taken for less than certain.
-"""
+drawn with or with those of another path, and a point mass that is taken for less than certain."""
 
 from functools import cache, partial
 from typing import Any
@@ -42,8 +41,7 @@ class Tables(Models):
     """Tables that drafts propose from, as the stand-ins do from a text.
 
     Args:
-        kind: `"block"`: the marginal of each of three places, whatever the path; `"lookup"`: certain tokens.
-    """
+        kind: `"block"`: the marginal of each of three places, whatever the path; `"lookup"`: certain tokens."""
 
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__("plain", VOCAB, seed)
@@ -78,8 +76,7 @@ class Block(Models):
     """A target, its processed distribution after a path, and a block draft that has read the text.
 
     Attributes:
-        session: in the round after the text.
-    """
+        session: in the round after the text."""
 
     def __init__(self, seed: int) -> None:
         super().__init__("plain", VOCAB, seed)

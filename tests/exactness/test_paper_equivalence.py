@@ -1,8 +1,7 @@
 """The paper's loss and gradients, computed once more from its formulas (sections 3.2 and 3.3) with plain loops.
 
 Frozen draft, tied blocks, w_rej = 6, 15 % token mixing. Only the random draws (the draft's tokens and which of them
-are mixed in) are taken from the code under test; everything that follows from them is done again.
-"""
+are mixed in) are taken from the code under test; everything that follows from them is done again."""
 
 import math
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """Real `generate()` with real random numbers: the joint distribution of the first tokens against that of the target.
 
 The exact distributions are tested elsewhere, with enumerated randomness. This adds what they replace: torch's
-generators. The seeds are fixed, so a p-value is the same in every run.
-"""
+generators. The seeds are fixed, so a p-value is the same in every run."""
 
 import math
 from collections import Counter

@@ -84,8 +84,7 @@ def test_another_reported_temperature_is_caught(enumerate_torch: Any) -> None:
 def test_generate_emits_exactly_p(door: str, rule: str, enumerate_torch: Any) -> None:
     """The distribution of a whole `generate()`: several rounds, with the prompt, the caches and their roll-backs.
 
-    The penalty on repetitions makes p depend on the candidates before a position also through a processor.
-    """
+    The penalty on repetitions makes p depend on the candidates before a position also through a processor."""
     target, draft = small(7), small(107)
     assistant = assistant_for(draft, rule, target if door == "attached" else None)
     assert assert_exactly_p(target, assistant, enumerate_torch, penalty=1.7) > 2, "few candidates were rejected"

@@ -2,8 +2,7 @@
 
 Everything is product code; only the random numbers are replaced by a `Replay`. The table begins empty and is filled by
 the rounds themselves, so that the draft of later rounds follows what was drawn, accepted and rejected in earlier ones.
-Mutants: q is told as it was before it was mixed; or as the table has it once it knows what was drawn.
-"""
+Mutants: q is told as it was before it was mixed; or as the table has it once it knows what was drawn."""
 
 import copy
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """Traversal verification of trees: mutants of its formulas that must fail; it accepts no fewer than Algorithm 3.
 
 That whole rounds with it emit exactly p for every growth and budget is in `test_tree_rounds.py`. Everything here is
-enumerated, so nothing can fail by chance.
-"""
+enumerated, so nothing can fail by chance."""
 
 from collections.abc import Callable, Iterator
 

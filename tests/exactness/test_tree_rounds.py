@@ -1,8 +1,7 @@
 """The exact distribution of whole rounds with token trees (growth, verification), and mutants that must fail.
 
 No sampling, so nothing here can fail by chance. Whatever the algorithm and the estimator
-choose to draw, the next token must be distributed as p after every prefix.
-"""
+choose to draw, the next token must be distributed as p after every prefix."""
 
 from functools import partial
 

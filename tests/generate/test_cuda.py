@@ -1,7 +1,6 @@
 """On a real GPU, where torch sees one (`make test-gpu`): captured texts are those of uncaptured and plain generation.
 
-In float64, so that passes over several tokens have the likeliest tokens of passes over one.
-"""
+In float64, so that passes over several tokens have the likeliest tokens of passes over one."""
 
 import gc
 from pathlib import Path

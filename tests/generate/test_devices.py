@@ -34,8 +34,7 @@ def assert_plain(
 
     Args:
         make: makes the assistant of the target, once that is on its device.
-        devices: of the target, and of a draft of its own.
-    """
+        devices: of the target, and of a draft of its own."""
     plain = target.generate(prompt(), do_sample=False, **OPTIONS)
     with pretend_devices() as counts, torch.no_grad():
         on_device(target, devices[0])

@@ -1,7 +1,6 @@
 """Every model that transformers can build is assisted rightly or refused, whatever its family.
 
-What trees are read as has a test of its own in `test_tree_families.py`.
-"""
+What trees are read as has tests of its own below."""
 
 from contextlib import nullcontext
 from typing import Any

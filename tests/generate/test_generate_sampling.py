@@ -2,8 +2,7 @@
 
 The distribution of the samples is tested in `tests/exactness/`. Here: each argument is taken, nothing outside the
 vocabulary comes out, a seed fixes the run, and where the distribution is a point (`top_k=1`) the text is that of plain
-`generate()`.
-"""
+`generate()`."""
 
 from functools import lru_cache
 from typing import Any

@@ -19,8 +19,7 @@ SHAPES: dict[str, dict[str, Any]] = {"chain": {"rule": "fixed", "num_tokens": 4}
 class Grammar(LogitsProcessor):
     """Takes the last token at each call but the first, and says which may follow: what xgrammar's processor does.
 
-    Allowed are a quarter of the tokens, which depend on all tokens so far, and from the 25th token on the end.
-    """
+    Allowed are a quarter of the tokens, which depend on all tokens so far, and from the 25th token on the end."""
 
     def __init__(self) -> None:
         self.prefilled = False

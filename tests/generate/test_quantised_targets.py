@@ -1,8 +1,7 @@
 """Targets with quantised weights: the text of plain generation, nothing copied, and what cannot work is refused.
 
 `make test-quantised` installs torchao and bitsandbytes in a folder of their own: wherever torchao is installed, every
-import of transformers loads it, too, with several lines of warnings.
-"""
+import of transformers loads it, too, with several lines of warnings."""
 
 import logging
 from collections.abc import Callable

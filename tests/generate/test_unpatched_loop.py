@@ -1,8 +1,7 @@
 """`SpecDecPPCandidateGenerator` inside transformers' own assisted decoding, of which nothing is patched.
 
 Only the method that transformers asks for a candidate generator is set, on the instance: the hook for those who bring
-their own loop or generator.
-"""
+their own loop or generator."""
 
 import types
 from itertools import product

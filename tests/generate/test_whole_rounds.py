@@ -1,8 +1,7 @@
 """Rounds that are captured whole, of every kind of draft, in chains, trees and batches; on pretended graphs.
 
 A graph is replayed with the contents of later rounds, so one that is wrong for other contents changes texts or what is
-drafted.
-"""
+drafted."""
 
 from collections import Counter
 from collections.abc import Callable

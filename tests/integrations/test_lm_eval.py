@@ -1,7 +1,6 @@
 """lm-eval with an assistant among `gen_kwargs`, and with a default one: the answers are those of plain generation.
 
-It is no dependency: `make test-integrations` installs it beside this package.
-"""
+It is no dependency: `make test-integrations` installs it beside this package."""
 
 import json
 from pathlib import Path

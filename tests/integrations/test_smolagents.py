@@ -1,7 +1,6 @@
 """smolagents' `TransformersModel` with a default assistant, and with one among its arguments.
 
-It is no dependency: `make test-integrations` installs it beside this package.
-"""
+It is no dependency: `make test-integrations` installs it beside this package."""
 
 import json
 import runpy

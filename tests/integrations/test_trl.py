@@ -4,8 +4,7 @@ generation.
 Compared are greedy texts, since a sampled one differs from call to call. The two answers to a prompt are then the same,
 so that neither reward is above the other: GRPO's entropy bonus and, in online DPO, weight decay move the policy.
 
-It is no dependency: `make test-integrations` installs it beside this package.
-"""
+It is no dependency: `make test-integrations` installs it beside this package."""
 
 import copy
 from collections.abc import Callable
@@ -64,8 +63,7 @@ class Run:
         rewards: by step and prompt, theirs.
         weights: of the policy after it.
         drafted, accepted: candidates of each step.
-        errors: by step, how far the logits of a draft of the policy's own layers are from those of these layers now.
-    """
+        errors: by step, how far the logits of a draft of the policy's own layers are from those of these layers now."""
 
     texts: list[dict[str, list[list[int]]]] = field(default_factory=list)
     rewards: list[dict[str, list[float]]] = field(default_factory=list)
@@ -106,8 +104,7 @@ def train(
 
     Args:
         make: makes an assistant, which becomes the policy's default.
-        before: whether it is attached before the trainer is made.
-    """
+        before: whether it is attached before the trainer is made."""
     run, model, helpers = Run(), policy(), []
 
     def attach(model: Any) -> None:

@@ -96,8 +96,7 @@ def assert_captured_as_uncaptured(kind: str, target: CausalLM, **settings: Any) 
     captured for a room a second time.
 
     Rounds that are captured whole draw other numbers, and are not cut where the text ends; those whose rule stops may
-    be shorter.
-    """
+    be shorter."""
     assistant = assistant_of(kind, target, adapt=False, draft_successors=False, **settings)
     is_whole = "tree" not in settings and "lookup" not in settings
     found, rounds = drawn(target, assistant, sampled=not is_whole)

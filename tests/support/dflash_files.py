@@ -30,8 +30,7 @@ class Checkpoint:
     Attributes:
         reads: layers of the target whose outputs are read.
         is_causal: of the original dialect's config; `None` leaves it out.
-        scale, multiplier, cap: of embeddings and logits.
-    """
+        scale, multiplier, cap: of embeddings and logits."""
 
     layer_types: tuple[str, ...] = (FULL, FULL)
     window: int = 6

@@ -93,8 +93,7 @@ def check_that_training_helps(config: TrainingConfig, repo: Path) -> tuple[SpecD
     """Run the stage: three steps of a round get better, and what was measured is what is loaded, saved, loaded again.
 
     Returns:
-        The assistant of `repo`, into which it was saved, and its target, which is untouched.
-    """
+        The assistant of `repo`, into which it was saved, and its target, which is untouched."""
     distillation.run(config)
     report = report_of(config)
     before, after = report["before"]["all"], report["after"]["all"]

@@ -21,8 +21,7 @@ class Checkpoint:
         flags: `norm_before_residual`, `norm_before_fc`, `fc_norm`, `norm_output`.
         target_size: of the target's states.
         num_reads: states that it reads; 0 for the final one.
-        vocab: tokens that it may propose.
-    """
+        vocab: tokens that it may propose."""
 
     flags: dict[str, bool] = field(default_factory=dict)
     layers: int = 1

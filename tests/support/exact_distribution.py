@@ -1,8 +1,7 @@
 """The exact distribution of what a program with random choices emits: it runs once for every outcome, weighted.
 
 A program takes a `hf_specdecpp.randomness.TreeRandomness` and returns what it emitted. In production that draws from
-torch's generators; here it is a `Replay`, which replays a list of choices and notes which other choices there were.
-"""
+torch's generators; here it is a `Replay`, which replays a list of choices and notes which other choices there were."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -21,8 +20,7 @@ class Replay:
 
     Attributes:
         weight: the probability of the path.
-        untried: the paths that branch off this one, for every choice made for the first time.
-    """
+        untried: the paths that branch off this one, for every choice made for the first time."""
 
     def __init__(self, choices: list[int]) -> None:
         self.choices = choices

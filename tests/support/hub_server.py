@@ -13,8 +13,7 @@ page.
 
 Xet: downloads never offer it, and huggingface_hub 1.0 asks the LFS batch call, which answers "basic". But later ones
 (1.33, 2.4) upload LFS files through Xet where ``hf_xet`` is installed, whatever the server says: both helpers below
-switch it off.
-"""
+switch it off."""
 
 import base64
 import hashlib
@@ -448,8 +447,7 @@ def point_client_at(
     """Point the ``huggingface_hub`` of this process at `hub`, until `monkeypatch` is undone.
 
     The client reads its environment once, at import: so besides the environment (for subprocesses, peft and the token)
-    this replaces the constants wherever a module holds them, and the endpoint of the client objects made at import.
-    """
+    this replaces the constants wherever a module holds them, and the endpoint of the client objects made at import."""
     import huggingface_hub
     from huggingface_hub import hf_api
     from transformers.utils import hub as transformers_hub  # imported now, or it would keep what is set here

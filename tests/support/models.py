@@ -73,8 +73,7 @@ _known: dict[str, CausalLM] = {}
 def tiny(family: str, seed: int = 0, attn_implementation: str | None = None, **overrides: Any) -> CausalLM:
     """A random model of `family` in float64 (experts in float32), the same for the same arguments.
 
-    A copy of the first one: that takes half the time, and tests change theirs.
-    """
+    A copy of the first one: that takes half the time, and tests change theirs."""
     what = repr((family, seed, attn_implementation, sorted(overrides.items())))
     if what not in _known:
         _known[what] = _made(family, seed, attn_implementation, overrides)
@@ -133,8 +132,7 @@ def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor 
 
     Each token attends to itself above all, so that the layer's state after it is about s' = norm(s) + M e: s is the
     state before it, e the token's embedding. M, and the fc that makes the target's last state of those that are read,
-    are fitted by least squares on random text. What MLP and earlier rows add is random, and small.
-    """
+    are fitted by least squares on random text. What MLP and earlier rows add is random, and small."""
     config = target.config.get_text_config(decoder=True)
     size, device = config.hidden_size, input_device(target)
     catching = StateReader()
@@ -194,8 +192,7 @@ def told(assistant: Any, **knobs: Any) -> Any:
 def assistant_of(kind: str, target: CausalLM, **speculation: Any) -> SpecDecPPAssistant:
     """An attached assistant with a draft that is `"independent"`, an `"early_exit"`, `"conditioned"` or `"eagle3"`.
 
-    An early exit and a conditioned draft have two of the target's layers, one where it has no more than two.
-    """
+    An early exit and a conditioned draft have two of the target's layers, one where it has no more than two."""
     if kind == "independent":
         made: SpecDecPPAssistant = assistant_for(target, mix=0.9, **speculation)
         return made
@@ -217,8 +214,7 @@ def prompt(length: int = 12, seed: int = 0) -> Tensor:
 class Rounds:
     """Records how many candidates each round drafted and how many of them stood.
 
-    Counts what the loop tells the candidate generator, so it sees both our loop and transformers'.
-    """
+    Counts what the loop tells the candidate generator, so it sees both our loop and transformers'."""
 
     def __init__(self, monkeypatch: Any) -> None:
         from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator

@@ -83,8 +83,7 @@ class Files:
     Attributes:
         num_layers: of these.
         overrides: of the target's config.
-        start_of_head: before `.norm` in the names of their norms; by default as published.
-    """
+        start_of_head: before `.norm` in the names of their norms; by default as published."""
 
     family: str = "glm4_moe"
     num_layers: int = 1

@@ -14,8 +14,7 @@ class OpenAIServer(ThreadingHTTPServer):
     """Answers with `answer(path, body)`, after the failures that are queued.
 
     Args:
-        failures: status codes for the next requests; 0 hangs up in the middle of an answer.
-    """
+        failures: status codes for the next requests; 0 hangs up in the middle of an answer."""
 
     daemon_threads = True
 

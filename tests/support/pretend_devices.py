@@ -7,8 +7,7 @@ synchronisations. Time, memory, streams and other rounding are not pretended.
     with pretend_devices() as counts:
         model = on_device(model, "cuda:0")
         model.generate(on_device(ids, "cuda:0"), assistant_model=assistant)
-        counts["read"]
-"""
+        counts["read"]"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,8 +36,7 @@ class DeviceTensor(Tensor):
 
     Attributes:
         host: the numbers.
-        dtypes: that exist there.
-    """
+        dtypes: that exist there."""
 
     host: Tensor
     dtypes = DTYPES
@@ -162,8 +160,7 @@ def pretend_devices(has_float64: bool = True) -> Iterator[Counter[str]]:
     """Within it the devices exist; yields what is counted.
 
     Args:
-        has_float64: else they refuse it, like Apple's.
-    """
+        has_float64: else they refuse it, like Apple's."""
     torch._C._ensureCUDADeviceGuardSet()
 
     def synchronize(*_args: Any, **_kwargs: Any) -> None:
@@ -212,8 +209,7 @@ def spread(model: Any, places: dict[str, str]) -> Any:
     """A model with its parts on several devices, as `device_map` leaves it; it is called from `cuda:0`.
 
     Args:
-        places: device of each part, by name. What has no name there has no tensors.
-    """
+        places: device of each part, by name. What has no name there has no tensors."""
     for name, device in places.items():
         part = on_device(model.get_submodule(name), device)
         add_hook_to_module(part, AlignDevicesHook(execution_device=torch.device(device)))

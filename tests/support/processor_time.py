@@ -1,8 +1,7 @@
 """A fast test takes about a second of processor time at most, unless it says how many: `@pytest.mark.takes(3)`.
 
 Wall-clock time would say how busy the machine is. Processor time, too, says how fast the machine is: a test that is too
-slow is therefore judged beside a piece of work of known length, done right after the test.
-"""
+slow is therefore judged beside a piece of work of known length, done right after the test."""
 
 import os
 import sys

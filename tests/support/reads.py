@@ -20,8 +20,7 @@ class Reads(TorchDispatchMode):
     """Counts within a `with` block.
 
     Attributes:
-        count: of reads so far.
-    """
+        count: of reads so far."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,8 +17,7 @@ class Ear:
     """Hears the rounds of a draft's sessions.
 
     Attributes:
-        rounds: the text `[1, n]` that was read when a round began, and the logits of its first candidate.
-    """
+        rounds: the text `[1, n]` that was read when a round began, and the logits of its first candidate."""
 
     def __init__(self, draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
         self.draft, self.session, self.rounds = draft, draft.session, list[tuple[Tensor, Tensor]]()
@@ -51,8 +50,7 @@ class Ear:
         """Compare the rounds that were heard.
 
         Args:
-            first: of how many tokens at the beginning of the text the draft has seen no states.
-        """
+            first: of how many tokens at the beginning of the text the draft has seen no states."""
         heard, self.rounds = self.rounds, []
         assert len(heard) > 1 or not self.draft.places
         for text, logits in heard:

@@ -1,8 +1,7 @@
 """A small kind of draft that is not a model of its own. It shows what the interface asks.
 
 `BlockDraft` gives the distributions of several places with one pass of a tiny model, and knows no more of a generation
-than its `Reading`.
-"""
+than its `Reading`."""
 
 from typing import Any
 
@@ -23,8 +22,7 @@ class TextReading(Reading):
 
     Attributes:
         text: all tokens that were emitted, as a list.
-        rows: logits `[vocab_size]` of the places of this round: of the first candidate, the second, ...
-    """
+        rows: logits `[vocab_size]` of the places of this round: of the first candidate, the second, ..."""
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
         super().__init__()
@@ -69,8 +67,7 @@ class BlockDraft(Draft):
 
     Args:
         model: any causal LM, the target itself for a draft that is often right.
-        sharpness: what its logits are multiplied with.
-    """
+        sharpness: what its logits are multiplied with."""
 
     block = BLOCK
     places = BLOCK

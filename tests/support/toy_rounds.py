@@ -139,8 +139,7 @@ class ToyRound:
 
     Attributes:
         drafted, accepted: of the latest round.
-        lengths: numbers of candidates of all rounds so far.
-    """
+        lengths: numbers of candidates of all rounds so far."""
 
     def __init__(
         self, models: Models, rule: str, bounds: tuple[int, int] = (1, 3), seed: int = 0, verifier: str = "block"

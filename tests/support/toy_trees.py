@@ -31,8 +31,7 @@ class ToyTree:
     Attributes:
         trees: parents of the nodes of every tree so far.
         accepted: numbers of accepted candidates so far.
-        last: the latest tree and its accepted nodes.
-    """
+        last: the latest tree and its accepted nodes."""
 
     def __init__(
         self,

@@ -51,8 +51,7 @@ def training_run(
 def evaluated(inputs: str) -> TrainingConfig:
     """A distilled draft with a head that judges before its forward, or, `"after"`, the paper's setting.
 
-    It has got to its evaluation; made once a session, for tests that only read it.
-    """
+    It has got to its evaluation; made once a session, for tests that only read it."""
     options: dict[str, Any] = {"mix": 0.9, "temperatures": (1.0, 0.0), "tests": ["sums"], "epochs": 1.0}
     is_paper = inputs == "after"
     head: dict[str, Any] = {"inputs": "after", "rejection_weight": 6.0} if is_paper else {}

@@ -1,7 +1,6 @@
 """The exact distribution of what `generate()` emits with a draft of any kind, and a q that is told wrongly.
 
-Everything is product code; only the random numbers are replaced by a `Replay`.
-"""
+Everything is product code; only the random numbers are replaced by a `Replay`."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,6 @@
 """The Space of `hub_cards/space` as a program: asked over HTTP, and used in a real browser where there is one.
 
-gradio is no dependency: `make test-space` installs it, and playwright, beside this package.
-"""
+gradio is no dependency: `make test-space` installs it, and playwright, beside this package."""
 
 import base64
 import html

@@ -44,8 +44,7 @@ class Simulation:
 
     Attributes:
         tokens, seconds: sums over all rounds, the tokens being those expected.
-        drafted: number of candidates in each round.
-    """
+        drafted: number of candidates in each round."""
 
     def __init__(self, kind: str, seconds: Costs, greedy: bool, temperature: float = 1.0) -> None:
         self.kind, self.costs, self.greedy, self.temperature = kind, seconds, greedy, temperature

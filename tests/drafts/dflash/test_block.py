@@ -1,7 +1,6 @@
 """The block of a DFlash draft beside its formulas (arXiv 2602.06036), written out here on plain tensors.
 
-And beside transformers' own class and generator, with the same weights, where they are.
-"""
+And beside transformers' own class and generator, with the same weights, where they are."""
 
 from pathlib import Path
 from typing import Any

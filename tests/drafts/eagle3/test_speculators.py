@@ -1,7 +1,6 @@
 """EAGLE-3 drafts that the `speculators` package writes, beside its own forward pass (`make test-formats`).
 
-A draft of theirs is made at random (`random_draft`) or of a checkpoint (`draft_of`).
-"""
+A draft of theirs is made at random (`random_draft`) or of a checkpoint (`draft_of`)."""
 
 import importlib
 from collections.abc import Mapping
@@ -69,8 +68,7 @@ def config_of(layer: Mapping[str, Any], **settings: Any) -> Any:
 
     Args:
         layer: what differs from `SIZES`, by transformers' names.
-        settings: those of `FLAGS` that are set, and other fields of the config.
-    """
+        settings: those of `FLAGS` that are set, and other fields of the config."""
     sizes = {**SIZES, **layer}
     inner = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     inner._attn_implementation = "sdpa"  # eager computes the softmax in float32, and flex attention is compiled
@@ -97,8 +95,7 @@ def draft_of(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Caus
 
     Args:
         raw: its `config.json`, in either dialect.
-        tensors: by the names of either dialect. Embeddings that they lack are the target's.
-    """
+        tensors: by the names of either dialect. Embeddings that they lack are the target's."""
     flags = {flag: raw.get(flag, False) for flag in FLAGS}
     count = tensors["fc.weight"].shape[1] // target.config.hidden_size
     vocab = {"draft_vocab_size": len(tensors["lm_head.weight"])}
@@ -129,8 +126,7 @@ def their_logits(draft: Any, text: Tensor, states: Tensor, steps: int) -> list[T
 
     Args:
         text: `[1, n]`.
-        states: `[1, n, width]`, the target's at each token.
-    """
+        states: `[1, n, width]`, the target's at each token."""
     caught: list[Tensor] = []
     hook = draft.lm_head.register_forward_hook(lambda _module, _inputs, logits: caught.append(logits[0]))
     ids, count = text[:, 1:], text.shape[1] - 1

@@ -58,8 +58,7 @@ class Formulas:
         """Logits `[rows, draft_vocab]`, and what a further step goes on from.
 
         Args:
-            seen: bool `[rows, rows]`: which rows each attends to.
-        """
+            seen: bool `[rows, rows]`: which rows each attends to."""
         state, positions = g, torch.tensor(places)
         embedding = self.embeddings[torch.tensor(tokens)]
         for layer in range(self.checkpoint.layers):

@@ -74,8 +74,7 @@ class WrittenOut:
         x = W [norm_e(e); norm_h(h)],  r = x + o(attention(norm_1(x)) * sigmoid(gate)),  y = r + mlp(norm_2(r))
 
     The state that goes on is norm(y), and logits are the LM head of it. Norms scale by 1 + weight. The step for a
-    candidate reads norm(y) of the row before in the place of h, and attends to all rows before it.
-    """
+    candidate reads norm(y) of the row before in the place of h, and attends to all rows before it."""
 
     def __init__(self, target: CausalLM, tensors: dict[str, Tensor]) -> None:
         self.target, self.tensors, self.config = target, tensors, target.config

@@ -17,8 +17,7 @@ class Case:
         first_tokens: tokens of every answer but the last.
         chunk: `prefill_chunk_size`, 0 for none.
         records: the outputs asked for; "dict" alone asks for the cache only.
-        fault_at: tokens after which a fault is raised.
-    """
+        fault_at: tokens after which a fault is raised."""
 
     seed: int = 0
     family: str = "llama"

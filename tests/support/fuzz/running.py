@@ -202,8 +202,7 @@ def _compare_outputs(
 def _has_nan(cache: Any, output: Any) -> bool:
     """Whether plain generation computed NaN, as some models do at masked tokens, from where it spreads.
 
-    Masked rows count nothing, but 0 times NaN is NaN: how far it spreads depends on which rows a cache still has.
-    """
+    Masked rows count nothing, but 0 times NaN is NaN: how far it spreads depends on which rows a cache still has."""
     cache = cache or getattr(output, "past_key_values", None)
     layers = [layer for layer in getattr(cache, "layers", []) if getattr(layer, "keys", None) is not None]
     return any(bool(layer.keys.isnan().any()) for layer in layers)
