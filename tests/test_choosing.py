@@ -125,8 +125,7 @@ def lookups(_: Path) -> Made:
 def test_whatever_is_named_drafts(make: Callable[[Path], Made], kind: str, tmp_path: Path) -> None:
     target, draft = make(tmp_path)
     plain, assistant = text(target), assist(target, draft)
-    assert text(target) == plain
-    assert assistant.kind.name == kind
+    assert (text(target), assistant.kind.name) == (plain, kind)
     assert assistant.stats.generated == 12
     assist(target, None)
 
@@ -135,8 +134,7 @@ def test_nothing_is_downloaded_by_default(hub: HubServer, tmp_path: Path, monkey
     point_client_at(monkeypatch, hub, tmp_path / "cache")
     target = tiny("llama").float()
     target.config._name_or_path = "org/target"
-    assert assist(target).kind.name == "lookup"
-    assert hub.requests == []
+    assert (assist(target).kind.name, hub.requests) == ("lookup", [])
 
 
 @pytest.mark.parametrize(
@@ -177,8 +175,7 @@ def test_drafts_are_found_by_the_name_of_a_model_or_its_folder() -> None:
     found = [each.draft for each in published("Qwen/Qwen3-8B")]
     assert found[0] == "z-lab/Qwen3-8B-DFlash-b16"
     assert found == [each.draft for each in published("/models/Qwen3-8B/")]
-    assert published("Qwen/Qwen3-8B-Base") == []
-    assert published("") == []
+    assert (published("Qwen/Qwen3-8B-Base"), published("")) == ([], [])
 
 
 def test_the_first_that_loads_is_named_once(target: CausalLM, caplog: pytest.LogCaptureFixture) -> None:

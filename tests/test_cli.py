@@ -49,8 +49,7 @@ def assert_error(result: Result, message: str) -> None:
     assert isinstance(result.exception, SystemExit)  # not a traceback
     assert message in text(result.stderr)
     assert result.stderr.startswith("Error: ")
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""
+    assert (result.stderr.count("\n"), result.stdout) == (1, "")
 
 
 @pytest.fixture
@@ -410,10 +409,8 @@ def test_help_is_the_entry_of_the_docstring() -> None:
 
 def test_parsing() -> None:
     assert (parse_layers("4"), parse_layers("0,1,29")) == (4, [0, 1, 29])
-    assert parse_temperatures("0,0.7") == [0.0, 0.7]
-    assert parse_sizes("1,4,8") == [1, 4, 8]
-    assert parse_sizes("") == []
-    assert parse_names("fixed*, dyspec") == ["fixed*", "dyspec"]
+    assert (parse_temperatures("0,0.7"), parse_sizes("1,4,8")) == ([0.0, 0.7], [1, 4, 8])
+    assert (parse_sizes(""), parse_names("fixed*, dyspec")) == ([], ["fixed*", "dyspec"])
     assert parse_names("") == []
     with pytest.raises(ValueError, match="--layers 'four' must be a number"):
         parse_layers("four")

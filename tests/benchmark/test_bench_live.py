@@ -119,8 +119,7 @@ def test_contestants_leave_the_assistant_as_it_was() -> None:
 def test_patterns() -> None:
     contestants = all_contestants(has_head=True)
     assert [each.name for each in choose(contestants, ["lookup"])] == ["plain", "plain, same passes", "lookup"]
-    assert len(choose(contestants, ["fixed*"])) == 16
-    assert choose(contestants, []) == contestants
+    assert (len(choose(contestants, ["fixed*"])), choose(contestants, [])) == (16, contestants)
     with pytest.raises(ValueError, match="No contestant is called 'fxied'"):
         choose(contestants, ["fxied"])
     assert {each.name for each in quick_contestants(False)} < {each.name for each in all_contestants(False)}
@@ -151,8 +150,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
     assert len(again.log.rows) == len(live.log.rows) == answers
     again.run(QUESTIONS)
     lines = [json.loads(line) for line in (tmp_path / RUNS).read_text().splitlines()]
-    assert lines == again.log.rows
-    assert {row["session"] for row in lines} == {1, 2}
+    assert (lines, {row["session"] for row in lines}) == (again.log.rows, {1, 2})
     compared = comparable(lines)
     assert len({(row["prompt"], row["contestant"]) for row in compared}) == 2 * len(some_contestants())
     for baseline in BASELINES:  # every speed has something to compare with

@@ -353,8 +353,7 @@ def test_its_costs_are_assumed(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
     draft = assistant.ready_drafter()
     costs = Rounds(target, draft, assistant.head or DraftProbability(), 4).assumed()
-    assert costs.block == draft.block
-    assert (costs.draft > 0) == bool(draft.places)
+    assert (costs.block, costs.draft > 0) == (draft.block, bool(draft.places))
 
 
 # Stored. --------------------------------------------------------------------------------------------------------------

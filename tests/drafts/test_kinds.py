@@ -90,8 +90,7 @@ def test_nobody_outside_the_room_asks_for_a_kind_by_name_or_class() -> None:
 def test_the_check_above_sees_names_imports_and_classes() -> None:
     assert names_in("if config.draft_kind == 'conditioned': pass") == {"conditioned"}
     source = "from hf_specdecpp.drafts.dflash.model import DFlashDraft as Blocks\nisinstance(x, (int, Blocks))"
-    assert imported_in(source) == {"Blocks": "dflash"}
-    assert told_apart_in(source) == {"Blocks"}
+    assert (imported_in(source), told_apart_in(source)) == ({"Blocks": "dflash"}, {"Blocks"})
     assert imported_in("from hf_specdecpp.drafts import lookup") == {"lookup": "lookup"}
     assert imported_in("from hf_specdecpp.drafts.known import EARLY_EXIT") == {"EARLY_EXIT": "early_exit"}
     assert imported_in("from hf_specdecpp.drafts.known import kind_of\nfrom hf_specdecpp.drafts import known") == {}

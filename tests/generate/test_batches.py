@@ -119,8 +119,7 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
     for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
         generate(target, {"input_ids": ids[None, mask.bool()]}, assistant, max_new_tokens=8)
     texts = list(drafted.values())
-    assert texts[:4] == texts[4:]
-    assert len({str(text) for text in texts}) == 4
+    assert (texts[:4], len({str(text) for text in texts})) == (texts[4:], 4)
 
 
 @pytest.mark.every(2)

@@ -249,8 +249,7 @@ def test_errors_of_the_user_are_no_refusals(target: CausalLM, assistant: Any, wa
 
     with pytest.raises(ValueError, match="of the user's own"):
         target.generate(PROMPT, **GREEDY, prefix_allowed_tokens_fn=fails)
-    assert calls == [12]
-    assert warned == []
+    assert (calls, warned) == ([12], [])
 
 
 def test_other_ways_to_speculate_are_left_alone(target: CausalLM, assistant: Any, warned: list[str]) -> None:
@@ -274,8 +273,7 @@ def test_as_a_draft_of_another_model_it_is_plain(target: CausalLM, assistant: An
     larger = partly_agreeing(target)
     plain = larger.generate(PROMPT, **GREEDY)
     assert torch.equal(larger.generate(PROMPT, **GREEDY, assistant_model=target), plain)
-    assert assistant.stats.target_passes == 0
-    assert warned == []
+    assert (assistant.stats.target_passes, warned) == (0, [])
 
 
 # --- beginning and end ---

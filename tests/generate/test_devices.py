@@ -147,8 +147,7 @@ def test_what_goes_with_a_text(speculation: dict[str, Any]) -> None:
     streamer, criterion = Collector(), Recorder()
     options = {"stop_strings": ["none of these"], "tokenizer": tokenizer(), "stopping_criteria": [criterion]}
     assert_plain(tiny("llama"), make, streamer=streamer, prefill_chunk_size=5, **options)
-    assert sum(map(len, streamer.puts)) == 12 + 20
-    assert len(criterion.asked) == 20
+    assert (sum(map(len, streamer.puts)), len(criterion.asked)) == (12 + 20, 20)
 
 
 @pytest.mark.takes(4)

@@ -121,8 +121,7 @@ def test_padded_vocabularies(ours: int, theirs: int, tmp_path: Path) -> None:
         target.lm_head.weight[48:] *= 3
     assistant = SpecDecPPAssistant.from_draft(folder, target, speculation=FIXED)
     text = greedy(target, max_new_tokens=60)
-    assert greedy(target, assistant, max_new_tokens=60) == text
-    assert assistant.config.vocab_size == ours
+    assert (greedy(target, assistant, max_new_tokens=60), assistant.config.vocab_size) == (text, ours)
     if ours > 48:
         assert max(text[12:]) >= 48
     check_round_trip(assistant, target, tmp_path / "a")
@@ -178,9 +177,7 @@ def test_an_early_exit_attached_again(target: PreTrainedModel) -> None:
 def test_saved_config_is_the_documented_one(target: PreTrainedModel, tmp_path: Path) -> None:
     SpecDecPPAssistant.from_early_exit(target, [0, 2], head=head_for(target)).save_pretrained(tmp_path / "a")
     stored = json.loads((tmp_path / "a/config.json").read_text())
-    assert stored["model_type"] == "specdecpp"
-    assert stored["architectures"] == ["SpecDecPPAssistant"]
+    assert (stored["model_type"], stored["architectures"]) == ("specdecpp", ["SpecDecPPAssistant"])
     assert (stored["draft_kind"], stored["draft_layers"]) == ("early_exit", [0, 2])
-    assert stored["head"]["hidden_size"] == 32
-    assert stored["vocab_size"] == VOCAB_SIZE
+    assert (stored["head"]["hidden_size"], stored["vocab_size"]) == (32, VOCAB_SIZE)
     assert stored["format_version"] == 1

@@ -65,8 +65,7 @@ def test_criteria_are_asked_token_by_token(attached: Any, scores: bool) -> None:
     plain, ours = Recorder(), Recorder()
     generate(stopping_criteria=StoppingCriteriaList([plain]), **arguments)
     generate(stopping_criteria=StoppingCriteriaList([ours]), assistant_model=attached, **arguments)
-    assert len(ours.asked) == 30
-    assert ours.asked == plain.asked
+    assert (len(ours.asked), ours.asked) == (30, plain.asked)
     assert ours.scores == plain.scores
 
 
@@ -212,8 +211,7 @@ def test_a_draft_with_a_shorter_position_table(family: str, is_attached: bool) -
 def test_a_streamer_gets_the_tokens_once_and_in_order(assistant: Any) -> None:
     collector = Collector()
     text = generate(assistant_model=assistant, max_new_tokens=40, streamer=collector)
-    assert collector.puts[0] == PROMPT[0].tolist()
-    assert sum(collector.puts, []) == text[0].tolist()
+    assert (collector.puts[0], sum(collector.puts, [])) == (PROMPT[0].tolist(), text[0].tolist())
     assert collector.ends == 1
     assert all(0 < len(block) <= 5 for block in collector.puts[1:])
 
@@ -222,5 +220,4 @@ def test_a_streamer_sees_nothing_after_the_stop(attached: Any) -> None:
     collector, token = Collector(), greedy()[eos_case("candidate")]
     criteria = StoppingCriteriaList([Recorder(token)])
     text = generate(assistant_model=attached, max_new_tokens=40, streamer=collector, stopping_criteria=criteria)
-    assert sum(collector.puts, []) == text[0].tolist()
-    assert collector.puts[-1][-1] == token
+    assert (sum(collector.puts, []), collector.puts[-1][-1]) == (text[0].tolist(), token)

@@ -22,11 +22,9 @@ COSTS = {"draft": 0.2, "verify": [1.0, 1.02, 1.04, 1.06, 1.1, 1.2]}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60, "pad_token_id": 0}
 SAMPLED: dict[str, Any] = {**GREEDY, "do_sample": True, "temperature": 0.7}
 SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {},
-    "dyspec": {"tree": "dyspec", "tree_budget": 16},
-    "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 16},
-    "static": {"tree": [2, 2, 1]},
-}
+    "chain": {}, "dyspec": {"tree": "dyspec", "tree_budget": 16},
+    "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 16}, "static": {"tree": [2, 2, 1]},
+}  # fmt: skip
 RULES: dict[str, dict[str, Any]] = {
     "throughput": {"rule": "throughput", "costs": COSTS},
     "fixed": {"rule": "fixed", "num_tokens": 4},
@@ -70,8 +68,7 @@ def test_alone_the_text_is_the_very_text_of_plain_generation(family: str, shape:
     assert torch.equal(generate(target, assistant, seed=3, **options), plain)
     stats = assistant.stats
     assert stats.looked_up == stats.drafted > stats.accepted == stats.accepted_lookups > 20
-    assert stats.draft_passes == 0
-    assert stats.lookup_rounds == stats.rounds - stats.idle_rounds
+    assert (stats.draft_passes, stats.lookup_rounds) == (0, stats.rounds - stats.idle_rounds)
     assert stats.generated + stats.discarded == stats.drafted + stats.target_passes
 
 
@@ -297,8 +294,7 @@ def test_its_costs_are_measured_without_a_draft() -> None:
 
 def test_the_example_of_the_choice() -> None:
     choice, seconds = Choice(0.01, 150.0), torch.tensor([10.0, 11.0, 12.0, 13.0]).numpy() / 1000
-    assert choice.length([[0.9, 0.8, 0.7]], seconds) == 3
-    assert choice.length([[0.1, 0.1, 0.1]], seconds) == 0
+    assert (choice.length([[0.9, 0.8, 0.7]], seconds), choice.length([[0.1, 0.1, 0.1]], seconds)) == (3, 0)
     assert choice.length([[0.9, 0.8, 0.7], [], [], []], seconds * 4) < 3, "rows that find nothing pay as well"
     assert choice.further(0.9, [0.9, 0.9, 0.1], seconds - seconds[0]) == 2
     assert choice.further(0.05, [0.9, 0.9, 0.1], seconds - seconds[0]) == 0
@@ -316,8 +312,7 @@ def test_a_draft_that_brings_more_goes_first() -> None:
 
 
 def test_by_estimate() -> None:
-    assert by_estimate([0.9, 0.8, 0.5, 0.5], 0.7) == 3
-    assert by_estimate([0.6, 0.8], 0.7) == 0
+    assert (by_estimate([0.9, 0.8, 0.5, 0.5], 0.7), by_estimate([0.6, 0.8], 0.7)) == (3, 0)
     assert by_estimate([], 0.0) == 0
 
 

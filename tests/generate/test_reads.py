@@ -58,8 +58,7 @@ def test_the_counter_counts() -> None:
     numbers = torch.arange(3.0)
     with reads() as counter:
         assert bool(numbers[0] < 1.0)
-        assert int(numbers[1]) + float(numbers[2]) == 3.0
-        assert numbers.tolist() == numbers.numpy().tolist()
+        assert (int(numbers[1]) + float(numbers[2]), numbers.tolist()) == (3.0, numbers.numpy().tolist())
     assert counter.count == 5
 
 

@@ -51,8 +51,7 @@ def test_a_seed_repeats_a_text_whatever_was_before(target: CausalLM, way: str, r
     for seed in (2, 3):
         generate(target, assistant, ids, seed)  # learns costs, estimates, successors and answers
     told(assistant, **settings, reproducible=True)
-    assert generate(target, assistant, ids, seed=1) == first
-    assert assistant.stats.drafted == drafted
+    assert (generate(target, assistant, ids, seed=1), assistant.stats.drafted) == (first, drafted)
     again = assistant_of("conditioned", target, **settings, reproducible=True)
     assert generate(target, again, ids, seed=1) == first
 
@@ -70,8 +69,7 @@ def test_nothing_is_kept_and_nothing_timed(target: CausalLM) -> None:
     before = dict(known_costs._known)
     generate(target, assistant, prompt(), seed=1)
     assert assistant.stats.decided["costs"] == "assumed"
-    assert assistant.stats.decided["products"].split()[0] == "own"
-    assert known_costs._known == before
+    assert (assistant.stats.decided["products"].split()[0], known_costs._known) == ("own", before)
     assert not len(assistant.memory.learned)
     assert not len(assistant.memory.answers)
 

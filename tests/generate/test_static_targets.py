@@ -66,13 +66,10 @@ def test_rounds_of_all_kinds_take_place(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 OTHERS: dict[str, Callable[[], Any]] = {
-    "shared keys": lambda: model_of("gemma3n"),
-    "chunks": lambda: model_of("llama4"),
-    "no positions": lambda: tiny_of("bloom"),
-    "latent attention": lambda: tiny_of("deepseek_v3"),
-    "images": lambda: multimodal("qwen2.5 vl"),
-    "sinks and experts": lambda: tiny("gpt_oss"),
-}
+    "shared keys": lambda: model_of("gemma3n"), "chunks": lambda: model_of("llama4"),
+    "no positions": lambda: tiny_of("bloom"), "latent attention": lambda: tiny_of("deepseek_v3"),
+    "images": lambda: multimodal("qwen2.5 vl"), "sinks and experts": lambda: tiny("gpt_oss"),
+}  # fmt: skip
 
 
 @pytest.mark.every(2)

@@ -229,8 +229,7 @@ def test_remedies_are_what_the_assistant_lacks(kind: str, rows: int, monkeypatch
         assistant, lacks = assistant_for(target, rule="fixed"), {"training", "head", "throughput"}
     ids = prompt().repeat(rows, 1)
     target.generate(ids, assistant_model=assistant, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert assistant.stats.remedies == lacks
-    assert (assistant.stats + assistant.stats).remedies == lacks
+    assert (assistant.stats.remedies, (assistant.stats + assistant.stats).remedies) == (lacks, lacks)
 
 
 def first_candidates(accepted: int, rounds: int, suspect: str | None = "EAGLE-3 org/x") -> SpeculationStats:
@@ -261,8 +260,7 @@ def test_what_is_said_of_graphs_is_not_summed() -> None:
     first = SpeculationStats(rounds=1, graphs=3, graph_seconds=0.5, graph_bytes=100, uncaptured="no graphs")
     total = first + SpeculationStats(rounds=1, graphs=5, graph_seconds=0.75, graph_bytes=300, uncaptured="no graphs")
     assert (total.graphs, total.graph_seconds, total.graph_bytes, total.uncaptured) == (5, 0.75, 300, "no graphs")
-    assert (first + SpeculationStats()).uncaptured == "no graphs"
-    assert total.rounds == 2
+    assert ((first + SpeculationStats()).uncaptured, total.rounds) == ("no graphs", 2)
 
 
 def test_suspicions_add_up() -> None:

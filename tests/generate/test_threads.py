@@ -213,8 +213,7 @@ def test_another_default_for_this_thread_s_calls(monkeypatch: pytest.MonkeyPatch
         return [each for each, _ in ran]
 
     with other.as_default(target):
-        assert drafter() == [other.drafter]
-        assert in_a_thread(drafter) == [own.drafter]
+        assert (drafter(), in_a_thread(drafter)) == ([other.drafter], [own.drafter])
         with own.paused():
             assert drafter() == [other.drafter]
     with pytest.raises(KeyError), other.as_default(target):
@@ -266,8 +265,7 @@ def test_products_are_this_thread_s() -> None:
         assert other.layers, "what another context does is no forward of a stranger"
         assert in_a_thread(product) == own
         with other:
-            assert product()[0] == {"onednn": 1}
-            assert in_a_thread(product) == own
+            assert (product()[0], in_a_thread(product)) == ({"onednn": 1}, own)
         assert product() == ({"int8": 1}, False)
         with int8:
             pass

@@ -162,8 +162,7 @@ def test_repeated_calls_and_the_last_tree() -> None:
     assert torch.equal(*texts)
     drawn: Any = assistant.stats.last_tree
     lines = str(drawn).splitlines()
-    assert len(lines) == 1 + len(drawn.tree)
-    assert sum("─*" in line for line in lines) == len(drawn.path)
+    assert (len(lines), sum("─*" in line for line in lines)) == (1 + len(drawn.tree), len(drawn.path))
 
 
 def test_statistics_of_trees() -> None:
@@ -171,8 +170,7 @@ def test_statistics_of_trees() -> None:
     assistant = assistant_for(target, mix=0.9, **TREES["dyspec"])
     generate(target, assistant, **ARGUMENTS)
     stats = assistant.stats
-    assert stats.generated == 150
-    assert sum(stats.drafted_at) == stats.drafted
+    assert (stats.generated, sum(stats.drafted_at)) == (150, stats.drafted)
     assert sum(stats.accepted_at) == sum(stats.accepted_by_rank) == stats.accepted
     assert sum(stats.tree_widths) == sum(stats.tree_depths) == stats.rounds
     assert stats.tested_by_rank == sorted(stats.tested_by_rank, reverse=True)

@@ -87,10 +87,8 @@ def test_nothing_is_learned() -> None:
     answers, speculation = len(assistant.memory.answers.seen), assistant.speculation
     assistant.warm_up(SHORT, do_sample=True)
     assert torch.equal(torch.get_rng_state(), before)
-    assert assistant.stats == stats
-    assert assistant.memory.calibrations() == learned
-    assert list(assistant.memory.learned[target]) == keys
-    assert len(assistant.memory.answers.seen) == answers
+    assert (assistant.stats, assistant.memory.calibrations()) == (stats, learned)
+    assert (list(assistant.memory.learned[target]), len(assistant.memory.answers.seen)) == (keys, answers)
     assert assistant.speculation is speculation
 
 

@@ -79,8 +79,7 @@ def test_push_and_load(
     assert greedy(target, again) == tokens == greedy(target)
     if attached:
         assert (again.stats.drafted, again.stats.accepted) == counts
-    assert again.config.target_id == "org/target"
-    assert again.config.name_or_path == "org/head"
+    assert (again.config.target_id, again.config.name_or_path) == ("org/target", "org/head")
 
 
 def test_early_exit(hub: HubServer, target: PreTrainedModel, tmp_path: Path) -> None:
@@ -258,8 +257,7 @@ def test_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
     assistant.push_to_hub("org/head")
     card = ModelCard.load("org/head")
     card.validate()
-    assert card.data.library_name == "hf_specdecpp"
-    assert card.data.base_model == ["org/target", "org/draft"]
+    assert (card.data.library_name, card.data.base_model) == ("hf_specdecpp", ["org/target", "org/draft"])
     assert {"speculative-decoding", "assisted-generation", "specdecpp"} <= set(card.data.tags)
     assert card.data.pipeline_tag == "text-generation"
     for text in (

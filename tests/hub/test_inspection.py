@@ -34,8 +34,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_sound_assistant(folder: Path) -> None:
     report = look(folder)
     assert report.sound
-    assert problems(report) == {}
-    assert report.traps == []
+    assert (problems(report), report.traps) == ({}, [])
     contents = {file.name: file.content for file in report.files}
     assert sorted(contents) == FILES
     assert contents["acceptance_head.safetensors"].endswith("bytes, 162 parameters")  # 2 (8 * 8 + 8) + 2 * 8 + 2

@@ -97,8 +97,7 @@ def test_the_folder_is_sound_before_it_is_damaged(folder: Path) -> None:
     target = tiny("llama")
     assistant = load(folder, target=target)
     assert assistant.head is not None
-    assert greedy(target, assistant) == greedy(target)
-    assert problems(folder) == {}
+    assert (greedy(target, assistant), problems(folder)) == (greedy(target), {})
 
 
 BROKEN = "is incomplete or not a safetensors file.*Delete it.*force_download=True|is not valid JSON"

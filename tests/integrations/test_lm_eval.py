@@ -75,8 +75,7 @@ def test_among_the_arguments(target: Any, tmp_path: Path, ran: list[Any]) -> Non
 def test_a_default_assistant(target: Any, tmp_path: Path, ran: list[Any]) -> None:
     plain = evaluate(target, tmp_path)
     assistant_for(target).attach(target, default=True)
-    assert evaluate(target, tmp_path) == plain
-    assert len(ran) == len(QUESTIONS)
+    assert (evaluate(target, tmp_path), len(ran)) == (plain, len(QUESTIONS))
 
 
 def test_batches_are_plain(target: Any, tmp_path: Path, ran: list[Any]) -> None:

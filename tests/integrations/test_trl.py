@@ -81,8 +81,7 @@ class Run:
         return rewards
 
     def assert_same_as(self, other: "Run") -> None:
-        assert self.texts == other.texts
-        assert self.rewards == other.rewards
+        assert (self.texts, self.rewards) == (other.texts, other.rewards)
         for name, weight in self.weights.items():
             torch.testing.assert_close(weight, other.weights[name])
 

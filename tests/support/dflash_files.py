@@ -92,11 +92,8 @@ class Checkpoint:
             names = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
             return {**names, **layer, **rope, **block, **reads}
         qwen3 = {
-            "model_type": "qwen3",
-            "vocab_size": VOCAB,
-            "use_sliding_window": WINDOWED in self.layer_types,
-            **layer,
-        }
+            "model_type": "qwen3", "vocab_size": VOCAB, "use_sliding_window": WINDOWED in self.layer_types, **layer,
+        }  # fmt: skip
         if dialect == "speculators":
             return {
                 "speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"], "draft_vocab_size": VOCAB,

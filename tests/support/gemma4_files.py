@@ -103,12 +103,9 @@ WITH_GENERATOR = pytest.mark.skipif(
     reason="in this version transformers' own generate() calls its generator without arguments that it needs",
 )
 VARIANTS = {
-    "plain": Variant(),
-    "clusters": Variant(clusters=True),
-    "several layers": Variant((SLIDING, SLIDING, FULL)),
-    "shares its own": Variant(of="shares its own"),
-    "values are keys": Variant(of="values are keys"),
-}
+    "plain": Variant(), "clusters": Variant(clusters=True), "several layers": Variant((SLIDING, SLIDING, FULL)),
+    "shares its own": Variant(of="shares its own"), "values are keys": Variant(of="values are keys"),
+}  # fmt: skip
 
 
 def read_by(target: CausalLM, text: Tensor) -> Any:

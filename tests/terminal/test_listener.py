@@ -150,8 +150,7 @@ def test_characters_of_several_tokens(text: str) -> None:
     words, listener = byte_tokenizer(), Listener()
     listener.passes = [(float(place), [token]) for place, token in enumerate(words.encode(text))]
     said = listener.tokens(words)
-    assert len(said) == len(text.encode())
-    assert "".join(each.text for each in said) == text
+    assert (len(said), "".join(each.text for each in said)) == (len(text.encode()), text)
     assert "\ufffd" in text or all(len(each.text) < 2 for each in said)
     half = Listener()
     half.passes = listener.passes[:1]  # of a text that is being written

@@ -204,8 +204,7 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     (learned,) = assistant.memory.learned[target].values()
     assert learned.rates.rounds > assistant.stats.rounds, "it knows both generations"
     assistant.memory.clear()
-    assert [generate(0), generate(1)] == [first, second]
-    assert lengths[:2] == lengths[2:]
+    assert ([generate(0), generate(1)], lengths[:2]) == ([first, second], lengths[2:])
     generate(0, do_sample=False)
     assert len(assistant.memory.learned[target]) == 2, "greedy decoding has rates of its own"
 

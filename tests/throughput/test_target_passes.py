@@ -91,8 +91,7 @@ def test_copies_are_kept_while_they_may_be_used() -> None:
         assert passes.of(3) == "own", "this text has no copies"
     assert passes.products == {"own", "packed"}, "the next one has"
     decide(passes, {"own": 1.0, "packed": 0.5}, busy(1000), rows=3)
-    assert passes.products == {"own", "packed"}
-    assert passes.of(1) == "own"
+    assert (passes.products, passes.of(1)) == ({"own", "packed"}, "own")
 
 
 def test_passes_beside_those_of_the_rounds() -> None:

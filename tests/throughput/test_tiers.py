@@ -113,9 +113,7 @@ def test_the_first_branch() -> None:
     one, two = tree.add(0, 5), tree.add(0, 6)
     three, four = tree.add(one, 7), tree.add(one, 8)
     five = tree.add(four, 9)
-    assert first_branch(tree, []) == 0
-    assert first_branch(tree, [one, three]) == 2
-    assert first_branch(tree, [one, four, five]) == 1
-    assert first_branch(tree, [two]) == 0
+    assert (first_branch(tree, []), first_branch(tree, [one, three])) == (0, 2)
+    assert (first_branch(tree, [one, four, five]), first_branch(tree, [two])) == (1, 0)
     chain = DraftTree.chain([1, 2], [torch.empty(0)] * 2)
     assert first_branch(chain, [1, 2]) == 2

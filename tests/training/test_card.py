@@ -239,8 +239,7 @@ def test_the_guide_names_the_files_that_stages_leave(run: TrainingConfig, card: 
         r"^\| `(\w+)` \| .* \| (.*) \|$", guide.partition("## Stages")[2].partition("\n## ")[0], re.MULTILINE
     )
     named = {stage: re.findall(r"`([^`]+)`", cell) for stage, cell in rows}
-    assert list(named) == list(STAGES)
-    assert named.pop("card") == ["my-assistant/"]
+    assert (list(named), named.pop("card")) == (list(STAGES), ["my-assistant/"])
     of_others = {DRAFT_VOCAB, *(kind.stored.own.name for kind in KINDS if kind.stored.own is not None)}
     for stage, names in named.items():
         assert names, stage

@@ -153,8 +153,7 @@ def test_draft_improves(tmp_path: Path, kind: str, family: str, vocab_size: int 
     before, after = report["before"], report["after"]
     assert after["all"]["acceptance"] > before["all"]["acceptance"] + gain, report
     assert set(before) == set(after) == {"all", "code", "maths"}
-    assert max(report["shares"].values()) == after["all"]["acceptance"]
-    assert report["steps"] == TRAIN_STEPS
+    assert (max(report["shares"].values()), report["steps"]) == (after["all"]["acceptance"], TRAIN_STEPS)
     assert report["tokens"] == sum(len(row["input_ids"]) - PROMPT_LENGTH for row in rows(64, seed=1))
     assert files_of(config.target) == stored
     assert {tensor.dtype for tensor in adapter_of(config).values()} == {torch.float16}

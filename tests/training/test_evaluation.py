@@ -211,8 +211,7 @@ def test_rates_obey_the_papers_identity(h: float) -> None:
 def test_a_threshold_counts_the_candidate_that_stops() -> None:
     assert stop_length(threshold(0.5), [0.9, 0.9, 0.5, 0.9]) == 3
     assert stop_length(threshold(0.5), [None, 0.9, 0.5, 0.9]) == 3
-    assert stop_length(FixedLength(2), [0.9] * 5) == 2
-    assert stop_length(FixedLength(9), [0.9] * 5) == 5
+    assert (stop_length(FixedLength(2), [0.9] * 5), stop_length(FixedLength(9), [0.9] * 5)) == (2, 5)
     config = SpeculationConfig(rule="threshold", threshold=0.1)
     assert stop_length(make_rule(config, DraftProbability(), min_tokens=3), [0.5] * 5) == 3
 

@@ -140,8 +140,7 @@ def test_greedy_siblings_are_the_likeliest_tokens_and_accepted_if_the_target_tak
     ]
     assert_close(each[1], point_mass(torch.tensor([1]), q))
     label, reach = sibling_labels(p, each, drawn.tokens)
-    assert label.tolist() == [[0.0, 1.0, 0.0]]
-    assert reach.tolist() == [[1.0, 1.0, 0.0]]
+    assert (label.tolist(), reach.tolist()) == ([[0.0, 1.0, 0.0]], [[1.0, 1.0, 0.0]])
 
 
 def test_temperature_and_top_k_come_in_the_order_of_generate() -> None:

@@ -45,8 +45,7 @@ def test_greedy_rows_are_those_of_generate(config: TrainingConfig) -> None:
         # One by one, without padding.
         prompt = [WORDS.index(word) for word in PROMPTS[int(row["prompt_id"][1:])].split()]
         assert row["input_ids"] == greedy(config.target, prompt), row["prompt_id"]
-        assert row["prompt_length"] == len(prompt)
-        assert row["finished"] == (row["input_ids"][-1] == EOS)
+        assert (row["prompt_length"], row["finished"]) == (len(prompt), row["input_ids"][-1] == EOS)
         assert EOS not in row["input_ids"][len(prompt) : -1]
         assert (row["source"], row["sample"], row["temperature"]) == ("words", 0, 0.0)
     ended = sum(row["finished"] for row in rows)
@@ -303,8 +302,7 @@ def test_killed_runs_go_on(
     before = {name: (config.work / "rollouts" / name).stat().st_mtime_ns for name in shards}
     answered, config.layers = count_answers(monkeypatch), 1
     train(config, ["rollouts"])
-    assert rows_of(config) == expected
-    assert files(config) == names
+    assert (rows_of(config), files(config)) == (expected, names)
     assert {name: (config.work / "rollouts" / name).stat().st_mtime_ns for name in shards} == before
     assert sum(answered) == NUM_PROMPTS - 2 * config.rollouts.shard_size
 
@@ -342,8 +340,7 @@ def test_an_interrupted_run_keeps_its_answers(
             rollouts.run(config)
         assert files(config) == ["rollouts.json", f"train/unfinished-shard-0-{temperature:g}-00000.json"]
     rollouts.run(config)
-    assert rows_of(config) == expected
-    assert files(config) == names
+    assert (rows_of(config), files(config)) == (expected, names)
     assert len(answered) < NUM_PROMPTS + 2 + 2 * config.rollouts.batch_size, "what was answered is not asked again"
 
 
@@ -363,8 +360,7 @@ def test_damaged_shards_are_made_again(config: TrainingConfig, monkeypatch: pyte
     shard.write_bytes(shard.read_bytes()[:200])
     asked = count_answers(monkeypatch)
     rollouts.run(config)
-    assert asked == [4]
-    assert rows_of(config) == expected
+    assert (asked, rows_of(config)) == ([4], expected)
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,7 @@ def test_rows_are_those_of_the_local_target(tmp_path: Path, target: str, failure
         rollouts.run(config)
         requests = server.requests
         assert not server.failures
-    assert rows_of(config) == expected
-    assert len(requests) == NUM_PROMPTS + len(failures)
+    assert (rows_of(config), len(requests)) == (expected, NUM_PROMPTS + len(failures))
     assert {path for path, _, _ in requests} == {"/v1/completions"}
     _, body, key = requests[-1]
     assert (body["model"], body["max_tokens"], key) == (target, 12, None)

@@ -143,8 +143,7 @@ def test_fc_may_be_left_over(tmp_path: Path) -> None:
     one = load(VARIANTS["final state"].save(tmp_path / "a"))
     folder = VARIANTS["final state"].save(tmp_path / "b")
     other = load(edited(folder, **{"fc.weight": torch.ones(HIDDEN, 3 * HIDDEN)}))
-    assert one.settings == other.settings
-    assert one.state_dict().keys() == other.state_dict().keys()
+    assert (one.settings, one.state_dict().keys()) == (other.settings, other.state_dict().keys())
 
 
 def test_the_target_s_embeddings_may_be_wanted(tmp_path: Path) -> None:

@@ -54,8 +54,7 @@ def test_what_is_exported_is_the_draft(name: str, dialect: str, tmp_path: Path) 
         assert torch.equal(tensor, wanted.bfloat16() if wanted.is_floating_point() else wanted), tensor_name
         assert torch.equal(tensor, again[tensor_name])
     configs = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("out", "again")]
-    assert configs[0] == configs[1]
-    assert list(exported.commands) == ["vLLM", "SGLang", "llama.cpp"]
+    assert (configs[0], list(exported.commands)) == (configs[1], ["vLLM", "SGLang", "llama.cpp"])
     assert str(tmp_path / "out") in exported.commands["vLLM"][0]
     half = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
     whole = SpecDecPPAssistant.from_pretrained(folder, target=target)
@@ -111,8 +110,7 @@ def test_frequencies_are_written_as_older_readers_know_them(tmp_path: Path) -> N
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = 64
     config, _ = described(Checkpoint(), tmp_path, 3, rope_theta=500.0, rope_scaling=rope)
-    assert config["rope_theta"] == 500.0
-    assert config["rope_scaling"] == rope
+    assert (config["rope_theta"], config["rope_scaling"]) == (500.0, rope)
 
 
 def test_refusals(tmp_path: Path) -> None:
