@@ -328,8 +328,7 @@ def test_a_field_without_a_meaning_is_an_error() -> None:
     class Mute:
         """Says nothing.
 
-        Args:
-            told: is described."""
+        `told`: is described."""
 
         told: int = 0
         untold: int = 0

@@ -102,9 +102,7 @@ def _scaled(output: Any) -> Any:
         (scale_logits, "its logits differ by up to"),
     ],
 )
-def test_files_that_say_another_thing_are_refused(
-    spoil: Callable[[CausalLM], None], said: str, to: Destination
-) -> None:
+def test_files_that_say_something_else(spoil: Callable[[CausalLM], None], said: str, to: Destination) -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     target = tiny("gemma3_text", sliding_window=LONG_WINDOW, layer_types=kinds).float()
     draft = early_exit(target, 2)

@@ -109,8 +109,7 @@ def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypat
     target.generation_config.eos_token_id = end  # candidates may end a text, too
     ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
     text = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS, frozenset() if end is None else frozenset([end]))
-    replay = ChainReplay(text, record(text, assistant, target, Sampling(0.0, 0), seed=0))
-    lengths = set()
+    replay, lengths = ChainReplay(text, record(text, assistant, target, Sampling(0.0, 0), seed=0)), set()
     for knobs in RULES:
         told(assistant, **knobs)
         assistant.memory.clear()

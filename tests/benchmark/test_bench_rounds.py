@@ -96,8 +96,7 @@ def test_chances_are_those_of_the_verifier(verification: Verification, algorithm
         torch.manual_seed(seed)
         tree = program.draft(TorchRandomness(), ())
         p = torch.stack([program.models.p(tuple(tree.path(node))) for node in range(len(tree.tokens))])
-        ends = ends_at(tree, p, verification)
-        probs = exact_distribution(partial(accepted_path, program, tree))
+        ends, probs = ends_at(tree, p, verification), exact_distribution(partial(accepted_path, program, tree))
         for node in range(len(tree.tokens)):
             expected = sum(chance for path, chance in probs.items() if path == tuple(tree.nodes_to(node)))
             assert float(ends[node]) == pytest.approx(expected, abs=1e-9)

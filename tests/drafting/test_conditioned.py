@@ -67,8 +67,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
 def from_scratch(assistant: SpecDecPPAssistant, target: CausalLM, text: list[int], path: list[int]) -> Tensor:
     """The draft's logits after `text + path`: target states over the text, then the draft's own, one by one."""
     drafter = assistant.ready_drafter()
-    states = states_of(target, drafter, torch.tensor([text]))
-    cache = DynamicCache(config=drafter.text_config)
+    states, cache = states_of(target, drafter, torch.tensor([text])), DynamicCache(config=drafter.text_config)
     cache.activate_past_recording()
     hidden = drafter.hidden_states(torch.tensor([text[1:]]), cache, states[:, :-1])[:, -1:]
     for token in path:
@@ -148,9 +147,7 @@ def test_wrong_states_are_noticed(
     assert worst(assistant, target, drafted) > 1e-3
 
 
-def test_candidates_that_stay_as_they_were_read_are_noticed(
-    reading: Making, drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_candidates_are_noticed(reading: Making, drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny("llama"))
     assistant, begin = reading(target), DraftSession.begin_round
 

@@ -61,11 +61,8 @@ def orders(q: Tensor) -> Iterator[tuple[float, Path]]:
 class Grown:
     """A tree as `CapturedDraft.propose` grows it, but that the orders of siblings are given.
 
-    Attributes:
-        chance: of all that was drawn.
-        tokens, parents: `[nodes]`.
-        paths: of tokens, of the root and of each node.
-        q: `[nodes, vocab]`."""
+    `chance`: of all that was drawn. `tokens`, `parents`: `[nodes]`. `paths`: of tokens, of the root and of each node.
+    `q`: `[nodes, vocab]`."""
 
     def __init__(
         self, q: Callable[[Path], Tensor], drawn: dict[Path, tuple[float, Path]], slots: Slots, judge: Judge

@@ -165,8 +165,6 @@ def test_another_q_that_is_told_is_caught(
         *((name, mutate) for name in PAIRS if name[:3] == "mtp" for mutate in (warmer, of_the_next, unlikely)),
     ],
 )
-def test_changes_are_caught(
-    name: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_caught(name: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch) -> None:
     change_chains(monkeypatch, mutate)
     assert_caught(*pair(name, **SHAPES["chain, token"]), enumerate_torch)

@@ -40,8 +40,7 @@ TEXT = (1, 0, 2, 1)  # and of the block
 class Tables(Models):
     """Tables that drafts propose from, as the stand-ins do from a text.
 
-    Args:
-        kind: `"block"`: the marginal of each of three places, whatever the path; `"lookup"`: certain tokens."""
+    `kind`: `"block"`: the marginal of each of three places, whatever the path; `"lookup"`: certain tokens."""
 
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__("plain", VOCAB, seed)
@@ -75,8 +74,7 @@ class NotTheSameAgain(LogitsProcessor):
 class Block(Models):
     """A target, its processed distribution after a path, and a block draft that has read the text.
 
-    Attributes:
-        session: in the round after the text."""
+    `session`: in the round after the text."""
 
     def __init__(self, seed: int) -> None:
         super().__init__("plain", VOCAB, seed)

@@ -64,8 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class Ear:
     """Listens to what the draft draws from and to what the verifier of either door is told about it.
 
-    Attributes:
-        rounds: (candidates, the distributions that they were drawn from, the verifier's q), one a round."""
+    `rounds`: (candidates, the distributions that they were drawn from, the verifier's q), one a round."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rounds: list[tuple[list[int], Tensor, Tensor]] = []

@@ -138,9 +138,7 @@ def test_another_q_than_the_mixed_one_is_caught(
 
 @pytest.mark.every(2, takes=3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
-def test_the_q_told_again_would_be_right(
-    shape: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_q_told_again_is_right(shape: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch) -> None:
     target, assistant = pair("early_exit", shape)
     tell_q_again(monkeypatch, truly)
     assert_exactly_p(target, assistant, enumerate_torch)

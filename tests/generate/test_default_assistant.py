@@ -205,8 +205,7 @@ def test_embeddings_as_the_prompt(target: CausalLM, assistant: Any, warned: list
 
 def test_what_shows_only_with_the_prompt_s_rows() -> None:
     """An image whose rows are no tokens: trees are refused once the target has read it."""
-    target = model_of("git")
-    options = {**GREEDY, "input_ids": PROMPT, "pixel_values": torch.rand(1, 3, 16, 16)}
+    target, options = model_of("git"), {**GREEDY, "input_ids": PROMPT, "pixel_values": torch.rand(1, 3, 16, 16)}
     plain = target.generate(**options)
     draft = informed_draft(plain, target.config.vocab_size)
     made = SpecDecPPAssistant.from_draft(
@@ -335,8 +334,7 @@ def test_the_target_keeps_it_and_takes_it_along(kind: str) -> None:
 
 def test_constructors(tmp_path: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
-    plain = target.generate(PROMPT, **GREEDY)
-    draft = save_model(partly_agreeing(target), tmp_path / "draft")
+    plain, draft = target.generate(PROMPT, **GREEDY), save_model(partly_agreeing(target), tmp_path / "draft")
     layer: Any = assistant_of("eagle3", target).parts.module
     ways = (
         lambda: SpecDecPPAssistant.from_pretrained(save_assistant(tmp_path / "a"), target=target, default=True),

@@ -32,9 +32,8 @@ def assert_plain(
 ) -> Counter[str]:
     """Greedy text on a device is that of plain generation on the host; what was counted.
 
-    Args:
-        make: makes the assistant of the target, once that is on its device.
-        devices: of the target, and of a draft of its own."""
+    `make`: makes the assistant of the target, once that is on its device. `devices`: of the target, and of a draft of
+    its own."""
     plain = target.generate(prompt(), do_sample=False, **OPTIONS)
     with pretend_devices() as counts, torch.no_grad():
         on_device(target, devices[0])

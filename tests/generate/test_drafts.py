@@ -144,9 +144,7 @@ def test_different_tokenizers(target: PreTrainedModel, tmp_path: Path) -> None:
         late.attach(target)
 
 
-def test_one_tokenizer_under_another_name(
-    target: PreTrainedModel, draft: str, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_one_tokenizer_under_two_names(target: PreTrainedModel, draft: str, recwarn: pytest.WarningsRecorder) -> None:
     SpecDecPPAssistant.from_draft(draft, target)
     assert not [w for w in recwarn if "token" in str(w.message)]
 

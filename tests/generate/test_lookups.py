@@ -142,8 +142,7 @@ def test_special_tokens_are_never_proposed() -> None:
 def test_a_chain_goes_on_with_what_follows_what_was_drafted() -> None:
     """Nothing matches the text before the round's first candidate, which the draft guesses; after it all does."""
     target = tiny("llama")
-    plain = generate(target)
-    assistant = assistant_for(target, mix=1.0, lookup=True, **RULES["throughput"])
+    plain, assistant = generate(target), assistant_for(target, mix=1.0, lookup=True, **RULES["throughput"])
     answer = plain[0].tolist()
     assistant.speculation.lookup = "history"
     assistant.memory.answers.most = 1000
@@ -252,8 +251,7 @@ def test_batches(rule: str, drafts: bool) -> None:
 @pytest.mark.parametrize("drafts", [True, False], ids=["beside a draft", "alone"])
 def test_in_transformers_own_loop(drafts: bool) -> None:
     target = tiny("llama", initializer_range=0.05)
-    plain = generate(target, max_new_tokens=100)
-    speculation = SpeculationConfig(rule="threshold", lookup=True)
+    plain, speculation = generate(target, max_new_tokens=100), SpeculationConfig(rule="threshold", lookup=True)
     if drafts:
         assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=speculation)
     else:

@@ -104,8 +104,7 @@ def test_the_text_of_plain_generation(kind: str, setting: str, name: str, tmp_pa
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_unattached(name: str) -> None:
-    target = TARGETS[name]()
-    assistant = SpecDecPPAssistant.from_draft(TARGETS[name](), speculation=CHAIN)
+    target, assistant = TARGETS[name](), SpecDecPPAssistant.from_draft(TARGETS[name](), speculation=CHAIN)
     assert torch.equal(generate(target, assistant), generate(target))
     assert assistant.stats.accepted > 0
 
@@ -254,16 +253,14 @@ def test_a_quantised_lm_head(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
 def test_an_adapter_for_quantised_embeddings_is_refused(module: str, tmp_path: Path) -> None:
-    target = with_torchao(kinds=(nn.Linear, nn.Embedding))
-    folder = adapter_in(tmp_path, ("q_proj", module))
+    target, folder = with_torchao(kinds=(nn.Linear, nn.Embedding)), adapter_in(tmp_path, ("q_proj", module))
     with pytest.raises(ValueError, match="or for one that is not quantised there"):
         SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, speculation=CHAIN)
 
 
 def test_an_adapter_cannot_stand_beside_quantised_embeddings(tmp_path: Path) -> None:
     """Where the adapter's folder holds no embeddings that could be compared."""
-    folder = adapter_in(tmp_path, ("q_proj", "embed_tokens"))
-    path = tmp_path / "adapter_model.safetensors"
+    folder, path = adapter_in(tmp_path, ("q_proj", "embed_tokens")), tmp_path / "adapter_model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if "base_layer" not in name}, path)
     SpecDecPPAssistant.from_early_exit(with_torchao(), 2, adapter=folder, speculation=CHAIN)
     target = with_torchao(kinds=(nn.Linear, nn.Embedding))
@@ -319,8 +316,7 @@ def test_why_quantised_activations_are_refused() -> None:
     """Each token has its own scale here, and layer by layer its own product."""
     ids = torch.cat((prompt(), prompt(seed=5)), dim=1)
     assert difference(with_torchao(), ids) < 1e-4
-    target = with_torchao("Int8DynamicActivationInt8WeightConfig")
-    states = torch.randn(5, SHAPE["hidden_size"])
+    target, states = with_torchao("Int8DynamicActivationInt8WeightConfig"), torch.randn(5, SHAPE["hidden_size"])
     rows = torch.cat([target.lm_head(row) for row in states.split(1)])
     assert torch.equal(target.lm_head(states), rows)
     assert difference(target, ids) > 1e-3

@@ -129,8 +129,7 @@ def test_at_one_door(target: CausalLM, attached: bool, arguments: dict[str, Any]
 
 
 def test_a_failed_call_leaves_nothing_behind(target: CausalLM) -> None:
-    assistant = assistant_for(target)
-    plain = target.generate(PROMPT, max_new_tokens=20, do_sample=False)
+    assistant, plain = assistant_for(target), target.generate(PROMPT, max_new_tokens=20, do_sample=False)
     with pytest.raises(ValueError, match="num_beams=2"):
         target.generate(PROMPT, assistant_model=assistant, num_beams=2)
     assert torch.equal(target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False), plain)

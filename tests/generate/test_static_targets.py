@@ -17,8 +17,8 @@ from support.static_caches import (
     OPTIONS,
     RULES,
     STATIC,
-    assert_held_rows_are_the_text,
-    assert_others_are_not_attended,
+    assert_held_rows_are_text,
+    assert_others_unattended,
     assert_prefilled,
     attached,
     held,
@@ -189,13 +189,13 @@ def test_records(family: str, how: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
 def test_held_rows_are_the_texts_after_every_round(family: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny(family))
-    assert_held_rows_are_the_text(target, attached(target, how), monkeypatch)
+    assert_held_rows_are_text(target, attached(target, how), monkeypatch)
 
 
 @EACH
 def test_rows_that_are_not_held_are_never_attended_to(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assert_others_are_not_attended(target, attached(target, how), monkeypatch)
+    assert_others_unattended(target, attached(target, how), monkeypatch)
 
 
 def no_roll_back(text: StaticText, count: int, of: int, path: Any) -> None:

@@ -163,8 +163,7 @@ def test_bark_s_tokens_of_meaning() -> None:
     """It is its own decoder, and has no attribute that most models call it by."""
     config = BarkSemanticConfig(input_vocab_size=48, output_vocab_size=48, num_layers=2, num_heads=4, hidden_size=32)
     target = BarkSemanticModel(config).double().eval()
-    plain = GenerationMixin.generate(target, BATCH, **GREEDY)
-    assistant = assist(target, "lookup", default=True)
+    plain, assistant = GenerationMixin.generate(target, BATCH, **GREEDY), assist(target, "lookup", default=True)
     assert torch.equal(GenerationMixin.generate(target, BATCH, **GREEDY), plain)
     with pytest.raises(ValueError, match="has no LM head"):
         SpecDecPPAssistant.from_draft(target)

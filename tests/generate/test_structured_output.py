@@ -160,8 +160,7 @@ def generate(target: CausalLM, processor: LogitsProcessor, **arguments: Any) -> 
 def test_one_call_for_each_token(shape: str, sampling: dict[str, Any]) -> None:
     target = tiny("llama")
     theirs, ours = Matcher(), Matcher()
-    plain = generate(target, theirs, **sampling)
-    assistant = assistant_for(target, mix=0.98, **SHAPES[shape])
+    plain, assistant = generate(target, theirs, **sampling), assistant_for(target, mix=0.98, **SHAPES[shape])
     text = generate(target, ours, assistant_model=assistant, **sampling)
     assistant.detach()
     assert (plain.sequences.shape[1], plain.sequences[0, -1]) == (IDS.shape[1] + 26, EOS)

@@ -238,8 +238,7 @@ def wrapped(seed: int = 0) -> PeftModel:
 
 def test_an_early_exit_of_a_target_inside_a_peft_wrapper() -> None:
     target = wrapped()
-    plain = generate(target)
-    assistant = SpecDecPPAssistant.from_early_exit(target, [0, 2], speculation=FIXED)
+    plain, assistant = generate(target), SpecDecPPAssistant.from_early_exit(target, [0, 2], speculation=FIXED)
     assert torch.equal(generate(target, assistant_model=assistant), plain)
     with target.disable_adapter():
         bare = generate(target)

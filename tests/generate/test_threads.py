@@ -82,9 +82,7 @@ CALLS = ("plain", "another's", "by default", "by name")
 @pytest.mark.parametrize(
     ("change", "call"), [*itertools.product(("attach", "detach"), CALLS), ("delete", "plain"), ("delete", "another's")]
 )
-def test_an_assistant_comes_or_goes_in_a_call(
-    change: str, call: str, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_assistants_come_or_go_in_a_call(change: str, call: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = of_own_class(tiny("llama"))
     plain = generate(target)
     helpers: list[Any] = [assistant_for(target)]

@@ -58,8 +58,7 @@ CASES = list(product(["llama", "gemma3_text", "gpt2"], RULES, ["independent", "e
     [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
 )
 def test_greedy_equality(family: str, rule: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny(family)
-    arguments = {"max_new_tokens": 200, "do_sample": False, "repetition_penalty": 1.05}
+    target, arguments = tiny(family), {"max_new_tokens": 200, "do_sample": False, "repetition_penalty": 1.05}
     plain, speculation = target.generate(PROMPT, **arguments), SpeculationConfig(**RULES[rule])
     if kind == "independent":
         assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=speculation)

@@ -232,9 +232,7 @@ def test_no_tensor_of_the_target_is_written_to(tmp_path: Path, merge: bool) -> N
 
 @pytest.mark.parametrize("size", [1e20, 3e38])
 @pytest.mark.parametrize("tree", ["dyspec", "dyspec-exact"])
-def test_a_head_of_huge_weights_does_not_hang_tree_growth(
-    monkeypatch: pytest.MonkeyPatch, tree: str, size: float
-) -> None:
+def test_huge_weights_do_not_hang_tree_growth(monkeypatch: pytest.MonkeyPatch, tree: str, size: float) -> None:
     target, draws = tiny("llama"), []
     draw = Growth.draw_best
 

@@ -58,12 +58,9 @@ OWN_LAYERS = ("early_exit", "part", "conditioned")
 class Run:
     """What a training brought.
 
-    Attributes:
-        texts: by step and prompt, the tokens of the two answers.
-        rewards: by step and prompt, theirs.
-        weights: of the policy after it.
-        drafted, accepted: candidates of each step.
-        errors: by step, how far the logits of a draft of the policy's own layers are from those of these layers now."""
+    `texts`: by step and prompt, the tokens of the two answers. `rewards`: by step and prompt, theirs. `weights`: of the
+    policy after it. `drafted`, `accepted`: candidates of each step. `errors`: by step, how far the logits of a draft of
+    the policy's own layers are from those of these layers now."""
 
     texts: list[dict[str, list[list[int]]]] = field(default_factory=list)
     rewards: list[dict[str, list[float]]] = field(default_factory=list)
@@ -101,9 +98,8 @@ def train(
 ) -> Run:  # fmt: skip
     """Train a policy.
 
-    Args:
-        make: makes an assistant, which becomes the policy's default.
-        before: whether it is attached before the trainer is made."""
+    `make`: makes an assistant, which becomes the policy's default. `before`: whether it is attached before the trainer
+    is made."""
     run, model, helpers = Run(), policy(), []
 
     def attach(model: Any) -> None:
@@ -201,9 +197,7 @@ def test_greedy_training_is_the_same(trainer: str, kind: str, tmp_path: Path, pl
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_a_wrong_verification_would_be_seen(
-    trainer: str, tmp_path: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_verification_is_seen(trainer: str, tmp_path: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant accepts everything."""
     expected = plain(trainer)
     accept_everything(monkeypatch)

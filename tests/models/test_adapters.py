@@ -80,8 +80,7 @@ def test_adapter_that_does_not_fit(target: PreTrainedModel, draft: str, tmp_path
         ("deep", tiny("llama")), ("shallow", early_exit(tiny("llama"), 1))
     ))  # fmt: skip
     wide = save_adapter(early_exit(tiny("llama", intermediate_size=64), 2), tmp_path / "wide")
-    foreign = save_adapter(tiny("gpt2"), tmp_path / "foreign", targets=["c_attn"])
-    before = logits(target)
+    foreign, before = save_adapter(tiny("gpt2"), tmp_path / "foreign", targets=["c_attn"]), logits(target)
     for merge in (True, False):
         with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: \d+ modules or .*layers\.2"):
             SpecDecPPAssistant.from_early_exit(target, 2, adapter=deep, merge=merge)

@@ -303,8 +303,7 @@ def logits_of(target: CausalLM, **arguments: Any) -> Tensor:
 
 
 def test_generate_packs_and_detach_gives_back(target: CausalLM, calls: Calls) -> None:
-    assistant = told(SpecDecPPAssistant.from_early_exit(target, 1), **FIXED)
-    expected = logits_of(target)
+    assistant, expected = told(SpecDecPPAssistant.from_early_exit(target, 1), **FIXED), logits_of(target)
     assert not calls
     for pack_weights in (False, True):
         assistant.decisions = Decisions(pack_weights=pack_weights)
@@ -338,8 +337,7 @@ def test_off_is_off(target: CausalLM, calls: Calls, attach: bool) -> None:
 
 
 def test_an_unattached_draft(target: CausalLM, calls: Calls) -> None:
-    assistant = assistant_for(target, attached=False, **FIXED, pack_weights=True)
-    expected = logits_of(target)
+    assistant, expected = assistant_for(target, attached=False, **FIXED, pack_weights=True), logits_of(target)
     assert torch.equal(logits_of(target, assistant_model=assistant).argmax(-1), expected.argmax(-1))
     assert not calls, "no pass of the target is timed there"
 

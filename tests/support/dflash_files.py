@@ -27,10 +27,8 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 class Checkpoint:
     """What is written to a folder.
 
-    Attributes:
-        reads: layers of the target whose outputs are read.
-        is_causal: of the original dialect's config; `None` leaves it out.
-        scale, multiplier, cap: of embeddings and logits."""
+    `reads`: layers of the target whose outputs are read. `is_causal`: of the original dialect's config; `None` leaves
+    it out. `scale`, `multiplier`, `cap`: of embeddings and logits."""
 
     layer_types: tuple[str, ...] = (FULL, FULL)
     window: int = 6

@@ -18,9 +18,8 @@ VISIBLE = 1e-3  # an error that is no rounding
 class Replay:
     """One path through a program's choices.
 
-    Attributes:
-        weight: the probability of the path.
-        untried: the paths that branch off this one, for every choice made for the first time."""
+    `weight`: the probability of the path. `untried`: the paths that branch off this one, for every choice made for the
+    first time."""
 
     def __init__(self, choices: list[int]) -> None:
         self.choices = choices

@@ -143,8 +143,7 @@ def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor 
         heads = {"intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": size // 4}
         settings = replace(settings, norm_before_residual=True, layer={**settings.layer, **heads})
         model = initial_layer.untrained(settings, target, vocab).cpu()
-        texts = torch.randint(1, config.vocab_size, (40, 50)).to(device)
-        noise = 0.05 * torch.randn(size, size)
+        texts, noise = torch.randint(1, config.vocab_size, (40, 50)).to(device), 0.05 * torch.randn(size, size)
     with TargetStates(target, catching) as caught:
         target(texts)
         states: Any = caught.take()

@@ -80,10 +80,8 @@ _made: dict[str, Any] = {}
 class Files:
     """A target and its multi-token layers.
 
-    Attributes:
-        num_layers: of these.
-        overrides: of the target's config.
-        start_of_head: before `.norm` in the names of their norms; by default as published."""
+    `num_layers`: of these. `overrides`: of the target's config. `start_of_head`: before `.norm` in the names of their
+    norms; by default as published."""
 
     family: str = "glm4_moe"
     num_layers: int = 1

@@ -19,8 +19,7 @@ READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", 
 class Reads(TorchDispatchMode):
     """Counts within a `with` block.
 
-    Attributes:
-        count: of reads so far."""
+    `count`: of reads so far."""
 
     def __init__(self) -> None:
         super().__init__()

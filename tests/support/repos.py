@@ -100,8 +100,7 @@ def change_json(path: Path, **changes: Any) -> None:
 def save_assistant(folder: Path, **changes: Any) -> Path:
     """A complete repository with an early-exit draft, which needs no other repository; the target is `tiny("llama")`.
 
-    Args:
-        changes: fields of the config."""
+    `changes`: fields of the config."""
     fields = {"draft_kind": "early_exit", "draft_layers": [0, 1], "target_id": "org/target", **changes}
     SpecDecPPAssistant(SpecDecPPConfig(**fields), None, head_for(tiny("llama"))).save_pretrained(folder)
     return folder

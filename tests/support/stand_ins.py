@@ -20,9 +20,8 @@ IMPOSSIBLE = float("-inf")
 class TextReading(Reading):
     """Keeps the text. `rows` is filled when a round first asks, with one pass at most.
 
-    Attributes:
-        text: all tokens that were emitted, as a list.
-        rows: logits `[vocab_size]` of the places of this round: of the first candidate, the second, ..."""
+    `text`: all tokens that were emitted, as a list. `rows`: logits `[vocab_size]` of the places of this round: of the
+    first candidate, the second, ..."""
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
         super().__init__()
@@ -65,9 +64,8 @@ class TextReading(Reading):
 class BlockDraft(Draft):
     """`BLOCK` places from one pass: logits of the model after the text, each shifted so that places differ.
 
-    Args:
-        model: any causal LM, the target itself for a draft that is often right.
-        sharpness: what its logits are multiplied with."""
+    `model`: any causal LM, the target itself for a draft that is often right. `sharpness`: what its logits are
+    multiplied with."""
 
     block = BLOCK
     places = BLOCK

@@ -64,9 +64,7 @@ def settled(monkeypatch: pytest.MonkeyPatch, then: Callable[[Prefix], None]) -> 
     monkeypatch.setattr(Prefix, "settle", and_then)
 
 
-def assert_held_rows_are_the_text(
-    target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def assert_held_rows_are_text(target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch) -> None:
     """After every round of a text to `prompt()`."""
     found: list[Any] = []
 
@@ -82,9 +80,7 @@ def assert_held_rows_are_the_text(
         assert_prefilled(rows, target, text[:, :length])
 
 
-def assert_others_are_not_attended(
-    target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def assert_others_unattended(target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is that of plain generation though rows that are not held are spoilt after every round."""
     plain = target.generate(prompt(), **STATIC)
 

@@ -137,9 +137,7 @@ def make_estimator(name: str, seed: int) -> Estimator:
 class ToyRound:
     """One or more rounds of product code. Call it with a randomness for the tokens that one round emits.
 
-    Attributes:
-        drafted, accepted: of the latest round.
-        lengths: numbers of candidates of all rounds so far."""
+    `drafted`, `accepted`: of the latest round. `lengths`: numbers of candidates of all rounds so far."""
 
     def __init__(
         self, models: Models, rule: str, bounds: tuple[int, int] = (1, 3), seed: int = 0, verifier: str = "block"

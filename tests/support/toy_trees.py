@@ -28,10 +28,8 @@ SHAPES = {
 class ToyTree:
     """A round of product code. Call it with a randomness for the tokens that one round emits.
 
-    Attributes:
-        trees: parents of the nodes of every tree so far.
-        accepted: numbers of accepted candidates so far.
-        last: the latest tree and its accepted nodes."""
+    `trees`: parents of the nodes of every tree so far. `accepted`: numbers of accepted candidates so far. `last`: the
+    latest tree and its accepted nodes."""
 
     def __init__(
         self,

@@ -49,8 +49,7 @@ def test_rows_of_a_batch_never_stop_by_themselves() -> None:
 class Batches:
     """Batches of rows that end after `LENGTH` tokens.
 
-    Args:
-        rates: the chance of each row that a candidate is accepted, which is its estimate, too."""
+    `rates`: the chance of each row that a candidate is accepted, which is its estimate, too."""
 
     def __init__(self, rates: list[float]) -> None:
         self.rates, self.rng = rates, np.random.default_rng(0)

@@ -181,8 +181,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("tree", [None, "dyspec"])
 def test_a_text_rests_until_a_probe_can_be_paid(kind: str, tree: str | None, noted: list[str]) -> None:
     target = tiny("llama")
-    assistant = assistant_of(kind, target, **DEAR, tree=tree)
-    plain = target.generate(prompt(), **OPTIONS)
+    assistant, plain = assistant_of(kind, target, **DEAR, tree=tree), target.generate(prompt(), **OPTIONS)
     drafted, resting = [], 0
     for _ in range(14):
         noted.clear()

@@ -20,8 +20,7 @@ ROUNDS, WARM = 1500, 500
 class Texts:
     """Candidates of which the first is accepted with one chance, and the next best instead with another.
 
-    Attributes:
-        chances: of the first and of the second, of the text at hand."""
+    `chances`: of the first and of the second, of the text at hand."""
 
     def __init__(self, chances: tuple[float, float], seed: int = 0) -> None:
         self.chances, self.random = chances, np.random.default_rng(seed)

@@ -42,9 +42,8 @@ GPU = Costs(0.15, verify({1: 1.0, 16: 1.02, 17: 1.08, 32: 1.1, 65: 1.25}), branc
 class Simulation:
     """Rounds with random distributions. What the target says is drawn from the draft's at another temperature.
 
-    Attributes:
-        tokens, seconds: sums over all rounds, the tokens being those expected.
-        drafted: number of candidates in each round."""
+    `tokens`, `seconds`: sums over all rounds, the tokens being those expected. `drafted`: number of candidates in each
+    round."""
 
     def __init__(self, kind: str, seconds: Costs, greedy: bool, temperature: float = 1.0) -> None:
         self.kind, self.costs, self.greedy, self.temperature = kind, seconds, greedy, temperature

@@ -87,9 +87,7 @@ def test_only_ids_that_others_can_load(run: TrainingConfig, card: ModelCard) -> 
     }  # fmt: skip
 
 
-def test_local_draft_copies(
-    run: TrainingConfig, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_drafts(run: TrainingConfig, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = AutoModelForCausalLM.from_pretrained(run.target)
     assert run.draft is not None
     draft: Any = AutoModelForCausalLM.from_pretrained(run.draft)

@@ -128,8 +128,7 @@ def test_a_distribution_that_runs_out_of_tokens_says_so() -> None:
 
 def test_greedy_siblings_are_the_likeliest_tokens_and_accepted_if_the_target_takes_them() -> None:
     sampling = Sampling(temperature=0.0, top_k=2)  # no top-k in greedy decoding
-    p = sampling.p(torch.tensor([[0.0, 3.0, 1.0, 2.0]]))
-    q = sampling.q(torch.tensor([[5.0, 4.0, 3.0, 2.0]]))
+    p, q = sampling.p(torch.tensor([[0.0, 3.0, 1.0, 2.0]])), sampling.q(torch.tensor([[5.0, 4.0, 3.0, 2.0]]))
     assert p.tolist() == [[0.0, 1.0, 0.0, 0.0]]
     assert bool((q > 0).all())
     drawn = draw_siblings(q, 3, greedy=True)

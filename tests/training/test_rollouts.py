@@ -267,9 +267,7 @@ def test_a_test_set_without_answers(tested: TrainingConfig) -> None:
 
 
 @pytest.mark.parametrize("moment", ["answering", "writing"])
-def test_killed_runs_go_on(
-    config: TrainingConfig, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run(config: TrainingConfig, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in the middle of the third shard: while the target answers, or with half a file written."""
     config.rollouts.temperatures = [1.0]
     rollouts.run(config)

@@ -147,9 +147,7 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path, target: str) -> None:
         (lambda path, body: (200, {"hello": "world"}), ValueError, "answered {'hello': 'world'}, which is not"),
     ],
 )
-def test_servers_that_cannot_be_used(
-    tmp_path: Path, target: str, answer: Answer, error: type[Exception], message: str
-) -> None:
+def test_unusable_servers(tmp_path: Path, target: str, answer: Answer, error: type[Exception], message: str) -> None:
     config = small_run(tmp_path, target)
     with serving(answer) as server:
         config.rollouts.server = server.url
@@ -175,8 +173,7 @@ def test_a_server_must_be_a_url(tmp_path: Path, target: str) -> None:
 
 
 def test_answers_cut_inside_a_character(tmp_path: Path, target: str) -> None:
-    cut = {"choices": [{"text": "w5 w6\ufffd", "finish_reason": "length"}]}
-    config = small_run(tmp_path, target)
+    cut, config = {"choices": [{"text": "w5 w6\ufffd", "finish_reason": "length"}]}, small_run(tmp_path, target)
     with serving(lambda path, body: (200, cut)) as server:
         config.rollouts.server = server.url
         rollouts.run(config)

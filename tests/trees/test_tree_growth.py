@@ -287,8 +287,7 @@ def test_a_head_is_told_what_it_was_trained_on() -> None:
     """`scalar_features` of the renormalised q, from running sums."""
     q = RandomDraft("mixed", seed=1, vocab=30).at(()).double().softmax(-1)
     tokens = [int(q.argsort(descending=True)[k]) for k in (0, 3, 1, 20, 2)]
-    top = q.topk(len(tokens) + 1)
-    left = SiblingDistribution(float(torch.special.entr(q).sum()), greedy=True)
+    top, left = q.topk(len(tokens) + 1), SiblingDistribution(float(torch.special.entr(q).sum()), greedy=True)
     likeliest = [(float(t), float(v)) for t, v in zip(top.indices, top.values, strict=True)]
     ours = [*left.scalars_of([(t, float(q[t])) for t in tokens[:2]], likeliest)]
     ours += left.scalars_of([(t, float(q[t])) for t in tokens[2:]], likeliest)

@@ -69,8 +69,7 @@ def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> Reading:
 def formulas(checkpoint: Checkpoint, dialect: str, target: CausalLM, length: int) -> Tensor:
     """Logits `[places, vocab]` after `length` tokens of the text: everything computed anew from the target's own
     `output_hidden_states`."""
-    t = checkpoint.tensors()
-    hidden = target(TEXT[:, : length - 1], output_hidden_states=True).hidden_states
+    t, hidden = checkpoint.tensors(), target(TEXT[:, : length - 1], output_hidden_states=True).hidden_states
     context = torch.cat([hidden[read + 1][0] for read in checkpoint.reads], -1)
     context = rms(context @ t["fc.weight"].T, t["hidden_norm.weight"])
     ids = torch.tensor([int(TEXT[0, length - 1])] + [MASK] * (checkpoint.block_size - 1))
@@ -79,8 +78,7 @@ def formulas(checkpoint: Checkpoint, dialect: str, target: CausalLM, length: int
     for layer, kind in enumerate(checkpoint.layer_types):
         name = f"layers.{layer}."
         x = rms(state, t[name + "input_layernorm.weight"])
-        seen = torch.cat((context, x))
-        q = (x @ t[name + "self_attn.q_proj.weight"].T).view(-1, HEADS, HEAD_DIM)
+        seen, q = torch.cat((context, x)), (x @ t[name + "self_attn.q_proj.weight"].T).view(-1, HEADS, HEAD_DIM)
         k = (seen @ t[name + "self_attn.k_proj.weight"].T).view(-1, KV_HEADS, HEAD_DIM)
         v = (seen @ t[name + "self_attn.v_proj.weight"].T).view(-1, KV_HEADS, HEAD_DIM)
         q = rotated(rms(q, t[name + "self_attn.q_norm.weight"]), places[length - 1 :], checkpoint.theta)

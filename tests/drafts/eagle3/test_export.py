@@ -42,8 +42,7 @@ def test_what_is_exported_is_the_draft(name: str, dialect: str, tmp_path: Path) 
     """In bfloat16, which is what the checkpoint holds then: exported again it does not change."""
     checkpoint = VARIANTS[name]
     target = tiny("llama", hidden_size=checkpoint.target_size, head_dim=8)
-    saved = save_model(target, tmp_path / "target")
-    folder = checkpoint.save(tmp_path / "theirs", dialect)
+    saved, folder = save_model(target, tmp_path / "target"), checkpoint.save(tmp_path / "theirs", dialect)
     exported = export(folder, tmp_path / "out", saved)
     export(tmp_path / "out", tmp_path / "again", saved)
     first, again = (load_file(tmp_path / each / "model.safetensors") for each in ("out", "again"))

@@ -57,8 +57,7 @@ class Formulas:
     def rows(self, tokens: list[int], g: Tensor, places: list[int], seen: Tensor) -> tuple[Tensor, Tensor]:
         """Logits `[rows, draft_vocab]`, and what a further step goes on from.
 
-        Args:
-            seen: bool `[rows, rows]`: which rows each attends to."""
+        `seen`: bool `[rows, rows]`: which rows each attends to."""
         state, positions = g, torch.tensor(places)
         embedding = self.embeddings[torch.tensor(tokens)]
         for layer in range(self.checkpoint.layers):
@@ -123,8 +122,7 @@ def test_three_steps(name: str, dialect: str, tmp_path: Path) -> None:
     drafter, target = loaded(checkpoint, tmp_path, dialect)
     assert drafter.fusion.reads == (READS if checkpoint.num_reads else [])
     states, candidates = states_of(target, drafter, TEXT), [3, 17]
-    expected = Formulas(checkpoint, target).chain(states, candidates)
-    session = DraftSession(drafter, 48)
+    expected, session = Formulas(checkpoint, target).chain(states, candidates), DraftSession(drafter, 48)
     session.begin_round(TEXT[:, 1:], 0, states[:, :-1])
     for step in range(STEPS):
         logits, _ = session.step([torch.tensor(token) for token in candidates[:step]])

@@ -187,8 +187,7 @@ def positions_of(case: Case, ids: Tensor, mask: Tensor | None) -> Tensor | None:
 def arguments(case: Case, turn: int, length: int, has_fault: bool) -> dict[str, Any]:
     """All arguments of a turn's `generate()` but ids, mask, positions, cache and assistant. New objects every time.
 
-    Args:
-        length: tokens of the prompt, as the criteria will count them."""
+    `length`: tokens of the prompt, as the criteria will count them."""
     is_last = turn == case.turns - 1
     new_tokens = case.new_tokens if is_last else case.first_tokens
     found: dict[str, Any] = {"do_sample": case.sampling, "pad_token_id": PAD}

@@ -11,13 +11,9 @@ class Case:
 
     The defaults are the simplest values; the meaning of each is in the tables of `models.py` and `arguments.py`.
 
-    Args:
-        seed: of the prompts.
-        length, new_tokens, turns: tokens in the first prompt, tokens of each answer, answers.
-        first_tokens: tokens of every answer but the last.
-        chunk: `prefill_chunk_size`, 0 for none.
-        records: the outputs asked for; "dict" alone asks for the cache only.
-        fault_at: tokens after which a fault is raised."""
+    `seed`: of the prompts. `length`, `new_tokens`, `turns`: tokens in the first prompt, tokens of each answer, answers.
+    `first_tokens`: tokens of every answer but the last. `chunk`: `prefill_chunk_size`, 0 for none. `records`: the
+    outputs asked for; "dict" alone asks for the cache only. `fault_at`: tokens after which a fault is raised."""
 
     seed: int = 0
     family: str = "llama"
