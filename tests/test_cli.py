@@ -20,17 +20,8 @@ from support.released_heads import ReleasedHead, save_bin, save_mixin
 from support.repos import save_chat_model, save_model
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__, cli_options
 from hf_specdecpp.cli import app
-from hf_specdecpp.cli_options import (
-    DemoConfig,
-    options_of,
-    parse_layers,
-    parse_names,
-    parse_sizes,
-    parse_temperatures,
-    settings_from,
-)
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.terminal import demo
 
@@ -270,15 +261,15 @@ def test_export_says_why_not(tmp_path: Path, folder: Path) -> None:
 
 
 def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[DemoConfig] = []
+    told: list[cli_options.DemoConfig] = []
     monkeypatch.setattr(demo, "run", told.append)
     assert run("demo", "--target", "a", "--max_new_tokens", "7").exit_code == 0
     options = ["--assistant", "b", "--layers", "0,2", "--max-new-tokens", "5", "--prompt", "c", "--prompt", "d"]
     options += ["--sample", "--tree", "--lookup", "--svg", "x.svg"]
     assert run("demo", "--target", "a", *options).exit_code == 0
     assert told == [
-        DemoConfig("a", max_new_tokens=7),
-        DemoConfig("a", "b", [0, 2], True, False, True, 5, ["c", "d"], True, Path("x.svg")),
+        cli_options.DemoConfig("a", max_new_tokens=7),
+        cli_options.DemoConfig("a", "b", [0, 2], True, False, True, 5, ["c", "d"], True, Path("x.svg")),
     ]
     assert_error(run("demo", "--target", "a", "--assistant", "b", "--mtp"), "--mtp takes no assistant")
 
@@ -350,7 +341,7 @@ class Settings:
 
     target: str
     max_prompts: int | None = field(default=None, metadata={"min": 1})
-    layers: int | list[int] = field(default=4, metadata={"parse": parse_layers})
+    layers: int | list[int] = field(default=4, metadata={"parse": cli_options.parse_layers})
     data: list[str] = field(default_factory=list)
     costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
     quick: bool = False
@@ -363,9 +354,9 @@ def given(*arguments: str) -> Any:
     app, made = typer.Typer(), []
 
     @app.command()
-    @options_of(Settings)
+    @cli_options.options_of(Settings)
     def command(**options: Any) -> None:
-        made.append(settings_from(Settings, options))
+        made.append(cli_options.settings_from(Settings, options))
 
     result = CliRunner().invoke(app, arguments)
     return made[0] if made else result
@@ -399,7 +390,7 @@ def test_what_the_command_line_refuses(arguments: list[str]) -> None:
 
 
 def test_help_is_the_entry_of_the_docstring() -> None:
-    @options_of(Settings)
+    @cli_options.options_of(Settings)
     def command(**_: Any) -> None: ...
 
     shown = {name: each.annotation.__metadata__[0] for name, each in signature(command).parameters.items()}
@@ -408,13 +399,13 @@ def test_help_is_the_entry_of_the_docstring() -> None:
 
 
 def test_parsing() -> None:
-    assert (parse_layers("4"), parse_layers("0,1,29")) == (4, [0, 1, 29])
-    assert (parse_temperatures("0,0.7"), parse_sizes("1,4,8")) == ([0.0, 0.7], [1, 4, 8])
-    assert (parse_sizes(""), parse_names("fixed*, dyspec")) == ([], ["fixed*", "dyspec"])
-    assert parse_names("") == []
+    assert (cli_options.parse_layers("4"), cli_options.parse_layers("0,1,29")) == (4, [0, 1, 29])
+    assert (cli_options.parse_temperatures("0,0.7"), cli_options.parse_sizes("1,4,8")) == ([0.0, 0.7], [1, 4, 8])
+    assert (cli_options.parse_sizes(""), cli_options.parse_names("fixed*, dyspec")) == ([], ["fixed*", "dyspec"])
+    assert cli_options.parse_names("") == []
     with pytest.raises(ValueError, match="--layers 'four' must be a number"):
-        parse_layers("four")
+        cli_options.parse_layers("four")
     with pytest.raises(ValueError, match="--temperatures 'hot' must be numbers"):
-        parse_temperatures("hot")
+        cli_options.parse_temperatures("hot")
     with pytest.raises(ValueError, match="whole numbers such as 4 or 1,4,8"):
-        parse_sizes("4.5")
+        cli_options.parse_sizes("4.5")

@@ -191,8 +191,7 @@ def long_cache(context: int, nodes: int, window: int | None) -> DynamicCache:
 @pytest.mark.parametrize("window", [None, 512])
 @pytest.mark.parametrize("nodes", [64, 768])
 def test_moving_the_path_costs_the_path_and_not_the_context(window: int | None, nodes: int) -> None:
-    path = [0, *range(3, nodes, 13)]
-    written = []
+    path, written = [0, *range(3, nodes, 13)], []
     for context in (1024, 8192, 32768):
         cache = long_cache(context, nodes, window)
         storages = [rows.untyped_storage().data_ptr() for rows in rows_of(cache)]

@@ -8,20 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.models import partly_agreeing, tiny
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
-    TemperatureLogitsWarper,
-)
 from transformers.generation import utils as transformers_generation
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
@@ -33,7 +23,7 @@ DOORS = ["attached", "unattached"]
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 8, 5, 6]])
 
 
-class FavoursTheNextId(LogitsProcessor):
+class FavoursTheNextId(transformers.LogitsProcessor):
     """A user's own processor that looks at the text, and says that it keeps no state: so drafts are processed, too."""
 
     reads_prefix_only = True
@@ -56,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "suppressed tokens": {"suppress_tokens": [3, 4, 5, 6]},
     "bad words": {"bad_words_ids": [[7], [5, 6], [6, 9]]},
     "minimum length": {"min_length": 18, "eos_token_id": [0, 1, 2, 3, 4, 5, 6, 7]},
-    "user's own": {"logits_processor": LogitsProcessorList([FavoursTheNextId()])},
+    "user's own": {"logits_processor": transformers.LogitsProcessorList([FavoursTheNextId()])},
     "several": {"temperature": 1.4, "top_k": 8, "top_p": 0.95, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
 }
 
@@ -100,7 +90,10 @@ def small(seed: int, vocab: int = VOCAB) -> Any:
 
 
 def assistant_for(
-    target: PreTrainedModel, draft: PreTrainedModel, door: str, draft_vocab: list[int] | None = None
+    target: transformers.PreTrainedModel,
+    draft: transformers.PreTrainedModel,
+    door: str,
+    draft_vocab: list[int] | None = None,
 ) -> SpecDecPPAssistant:
     speculation = SpeculationConfig(rule="fixed", num_tokens=3)
     assistant = SpecDecPPAssistant.from_draft(draft, target, draft_vocab=draft_vocab, speculation=speculation)
@@ -132,8 +125,7 @@ def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, door: str, m
     """And every candidate's q sees its own prefix: the emitted text, then the candidates before it."""
     target = small(0)
     draft, ear = partly_agreeing(target, mix=0.8), Ear(monkeypatch)
-    texts = []
-    heard = SpecDecPPCandidateGenerator.propose
+    texts, heard = [], SpecDecPPCandidateGenerator.propose
 
     def hear_text(generator: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         chain = heard(generator, input_ids, *args, **kwargs)
@@ -156,11 +148,11 @@ def draft_distribution(draft: Any, prefix: Tensor, **options: Any) -> Tensor:
     """q after `prefix`, by one step of plain `generate()` on the draft."""
     settings = {"do_sample": True, "top_k": 0, "max_length": prefix.shape[1] + 20, "pad_token_id": 0, **options}
     mask = torch.ones_like(prefix)  # else transformers takes every token 0 for padding
-    first = MaxLengthCriteria(prefix.shape[1] + 1)
+    first = transformers.MaxLengthCriteria(prefix.shape[1] + 1)
     output = draft.generate(
         prefix,
         attention_mask=mask,
-        stopping_criteria=StoppingCriteriaList([first]),
+        stopping_criteria=transformers.StoppingCriteriaList([first]),
         return_dict_in_generate=True,
         output_scores=True,
         **settings,
@@ -219,8 +211,10 @@ def test_get_candidates_returns_the_scores_of_the_draw() -> None:
     target = small(0)
     generator = SpecDecPPCandidateGenerator(
         assistant_for(target, small(1), "attached").setup(),
-        GenerationConfig(do_sample=True, max_length=40),
-        LogitsProcessorList([TemperatureLogitsWarper(0.8), MinPLogitsWarper(0.1), FavoursTheNextId()]),
+        transformers.GenerationConfig(do_sample=True, max_length=40),
+        transformers.LogitsProcessorList(
+            [transformers.TemperatureLogitsWarper(0.8), transformers.MinPLogitsWarper(0.1), FavoursTheNextId()]
+        ),
         randomness=Recorder(),
     )
     ids, scores = generator.get_candidates(PROMPT)
@@ -238,7 +232,7 @@ def test_get_candidates_returns_the_scores_of_the_draw() -> None:
     [
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
         (
-            {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])},
+            {"watermarking_config": transformers.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])},
             "SynthIDTextWatermarkLogitsProcessor",
         ),
     ],

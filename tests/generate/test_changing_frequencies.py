@@ -111,8 +111,7 @@ def test_padding_takes_no_position(kind: str) -> None:
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_cache_that_is_carried_on(kind: str) -> None:
     target = target_of(kind)
-    assistant = assistant_of("independent", target, **CHAIN)
-    texts = []
+    assistant, texts = assistant_of("independent", target, **CHAIN), []
     for used in (None, assistant):
         first = generate(target, prompt(12), return_dict_in_generate=True, assistant_model=used)
         ids, cache = torch.cat((first.sequences, prompt(3, seed=1)), dim=1), first.past_key_values

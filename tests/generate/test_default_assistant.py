@@ -11,20 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from support.families import informed_draft, model_of
 from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
 from support.mutants import accept_everything
 from support.repos import letter_tokenizer, save_assistant, save_model, tokenizer
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    StoppingCriteria,
-    TextIteratorStreamer,
-)
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
 from hf_specdecpp.generation.doors import attached
@@ -94,7 +87,7 @@ def test_a_wrong_verification_would_be_seen(target: CausalLM, assistant: Any, mo
 # --- as those call it who have no place for an assistant ---
 
 
-class Ends(StoppingCriteria):
+class Ends(transformers.StoppingCriteria):
     """As evaluation harnesses have them: a criterion of their own."""
 
     reads_prefix_only = True
@@ -108,7 +101,7 @@ class Ends(StoppingCriteria):
 
 def test_streaming_from_another_thread(target: CausalLM, assistant: Any) -> None:
     def stream() -> str:
-        streamer = TextIteratorStreamer(letter_tokenizer(), skip_prompt=True, timeout=60)
+        streamer = transformers.TextIteratorStreamer(letter_tokenizer(), skip_prompt=True, timeout=60)
         thread = threading.Thread(target=target.generate, args=(PROMPT,), kwargs={**GREEDY, "streamer": streamer})
         thread.start()
         text = "".join(streamer)
@@ -133,7 +126,7 @@ def test_through_peft(target: CausalLM) -> None:
 # --- it cannot help: a plain call ---
 
 
-class Counts(LogitsProcessor):
+class Counts(transformers.LogitsProcessor):
     """Keeps state: it forbids what it has counted."""
 
     def __init__(self) -> None:
@@ -146,7 +139,7 @@ class Counts(LogitsProcessor):
         return scores
 
 
-class Notes(StoppingCriteria):
+class Notes(transformers.StoppingCriteria):
     """As lm-eval's: which rows have ended."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -223,7 +216,9 @@ def test_what_shows_only_in_a_batch_s_numbers(own_cache: bool) -> None:
     target = model_of("gemma3n")
 
     def answer() -> Any:
-        cache = {"past_key_values": DynamicCache(config=target.config.get_text_config())} if own_cache else {}
+        cache = (
+            {"past_key_values": transformers.DynamicCache(config=target.config.get_text_config())} if own_cache else {}
+        )
         options = {"return_dict_in_generate": True, "output_hidden_states": True, **cache}
         output = target.generate(BATCH, **GREEDY, **options)
         assert not own_cache or output.past_key_values is cache["past_key_values"]
@@ -333,7 +328,7 @@ def test_the_target_keeps_it_and_takes_it_along(kind: str) -> None:
 
 
 def test_constructors(tmp_path: Path) -> None:
-    target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
+    target = transformers.AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
     plain, draft = target.generate(PROMPT, **GREEDY), save_model(partly_agreeing(target), tmp_path / "draft")
     layer: Any = assistant_of("eagle3", target).parts.module
     ways = (
@@ -359,7 +354,7 @@ def test_the_server_of_transformers(streams: bool, target: CausalLM, assistant: 
     """What answers its requests, on a thread of its own."""
     serving = pytest.importorskip("transformers.cli.serving.utils", exc_type=ImportError)
     words, inputs = tokenizer(), {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
-    config = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    config = transformers.GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
 
     async def ask(manager: Any) -> list[str]:
         if not streams:

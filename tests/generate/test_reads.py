@@ -72,8 +72,7 @@ def test_rounds_on_a_device_are_right(speculation: dict[str, Any], monkeypatch: 
     """A seed gives the same text again; greedy text is that of plain generation."""
     pretend_that_reads_are_slow(monkeypatch)
     target = tiny("llama")
-    assistant = assistant_for(target, mix=0.9, **speculation)
-    texts = []
+    assistant, texts = assistant_for(target, mix=0.9, **speculation), []
     for _ in range(2):
         torch.manual_seed(3)
         assistant.memory.clear()

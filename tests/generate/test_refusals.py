@@ -4,16 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
 from support.watchers import no_work
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    RwkvConfig,
-    RwkvForCausalLM,
-    StaticCache,
-    SynthIDTextWatermarkingConfig,
-)
 from transformers.cache_utils import QuantizedCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
@@ -40,13 +33,13 @@ def target() -> CausalLM:
     return tiny("llama", num_hidden_layers=2)
 
 
-def offloaded_cache(target: CausalLM) -> StaticCache:
-    cache = StaticCache(config=target.config, max_cache_len=64)
+def offloaded_cache(target: CausalLM) -> transformers.StaticCache:
+    cache = transformers.StaticCache(config=target.config, max_cache_len=64)
     cache.offloading = True  # whose own constructor wants a GPU
     return cache
 
 
-SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
+SYNTH_ID = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
 # Arguments (or how to make them from the target), and what the refusal says with and without attaching. `None`: it is
 # right without attaching, since transformers then does not use the assistant.
 REFUSALS: dict[str, tuple[Any, str, str | None]] = {
@@ -144,11 +137,15 @@ def encoder_decoder() -> CausalLM:
         "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
     }  # fmt: skip
     heads: dict[str, Any] = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": VOCAB_SIZE}
-    return BartForConditionalGeneration(BartConfig(**size, **heads, max_position_embeddings=32)).eval()
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**size, **heads, max_position_embeddings=32)
+    ).eval()
 
 
 def stateful() -> CausalLM:
-    return RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2)).eval()
+    return transformers.RwkvForCausalLM(
+        transformers.RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2)
+    ).eval()
 
 
 @pytest.mark.parametrize(

@@ -172,8 +172,7 @@ def test_one_call_for_each_token(shape: str, sampling: dict[str, Any]) -> None:
 
 def test_what_reads_its_arguments_only_guides_the_draft() -> None:
     target = tiny("llama")
-    plain = generate(target, Matcher())
-    rates = []
+    plain, rates = generate(target, Matcher()), []
     for processor in (Matcher(), Plain()):
         assistant = assistant_for(target, mix=0.98)
         text = generate(target, processor, assistant_model=assistant)

@@ -125,8 +125,7 @@ def test_caches_after_every_round(family: str, monkeypatch: pytest.MonkeyPatch) 
     from hf_specdecpp.generation.decoding import AssistedDecoding
 
     target = target_of(family)
-    assistant = assistant_for(target, mix=0.9, **TREES["dyspec"])
-    checked = []
+    assistant, checked = assistant_for(target, mix=0.9, **TREES["dyspec"]), []
     original = AssistedDecoding.round
 
     def check(self: Any) -> None:

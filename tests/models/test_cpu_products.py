@@ -281,8 +281,7 @@ def test_a_write_during_a_generation_is_noticed_where_torch_counts_it(calls: Cal
 
 def test_lora_merged_and_unmerged(target: CausalLM) -> None:
     lora = get_peft_model(target, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-    assistant = assistant_for(target, **FIXED, pack_weights=True)
-    texts = []
+    assistant, texts = assistant_for(target, **FIXED, pack_weights=True), []
     for change in (lambda: None, lora.merge_adapter, lora.unmerge_adapter):
         change()
         expected = target.generate(IDS, max_new_tokens=24, do_sample=False)

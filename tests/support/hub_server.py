@@ -299,8 +299,7 @@ class HubServer:
         return {"ref": ref}
 
     def _preupload(self, request: Request) -> dict[str, Any]:
-        present = self._repo(request, write=True).at(request.url["rev"]).files
-        answers = []
+        present, answers = self._repo(request, write=True).at(request.url["rev"]).files, []
         for file in json.loads(request.body)["files"]:
             path, mode = file["path"], "lfs" if is_lfs(file["path"], file["size"]) else "regular"
             oid = present[path].etag if path in present else None

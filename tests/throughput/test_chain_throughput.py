@@ -157,8 +157,7 @@ def test_two_rounds_emit_p(rule: str, draft_cost: float, trials: list[int], monk
 def test_a_trial_has_its_length_whatever_the_estimates_say() -> None:
     plan = chain_plan(Costs(9.0, (1.0,)), 8)
     plan.trials = [3, 5]
-    rule = Throughput(DraftProbability(), plan)
-    lengths = []
+    rule, lengths = Throughput(DraftProbability(), plan), []
     for _ in range(2):
         rule.begin_round()
         assert rule.starts(1), "drafting does not pay, and is tried all the same"
@@ -191,8 +190,7 @@ def test_the_threshold_decides_where_costs_cannot_be_known() -> None:
 @pytest.mark.takes(2)
 def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     target = tiny("llama")
-    assistant = assistant_for(target, **cheap())
-    lengths = []
+    assistant, lengths = assistant_for(target, **cheap()), []
 
     def generate(seed: int, do_sample: bool = True) -> list[int]:
         torch.manual_seed(seed)

@@ -166,8 +166,7 @@ def test_discards_at_equal_verification_rate() -> None:
 
 
 def recorded(seed: int, count: int = 30) -> list[RecordedChain]:
-    chance = random.Random(seed)
-    chains = []
+    chance, chains = random.Random(seed), []
     for _ in range(count):
         labels = [chance.random() for _ in range(chance.randint(1, 20))]
         signals: list[float | None] = [min(max(y + chance.gauss(0, 0.2), 0.01), 0.99) for y in labels]
