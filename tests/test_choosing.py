@@ -114,14 +114,11 @@ def lookups(_: Path) -> Made:
     return tiny("llama").float(), "lookup"
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (assistant_of_ours, "early_exit"), (smaller_model, "independent"), (model_object, "independent"),
-        (assistant_object, "eagle3"), (dflash, "dflash"), (gemma4, "gemma4"), (own_layers, "mtp"),
-        (own_layers_by_default, "mtp"), (lookups, "lookup"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "kind"), [
+    (assistant_of_ours, "early_exit"), (smaller_model, "independent"), (model_object, "independent"),
+    (assistant_object, "eagle3"), (dflash, "dflash"), (gemma4, "gemma4"), (own_layers, "mtp"),
+    (own_layers_by_default, "mtp"), (lookups, "lookup"),
+])  # fmt: skip
 def test_whatever_is_named_drafts(make: Callable[[Path], Made], kind: str, tmp_path: Path) -> None:
     target, draft = make(tmp_path)
     plain, assistant = text(target), assist(target, draft)
@@ -137,16 +134,13 @@ def test_nothing_is_downloaded_by_default(hub: HubServer, tmp_path: Path, monkey
     assert (assist(target).kind.name, hub.requests) == ("lookup", [])
 
 
-@pytest.mark.parametrize(
-    ("draft", "options", "says"),
-    [
-        ("auto", {"treshold": 0.5}, "There is no option treshold. Did you mean threshold"),
-        ("auto", {"pack_weights": True}, "pack_weights is no setting any more"),
-        ("lookup", {"revision": "v1"}, "revision: no such option"),
-        ("/nowhere/at/all", {}, "There is no folder '/nowhere/at/all'"),
-        ("lookup", {"rule": "best"}, "rule='best' is not a stopping rule"),
-    ],
-)
+@pytest.mark.parametrize(("draft", "options", "says"), [
+    ("auto", {"treshold": 0.5}, "There is no option treshold. Did you mean threshold"),
+    ("auto", {"pack_weights": True}, "pack_weights is no setting any more"),
+    ("lookup", {"revision": "v1"}, "revision: no such option"),
+    ("/nowhere/at/all", {}, "There is no folder '/nowhere/at/all'"),
+    ("lookup", {"rule": "best"}, "rule='best' is not a stopping rule"),
+])  # fmt: skip
 def test_errors(target: CausalLM, draft: str, options: dict[str, Any], says: str) -> None:
     target.__class__ = type("Own", (type(target),), {})  # other tests' targets may have assistants still
     with pytest.raises((TypeError, ValueError, OSError), match=says):

@@ -277,18 +277,15 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 NOWHERE = "There is no folder '/nowhere"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["demo", "--layers", "9"], "must be a number from 1 to 2"),
-        (["demo", "--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
-        (["demo", "--assistant", "/nowhere/at/all"], f"{NOWHERE}/at/all', and it cannot be"),
-        (["demo", "--svg", "/nowhere/at/all.svg"], f"{NOWHERE}/at' for the picture 'all.svg'"),
-        (["demo", "--svg", "/"], "The picture '/' cannot be written"),
-        (["chat", "--assistant", "/nowhere"], NOWHERE),
-        (["chat", "--target", "/nowhere"], NOWHERE),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    (["demo", "--layers", "9"], "must be a number from 1 to 2"),
+    (["demo", "--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
+    (["demo", "--assistant", "/nowhere/at/all"], f"{NOWHERE}/at/all', and it cannot be"),
+    (["demo", "--svg", "/nowhere/at/all.svg"], f"{NOWHERE}/at' for the picture 'all.svg'"),
+    (["demo", "--svg", "/"], "The picture '/' cannot be written"),
+    (["chat", "--assistant", "/nowhere"], NOWHERE),
+    (["chat", "--target", "/nowhere"], NOWHERE),
+])  # fmt: skip
 def test_bad_arguments_are_one_line(words: list[str], says: str, tmp_path: Path) -> None:
     result = run(words[0], "--target", save_chat_model(tmp_path / "target"), *words[1:])
     assert result.exit_code == 1
@@ -366,20 +363,17 @@ def test_defaults_are_those_of_the_dataclass() -> None:
     assert given("--target", "x") == Settings("x")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "settings"),
-    [
-        (["--max_prompts", "2"], {"max_prompts": 2}),
-        (["--max-prompts", "2"], {"max_prompts": 2}),
-        (["--layers", "0,2"], {"layers": [0, 2]}),
-        (["--data", "a", "--data", "b"], {"data": ["a", "b"]}),
-        (["--costs", "0.1"], {"costs": ["0.1"]}),
-        (["--quick", "--no-live"], {"quick": True, "live": False}),
-        (["--merge"], {"merge": True}),
-        (["--no-merge"], {"merge": False}),
-        (["--output", "there"], {"output": Path("there")}),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "settings"), [
+    (["--max_prompts", "2"], {"max_prompts": 2}),
+    (["--max-prompts", "2"], {"max_prompts": 2}),
+    (["--layers", "0,2"], {"layers": [0, 2]}),
+    (["--data", "a", "--data", "b"], {"data": ["a", "b"]}),
+    (["--costs", "0.1"], {"costs": ["0.1"]}),
+    (["--quick", "--no-live"], {"quick": True, "live": False}),
+    (["--merge"], {"merge": True}),
+    (["--no-merge"], {"merge": False}),
+    (["--output", "there"], {"output": Path("there")}),
+])  # fmt: skip
 def test_options_reach_the_fields(arguments: list[str], settings: dict[str, Any]) -> None:
     assert given("--target", "x", *arguments) == Settings("x", **settings)
 

@@ -176,15 +176,12 @@ def test_replays_of_rollouts(tmp_path: Path) -> None:
     assert "greedy texts were compared" not in report, "nothing was generated"
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--temperatures", "hot"), "must be numbers such as"),
-        (("--contestants", "nobody"), "No contestant is called"),
-        (("--costs", "nowhere.json"), "a ratio such as 0.1, nor a file"),
-        (("--rollouts", "nowhere"), "has no folder `rollouts`"),
-    ],
-)
+@pytest.mark.parametrize(("options", "says"), [
+    (("--temperatures", "hot"), "must be numbers such as"),
+    (("--contestants", "nobody"), "No contestant is called"),
+    (("--costs", "nowhere.json"), "a ratio such as 0.1, nor a file"),
+    (("--rollouts", "nowhere"), "has no folder `rollouts`"),
+])  # fmt: skip
 def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
     result = run_bench(target, tmp_path, "--max_new_tokens", "4", *options)
     assert result.exit_code == 1

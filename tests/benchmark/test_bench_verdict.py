@@ -29,26 +29,23 @@ def summary_row(contestant: str, speedup: float, same: float, **fields: Any) -> 
     return row | {"disturbed": 0, "prompts": 9} | fields
 
 
-@pytest.mark.parametrize(
-    ("row", "passes", "says"),
-    [
-        (summary_row("x", 1.4, 1.4), 1.0, "Speculation pays here: the fastest, x, runs at 1.40 (1.35 to 1.45) times"),
-        (summary_row("x", 2.1, 1.3), 1.6, "Speculation pays here"),
-        (summary_row("x", 2.1, 1.3), 1.6, "1.30 (1.25 to 1.35) times that of plain generate() with the same passes."),
-        (summary_row("x", 2.1, 1.3), 1.6, "take plain generate() to 1.60, so most of the speed comes from the passes."),
-        (summary_row("x", 0.7, 1.2), 0.6, "does not pay here: even the fastest, x, runs at 0.70"),
-        (summary_row("x", 0.7, 1.2), 0.6, "take plain generate() to 0.60: turn them off (cpu_products)."),
-        (summary_row("x", 2.1, 1.9), 1.1, "take plain generate() to 1.10."),
-        (summary_row("x", 1.4, 1.4, same_passes=[1.4, 0.9, 1.5]), 1.0, "too close to tell, so take more prompts"),
-        (summary_row("x", 0.9, 0.9, plain=[0.9, 0.6, 1.1]), 1.0, "pays here is too close to tell"),
-        (summary_row("x", 1.0, 1.0, same_passes=[1.0, 0.9, 1.5]), 1.0, "neither pays nor costs here"),
-        (summary_row("x", 1.5, 1.0), 1.5, "neither pays nor costs here"),
-        (summary_row("x", 1.5, 0.8), 1.9, "does not pay here: even the fastest, x"),
-        (summary_row("x", 1.2, 1.0, tokens_per_pass=1.0), 1.2, "does not pay here, and all but stops: the fastest, x"),
-        (summary_row("x", 0.8, 0.8, tokens_per_pass=1.0), 1.0, "does not pay here: even the fastest, x"),
-        (summary_row("theirs", 1.4, 0.9, ours=False), 1.6, "Speculation pays here: the fastest, theirs, runs at 1.40"),
-    ],
-)
+@pytest.mark.parametrize(("row", "passes", "says"), [
+    (summary_row("x", 1.4, 1.4), 1.0, "Speculation pays here: the fastest, x, runs at 1.40 (1.35 to 1.45) times"),
+    (summary_row("x", 2.1, 1.3), 1.6, "Speculation pays here"),
+    (summary_row("x", 2.1, 1.3), 1.6, "1.30 (1.25 to 1.35) times that of plain generate() with the same passes."),
+    (summary_row("x", 2.1, 1.3), 1.6, "take plain generate() to 1.60, so most of the speed comes from the passes."),
+    (summary_row("x", 0.7, 1.2), 0.6, "does not pay here: even the fastest, x, runs at 0.70"),
+    (summary_row("x", 0.7, 1.2), 0.6, "take plain generate() to 0.60: turn them off (cpu_products)."),
+    (summary_row("x", 2.1, 1.9), 1.1, "take plain generate() to 1.10."),
+    (summary_row("x", 1.4, 1.4, same_passes=[1.4, 0.9, 1.5]), 1.0, "too close to tell, so take more prompts"),
+    (summary_row("x", 0.9, 0.9, plain=[0.9, 0.6, 1.1]), 1.0, "pays here is too close to tell"),
+    (summary_row("x", 1.0, 1.0, same_passes=[1.0, 0.9, 1.5]), 1.0, "neither pays nor costs here"),
+    (summary_row("x", 1.5, 1.0), 1.5, "neither pays nor costs here"),
+    (summary_row("x", 1.5, 0.8), 1.9, "does not pay here: even the fastest, x"),
+    (summary_row("x", 1.2, 1.0, tokens_per_pass=1.0), 1.2, "does not pay here, and all but stops: the fastest, x"),
+    (summary_row("x", 0.8, 0.8, tokens_per_pass=1.0), 1.0, "does not pay here: even the fastest, x"),
+    (summary_row("theirs", 1.4, 0.9, ours=False), 1.6, "Speculation pays here: the fastest, theirs, runs at 1.40"),
+])  # fmt: skip
 def test_verdict(row: dict[str, Any], passes: float, says: str) -> None:
     """What speculation gains is the ratio to plain generation with the same passes; faster passes are named as such."""
     found = verdict([row, summary_row("plain, same passes", passes, 1.0)])

@@ -29,16 +29,12 @@ def growing(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
-@pytest.mark.parametrize(
-    ("family", "make"),
-    [
-        ("llama", growing),
-        ("mistral", growing),  # with a window
-        ("granitemoehybrid", growing),  # with recurrent layers
-        ("llama", lambda model: StaticCache(config=model.config, max_cache_len=64)),
-    ],
-    ids=["growing", "windowed", "recurrent", "static"],
-)
+@pytest.mark.parametrize(("family", "make"), [
+    ("llama", growing),
+    ("mistral", growing),  # with a window
+    ("granitemoehybrid", growing),  # with recurrent layers
+    ("llama", lambda model: StaticCache(config=model.config, max_cache_len=64)),
+], ids=["growing", "windowed", "recurrent", "static"])  # fmt: skip
 def test_what_is_kept_and_taken_back(family: str, make: Any) -> None:
     """Whatever the cache is: nothing of three tokens that are read, then two of four, then all of one."""
     model = tiny_of(family)

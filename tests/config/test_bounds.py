@@ -68,15 +68,12 @@ def test_what_is_not_known_is_refused() -> None:
             check_fields(odd, LAYER)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": None}, "layer.num_hidden_layers is missing"),
-        ({"num_key_value_heads": 3}, "layer.num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
-        ({"layer_types": ["full_attention"]}, "must say a type for each of 2 layers"),
-        ({"rope_parameters": {"rope_type": "linear", "partial_rotary_factor": 0.5}}, "rotate a part of each head"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"num_hidden_layers": None}, "layer.num_hidden_layers is missing"),
+    ({"num_key_value_heads": 3}, "layer.num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+    ({"layer_types": ["full_attention"]}, "must say a type for each of 2 layers"),
+    ({"rope_parameters": {"rope_type": "linear", "partial_rotary_factor": 0.5}}, "rotate a part of each head"),
+])  # fmt: skip
 def test_numbers_that_do_not_go_together(changes: dict[str, Any], message: str) -> None:
     check_layers(SOUND)
     with pytest.raises(ValueError, match=message):
@@ -136,16 +133,13 @@ def test_copies() -> None:
     assert SpeculationConfig.from_dict(config.to_dict()) == config
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"tree_depth": 0}, "tree_depth=0 must be from 1"),
-        ({"min_tokens": 0}, "min_tokens=0 must be from 1"),
-        ({"draft_temperature": 0.0}, "draft_temperature=0.0 must be from 0.1 to 10"),
-        ({"tree_threshold": 1.0}, "nothing could be drawn"),
-        ({"verification": "beam"}, "verification='beam' must be one of block, token"),
-    ],
-)
+@pytest.mark.parametrize(("values", "says"), [
+    ({"tree_depth": 0}, "tree_depth=0 must be from 1"),
+    ({"min_tokens": 0}, "min_tokens=0 must be from 1"),
+    ({"draft_temperature": 0.0}, "draft_temperature=0.0 must be from 0.1 to 10"),
+    ({"tree_threshold": 1.0}, "nothing could be drawn"),
+    ({"verification": "beam"}, "verification='beam' must be one of block, token"),
+])  # fmt: skip
 def test_decisions_that_make_no_sense(values: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Decisions(**values)

@@ -246,19 +246,16 @@ def test_draft_probability_is_q() -> None:
     assert DraftProbability().inputs == "before"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"inputs": "during"}, "inputs='during' must be 'after' or 'before'"),
-        ({"hidden_size": 0}, "hidden_size=0 and rank=64 must be at least 1"),
-        ({"num_blocks": -1}, "num_blocks=-1 from 0 to 64"),
-        ({"rank": 0}, "rank=0 must be at least 1"),
-        ({"siblings": 0}, "siblings=0 must be from 1 to 1024"),
-        ({"calibration": {"sampled": {"temperatures": []}}}, "must be positive numbers"),
-        ({"calibration": {"greedy": {"temperatures": [1.0, 0.0]}}}, "must be positive numbers"),
-        ({"calibration": {"beams": {}}}, "calibration has .'beams'.; it knows sampled and greedy targets"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"inputs": "during"}, "inputs='during' must be 'after' or 'before'"),
+    ({"hidden_size": 0}, "hidden_size=0 and rank=64 must be at least 1"),
+    ({"num_blocks": -1}, "num_blocks=-1 from 0 to 64"),
+    ({"rank": 0}, "rank=0 must be at least 1"),
+    ({"siblings": 0}, "siblings=0 must be from 1 to 1024"),
+    ({"calibration": {"sampled": {"temperatures": []}}}, "must be positive numbers"),
+    ({"calibration": {"greedy": {"temperatures": [1.0, 0.0]}}}, "must be positive numbers"),
+    ({"calibration": {"beams": {}}}, "calibration has .'beams'.; it knows sampled and greedy targets"),
+])  # fmt: skip
 def test_senseless_heads_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AcceptanceHead(**{"hidden_size": SIZE, **arguments})

@@ -93,13 +93,10 @@ def accepted_in(toy: ToyRound) -> float:
 
 
 @pytest.mark.every(5)
-@pytest.mark.parametrize(
-    ("rule", "thorough"),
-    [
-        *((rule, False) for rule in RULES if "throughput/" not in rule),
-        *(pytest.param(rule, True, marks=pytest.mark.slow) for rule in RULES),
-    ],
-)
+@pytest.mark.parametrize(("rule", "thorough"), [
+    *((rule, False) for rule in RULES if "throughput/" not in rule),
+    *(pytest.param(rule, True, marks=pytest.mark.slow) for rule in RULES),
+])  # fmt: skip
 def test_a_block_round_accepts_no_fewer(rule: str, thorough: bool) -> None:
     block, token = [], []
     for scenario in SCENARIOS:

@@ -68,13 +68,10 @@ def test_rounds_of_several_lengths_occur(rule: str) -> None:
 
 
 @pytest.mark.every(3, takes=3)
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "threshold/draft probability",
-        *(pytest.param(rule, marks=pytest.mark.slow) for rule in ["threshold/after, untied", "threshold/before"]),
-    ],
-)
+@pytest.mark.parametrize("rule", [
+    "threshold/draft probability",
+    *(pytest.param(rule, marks=pytest.mark.slow) for rule in ["threshold/after, untied", "threshold/before"]),
+])  # fmt: skip
 @pytest.mark.parametrize("verifier", ["block", "token"])
 def test_two_rounds_emit_exactly_p(verifier: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second round continues the text of the first, with the same rule, which has learnt how the first went."""

@@ -142,14 +142,11 @@ def without_its_own_temperature(scores: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.every(3, takes=2)
-@pytest.mark.parametrize(
-    ("name", "shape", "mutate"),
-    [
-        *product(("eagle3, some", "gemma4, clusters"), ("chain, block", "dyspec, block"), (as_if_of_all, hotter)),
-        ("mtp", "dyspec, block", hotter),
-        ("early exit, colder", "chain, block", without_its_own_temperature),
-    ],
-)
+@pytest.mark.parametrize(("name", "shape", "mutate"), [
+    *product(("eagle3, some", "gemma4, clusters"), ("chain, block", "dyspec, block"), (as_if_of_all, hotter)),
+    ("mtp", "dyspec, block", hotter),
+    ("early exit, colder", "chain, block", without_its_own_temperature),
+])  # fmt: skip
 def test_another_q_that_is_told_is_caught(
     name: str, shape: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,13 +155,10 @@ def test_another_q_that_is_told_is_caught(
 
 
 @pytest.mark.every(5, takes=4)
-@pytest.mark.parametrize(
-    ("name", "mutate"),
-    [
-        ("gemma4, all", not_the_likeliest),
-        *((name, mutate) for name in PAIRS if name[:3] == "mtp" for mutate in (warmer, of_the_next, unlikely)),
-    ],
-)
+@pytest.mark.parametrize(("name", "mutate"), [
+    ("gemma4, all", not_the_likeliest),
+    *((name, mutate) for name in PAIRS if name[:3] == "mtp" for mutate in (warmer, of_the_next, unlikely)),
+])  # fmt: skip
 def test_changes_caught(name: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch) -> None:
     change_chains(monkeypatch, mutate)
     assert_caught(*pair(name, **SHAPES["chain, token"]), enumerate_torch)

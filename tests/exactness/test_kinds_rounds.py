@@ -146,14 +146,11 @@ RULES = ["fixed", "threshold/draft probability", "throughput/draft probability",
 
 
 @pytest.mark.every(7)
-@pytest.mark.parametrize(
-    ("kind", "rule"),
-    [
-        *((kind, rule) for kind in TOLERANCE for rule in RULES),
-        ("block", "threshold/before"),
-        ("lookup", "threshold/before"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "rule"), [
+    *((kind, rule) for kind in TOLERANCE for rule in RULES),
+    ("block", "threshold/before"),
+    ("lookup", "threshold/before"),
+])  # fmt: skip
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_a_chain_emits_exactly_p(verifier: str, kind: str, rule: str) -> None:
     lengths = set()
@@ -252,17 +249,14 @@ class OnePathForAll(KindTree):
         return tree
 
 
-@pytest.mark.parametrize(
-    ("kind", "mutant"),
-    [
-        ("lookup", LessCertain),
-        ("lookup", KeepsTheMass),
-        ("block", AnotherPlace),
-        ("dflash", AnotherPlace),
-        ("dflash", NotProcessed),
-        ("dflash", OnePathForAll),
-    ],
-)
+@pytest.mark.parametrize(("kind", "mutant"), [
+    ("lookup", LessCertain),
+    ("lookup", KeepsTheMass),
+    ("block", AnotherPlace),
+    ("dflash", AnotherPlace),
+    ("dflash", NotProcessed),
+    ("dflash", OnePathForAll),
+])  # fmt: skip
 def test_mutants_are_caught(kind: str, mutant: Any) -> None:
     is_chain = issubclass(mutant, KindRound)
     assert is_caught(

@@ -227,16 +227,13 @@ def test_get_candidates_returns_the_scores_of_the_draw() -> None:
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
-        (
-            {"watermarking_config": transformers.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])},
-            "SynthIDTextWatermarkLogitsProcessor",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "name"), [
+    ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+    (
+        {"watermarking_config": transformers.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])},
+        "SynthIDTextWatermarkLogitsProcessor",
+    ),
+])  # fmt: skip
 def test_processors_with_a_memory_are_refused(options: dict[str, Any], name: str, door: str) -> None:
     target = small(0)
     with pytest.raises(ValueError, match=f"{name} keeps state from one token to the next"):

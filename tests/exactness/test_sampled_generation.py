@@ -90,14 +90,11 @@ def test_the_joint_law_adds_up() -> None:
 
 
 @pytest.mark.every(3, takes=6)
-@pytest.mark.parametrize(
-    ("kind", "number"),
-    [
-        *((kind, 400) for kind in ("attached", "attached, as on a device", "unattached")),
-        pytest.param("attached, in order", 400, marks=pytest.mark.slow),
-        *(pytest.param(kind, 2500, marks=pytest.mark.slow) for kind in ("plain", "attached", "unattached")),
-    ],
-)
+@pytest.mark.parametrize(("kind", "number"), [
+    *((kind, 400) for kind in ("attached", "attached, as on a device", "unattached")),
+    pytest.param("attached, in order", 400, marks=pytest.mark.slow),
+    *(pytest.param(kind, 2500, marks=pytest.mark.slow) for kind in ("plain", "attached", "unattached")),
+])  # fmt: skip
 def test_the_texts_follow_the_target(kind: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "attached, as on a device":
         pretend_that_reads_are_slow(monkeypatch)

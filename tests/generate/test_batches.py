@@ -436,13 +436,10 @@ class SameDraw(Replay):
 # What is refused. -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "reason"),
-    [
-        ({}, {"streamer": Collector()}, "a streamer prints one sequence"),
-        ({"tree": "dyspec"}, {}, "trees are verified for one sequence at a time"),
-    ],
-)
+@pytest.mark.parametrize(("change", "options", "reason"), [
+    ({}, {"streamer": Collector()}, "a streamer prints one sequence"),
+    ({"tree": "dyspec"}, {}, "trees are verified for one sequence at a time"),
+])  # fmt: skip
 def test_refusals(change: dict[str, Any], options: dict[str, Any], reason: str) -> None:
     target = models.tiny("llama")
     assistant = models.assistant_for(target, **{"rule": "fixed", **change})

@@ -96,17 +96,13 @@ def test_a_streamer_gets_the_text() -> None:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"eos_token_id": [5, 6, 7, 8, 9]},
-        {"stopping_criteria": [lambda ids, _: torch.tensor([ids.shape[1] >= 19])]},
-        PROCESSORS["many"],
-        PROCESSORS["logits_processor"],
-        PROCESSORS["repetition_penalty"],
-    ],
-    ids=["end", "criterion", "many processors", "in order", "repetitions"],
-)
+@pytest.mark.parametrize("options", [
+    {"eos_token_id": [5, 6, 7, 8, 9]},
+    {"stopping_criteria": [lambda ids, _: torch.tensor([ids.shape[1] >= 19])]},
+    PROCESSORS["many"],
+    PROCESSORS["logits_processor"],
+    PROCESSORS["repetition_penalty"],
+], ids=["end", "criterion", "many processors", "in order", "repetitions"])  # fmt: skip
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 def test_ends_and_processors(settings: dict[str, Any], options: dict[str, Any]) -> None:
     target, assistant = made(**settings)

@@ -52,15 +52,11 @@ def test_draft_in_memory_cannot_be_saved(target: PreTrainedModel, tmp_path: Path
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: BartForConditionalGeneration(BartConfig(**SMALL)), "encoder-decoder model; a draft must be a decoder"),
-        (lambda: MambaForCausalLM(MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=48)), "recurrent state"),
-        (lambda: tiny("llama").model, "has no LM head.*AutoModelForCausalLM"),
-    ],
-    ids=["encoder-decoder", "stateful", "headless"],
-)
+@pytest.mark.parametrize(("model", "message"), [
+    (lambda: BartForConditionalGeneration(BartConfig(**SMALL)), "encoder-decoder model; a draft must be a decoder"),
+    (lambda: MambaForCausalLM(MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=48)), "recurrent state"),
+    (lambda: tiny("llama").model, "has no LM head.*AutoModelForCausalLM"),
+], ids=["encoder-decoder", "stateful", "headless"])  # fmt: skip
 def test_models_that_cannot_draft(model: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpecDecPPAssistant.from_draft(model(), tiny("llama"))

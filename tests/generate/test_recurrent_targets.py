@@ -57,14 +57,11 @@ def assert_same_states(cache: Any, expected: Any) -> None:
 
 
 @pytest.mark.every(3, takes=3)
-@pytest.mark.parametrize(
-    ("family", "length"),
-    [
-        *((family, 200) for family in FAST),
-        ("qwen3_5_text", 24),
-        *(pytest.param(family, 200, marks=pytest.mark.slow) for family in FAMILIES if family not in FAST),
-    ],
-)
+@pytest.mark.parametrize(("family", "length"), [
+    *((family, 200) for family in FAST),
+    ("qwen3_5_text", 24),
+    *(pytest.param(family, 200, marks=pytest.mark.slow) for family in FAMILIES if family not in FAST),
+])  # fmt: skip
 def test_texts_and_all_that_goes_with_them(family: str, length: int) -> None:
     """Hundreds of tokens, in rounds that accept none, some and all of their candidates."""
     target = tiny_of(family)

@@ -104,16 +104,13 @@ def test_unattached(name: str, target: CausalLM) -> None:
 EMBEDDINGS = {"input_ids": None, "inputs_embeds": torch.zeros(1, 6, 32, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize(
-    ("attached", "arguments", "message"),
-    [
-        (False, {"input_ids": PROMPT.repeat(2, 1)}, "A batch of 2 sequences"),
-        (False, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to be 1"),
-        (False, EMBEDDINGS, "given as inputs_embeds"),
-        (True, EMBEDDINGS, "given as inputs_embeds"),
-        (True, {"synced_gpus": True}, "synced_gpus=True: ranks would run different numbers"),
-    ],
-)
+@pytest.mark.parametrize(("attached", "arguments", "message"), [
+    (False, {"input_ids": PROMPT.repeat(2, 1)}, "A batch of 2 sequences"),
+    (False, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to be 1"),
+    (False, EMBEDDINGS, "given as inputs_embeds"),
+    (True, EMBEDDINGS, "given as inputs_embeds"),
+    (True, {"synced_gpus": True}, "synced_gpus=True: ranks would run different numbers"),
+])  # fmt: skip
 def test_at_one_door(target: CausalLM, attached: bool, arguments: dict[str, Any], message: str) -> None:
     assistant = assistant_for(target, attached)
     with no_work(target), pytest.raises(ValueError, match=message):
@@ -148,14 +145,10 @@ def stateful() -> CausalLM:
     ).eval()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (encoder_decoder, "transformers itself takes a smaller model of its kind"),
-        (stateful, "does not use a key-value cache of transformers"),
-    ],
-    ids=["encoder-decoder", "stateful"],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (encoder_decoder, "transformers itself takes a smaller model of its kind"),
+    (stateful, "does not use a key-value cache of transformers"),
+], ids=["encoder-decoder", "stateful"])  # fmt: skip
 def test_targets(make: Any, message: str, target: CausalLM) -> None:
     model = make()
     kind, assistant = type(model), assistant_for(target, attached=False)

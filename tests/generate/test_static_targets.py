@@ -88,15 +88,12 @@ def test_other_targets(name: str) -> None:
 
 
 @pytest.mark.every(3, takes=3)
-@pytest.mark.parametrize(
-    ("how", "family", "kind", "attention"),
-    [
-        ("fixed", "llama", "independent", "sdpa"),
-        ("threshold", "llama", "independent", "sdpa"),
-        ("dyspec", "gemma3_text", "conditioned", "sdpa"),
-        ("static", "gemma3_text", "conditioned", "eager"),
-    ],
-)
+@pytest.mark.parametrize(("how", "family", "kind", "attention"), [
+    ("fixed", "llama", "independent", "sdpa"),
+    ("threshold", "llama", "independent", "sdpa"),
+    ("dyspec", "gemma3_text", "conditioned", "sdpa"),
+    ("static", "gemma3_text", "conditioned", "eager"),
+])  # fmt: skip
 def test_sampled_text_is_that_of_a_dynamic_cache(how: str, family: str, kind: str, attention: str) -> None:
     """The same seed, candidates and distributions, however many dummies are read with them."""
     window: dict[str, Any] = {"sliding_window": 192} if family == "gemma3_text" else {}
@@ -158,16 +155,13 @@ def test_turns_with_a_users_cache(family: str, how: str) -> None:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize(
-    ("family", "how"),
-    [
-        ("llama", "fixed"),
-        ("gemma3_text", "fixed"),
-        ("mistral", "fixed"),
-        ("llama", "dyspec"),
-        ("gemma3_text", "dyspec"),
-    ],
-)
+@pytest.mark.parametrize(("family", "how"), [
+    ("llama", "fixed"),
+    ("gemma3_text", "fixed"),
+    ("mistral", "fixed"),
+    ("llama", "dyspec"),
+    ("gemma3_text", "dyspec"),
+])  # fmt: skip
 def test_records(family: str, how: str) -> None:
     target = quiet_later_layers(tiny(family, attn_implementation="eager"))
     arguments = {**STATIC, "return_dict_in_generate": True, **{f"output_{name}": True for name in RECORDS}}
@@ -354,14 +348,11 @@ def batch() -> tuple[CausalLM, dict[str, Any]]:
     return tiny("llama"), {**STATIC, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (hybrid, "keeps LinearAttentionLayer in it"),
-        (windows, "has windows of 8 tokens in it, the text may grow to 52"),
-        (batch, "the 2 rows of a batch"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (hybrid, "keeps LinearAttentionLayer in it"),
+    (windows, "has windows of 8 tokens in it, the text may grow to 52"),
+    (batch, "the 2 rows of a batch"),
+])  # fmt: skip
 def test_refusals(make: Callable[[], tuple[CausalLM, dict[str, Any]]], message: str) -> None:
     target, options = make()
     text = prompt(12)

@@ -146,15 +146,12 @@ def test_the_nodes_of_a_pass_and_its_dummies() -> None:
     assert depths.tolist() == [0, 1, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "most"),
-    [
-        ({"tree": "dyspec", "tree_budget": 9}, 9),
-        ({"tree": [3, 2, 1]}, 15),
-        ({"tree": [2, 1], "lookup": True, "tree_budget": 9}, 9),
-        ({"tree": "static", "tree_budget": 9}, 9),
-        ({"rule": "fixed", "num_tokens": 3}, 3),
-    ],
-)
+@pytest.mark.parametrize(("settings", "most"), [
+    ({"tree": "dyspec", "tree_budget": 9}, 9),
+    ({"tree": [3, 2, 1]}, 15),
+    ({"tree": [2, 1], "lookup": True, "tree_budget": 9}, 9),
+    ({"tree": "static", "tree_budget": 9}, 9),
+    ({"rule": "fixed", "num_tokens": 3}, 3),
+])  # fmt: skip
 def test_the_most_candidates_of_a_round(settings: dict[str, Any], most: int) -> None:
     assert Decisions().most_tokens(SpeculationConfig(**settings)) == most

@@ -99,42 +99,39 @@ MANY = {"same_pass_seconds": 0.2, "target_seconds": 3.0}
 OF_A_TREE: dict[str, object] = {**BAD, "tree_depths": [0, 0, 10]}
 
 
-@pytest.mark.parametrize(
-    ("values", "remedies", "says", "never"),
-    [
-        ({}, set(), "It pays: about 2.14 times", "products"),
-        ({"same_pass_seconds": 0.099}, set(), "It pays", "products"),
-        ({"overhead_seconds": 3.0}, set(), "too fast for the overhead", "It pays"),
-        ({"target_seconds": 2.8}, set(), "about as fast as plain", "It pays"),
-        ({"plain_pass_seconds": None}, set(), "was not measured", "times"),
-        ({"accepted": 0, "generated": 11}, set(), "It does not pay: none of 40 candidates was accepted.", "times"),
-        ({"accepted": 0, "drafted": 1, "generated": 11}, set(), "the only candidate was not accepted.", "times"),
-        # What the products gained.
-        ({"same_pass_seconds": 0.05}, set(), "It pays: about 1.07 times the speed of plain generate() with the", "not"),
-        ({"same_pass_seconds": 0.05}, set(), "The CPU products alone run at 2.00 times the speed of plain", "not"),
-        ({"same_pass_seconds": 0.05}, set(), "with speculation it is 2.14 times, most of which comes from the", "not"),
-        ({"same_pass_seconds": 0.08}, set(), "The CPU products alone run at 1.25 times", "most of which"),
-        ({"same_pass_seconds": 0.04}, set(), "Speculating does not pay here: about 0.86 times the speed of", "It pays"),
-        (MANY, set(), "alone run at 0.50 times", "It pays"),
-        (MANY, set(), "with speculation it is 0.94 times.", "It pays"),
-        # What a first call took to prepare.
-        ({"preparing_seconds": 0.05}, set(), "It pays: about 1.94 times the speed of plain generate(), ", "longer"),
-        ({"preparing_seconds": 0.4}, set(), "and copy weights: it ran at 1.60 times", "Later"),
-        ({"preparing_seconds": 3.0}, set(), "Later calls pay: about 2.00 times", "It pays"),
-        ({"preparing_seconds": 3.0}, set(), "This call took 3.00 s longer", "It pays"),
-        # What the assistant does already is no advice.
-        (BAD, {"training", "head", "throughput"}, "Train it and a head: specdecpp train. Spec", "Another"),
-        (BAD, {"head"}, "Train a head: specdecpp train.", "it and"),
-        (BAD, {"throughput"}, "SpeculationConfig(rule='throughput') drafts only as far as that pays.", "rain"),
-        (BAD, {"draft", "throughput"}, "The text is not good enough for this target. SpeculationConfig", "rain"),
-        (BAD, set(), "The draft is not good enough for this target. Another one may be, or one that is tr", "rain it"),
-        (OF_A_TREE, set(), "", "not good enough"),
-        ({**OF_A_TREE, "accepted_at": [4, 0, 0, 0]}, set(), "not good enough", "It pays"),
-        (SLOW, set(), "The draft is too slow: one of its tokens costs 1.00 target passes.", "SpeculationConfig"),
-        (WIDE, {"throughput", "training"}, "SpeculationConfig(rule='throughput')", "rain it"),
-        (WIDE, set(), "Verifying several tokens at once is expensive on this device.", "SpeculationConfig"),
-    ],
-)
+@pytest.mark.parametrize(("values", "remedies", "says", "never"), [
+    ({}, set(), "It pays: about 2.14 times", "products"),
+    ({"same_pass_seconds": 0.099}, set(), "It pays", "products"),
+    ({"overhead_seconds": 3.0}, set(), "too fast for the overhead", "It pays"),
+    ({"target_seconds": 2.8}, set(), "about as fast as plain", "It pays"),
+    ({"plain_pass_seconds": None}, set(), "was not measured", "times"),
+    ({"accepted": 0, "generated": 11}, set(), "It does not pay: none of 40 candidates was accepted.", "times"),
+    ({"accepted": 0, "drafted": 1, "generated": 11}, set(), "the only candidate was not accepted.", "times"),
+    # What the products gained.
+    ({"same_pass_seconds": 0.05}, set(), "It pays: about 1.07 times the speed of plain generate() with the", "not"),
+    ({"same_pass_seconds": 0.05}, set(), "The CPU products alone run at 2.00 times the speed of plain", "not"),
+    ({"same_pass_seconds": 0.05}, set(), "with speculation it is 2.14 times, most of which comes from the", "not"),
+    ({"same_pass_seconds": 0.08}, set(), "The CPU products alone run at 1.25 times", "most of which"),
+    ({"same_pass_seconds": 0.04}, set(), "Speculating does not pay here: about 0.86 times the speed of", "It pays"),
+    (MANY, set(), "alone run at 0.50 times", "It pays"),
+    (MANY, set(), "with speculation it is 0.94 times.", "It pays"),
+    # What a first call took to prepare.
+    ({"preparing_seconds": 0.05}, set(), "It pays: about 1.94 times the speed of plain generate(), ", "longer"),
+    ({"preparing_seconds": 0.4}, set(), "and copy weights: it ran at 1.60 times", "Later"),
+    ({"preparing_seconds": 3.0}, set(), "Later calls pay: about 2.00 times", "It pays"),
+    ({"preparing_seconds": 3.0}, set(), "This call took 3.00 s longer", "It pays"),
+    # What the assistant does already is no advice.
+    (BAD, {"training", "head", "throughput"}, "Train it and a head: specdecpp train. Spec", "Another"),
+    (BAD, {"head"}, "Train a head: specdecpp train.", "it and"),
+    (BAD, {"throughput"}, "SpeculationConfig(rule='throughput') drafts only as far as that pays.", "rain"),
+    (BAD, {"draft", "throughput"}, "The text is not good enough for this target. SpeculationConfig", "rain"),
+    (BAD, set(), "The draft is not good enough for this target. Another one may be, or one that is tr", "rain it"),
+    (OF_A_TREE, set(), "", "not good enough"),
+    ({**OF_A_TREE, "accepted_at": [4, 0, 0, 0]}, set(), "not good enough", "It pays"),
+    (SLOW, set(), "The draft is too slow: one of its tokens costs 1.00 target passes.", "SpeculationConfig"),
+    (WIDE, {"throughput", "training"}, "SpeculationConfig(rule='throughput')", "rain it"),
+    (WIDE, set(), "Verifying several tokens at once is expensive on this device.", "SpeculationConfig"),
+])  # fmt: skip
 def test_verdict(values: dict[str, object], remedies: set[str], says: str, never: str) -> None:
     prompt_seconds = 0.2 if "preparing_seconds" in values else 0.0
     verdict = made(**values, prompt_seconds=prompt_seconds, remedies=frozenset(remedies)).verdict

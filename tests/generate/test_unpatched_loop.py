@@ -132,14 +132,11 @@ def test_batches_with_an_adapter_for_each_row() -> None:
         target.generate(**rows, assistant_model=assistant)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_assistant_tokens", 5),
-        ("num_assistant_tokens_schedule", "heuristic"),
-        ("assistant_confidence_threshold", 0.3),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    ("num_assistant_tokens", 5),
+    ("num_assistant_tokens_schedule", "heuristic"),
+    ("assistant_confidence_threshold", 0.3),
+])  # fmt: skip
 def test_transformers_own_knobs_are_not_ignored_silently(name: str, value: object) -> None:
     assistant = assistant_for(tiny("llama"))
     with pytest.raises(AttributeError, match=rf"{name}.*assistant\.speculation = SpeculationConfig\(rule='fixed'"):

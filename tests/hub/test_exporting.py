@@ -162,14 +162,11 @@ def test_the_target_elsewhere(tmp_path: Path) -> None:
 # How many tokens. -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("speculation", "count"),
-    [
-        (SpeculationConfig("fixed", num_tokens=6), 6),
-        (SpeculationConfig("threshold", num_tokens=6), 3),
-        (SpeculationConfig("fixed", num_tokens=6, tree="dyspec"), 3),
-    ],
-)
+@pytest.mark.parametrize(("speculation", "count"), [
+    (SpeculationConfig("fixed", num_tokens=6), 6),
+    (SpeculationConfig("threshold", num_tokens=6), 3),
+    (SpeculationConfig("fixed", num_tokens=6, tree="dyspec"), 3),
+])  # fmt: skip
 def test_tokens_a_round(speculation: SpeculationConfig, count: int, tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     SpecDecPPAssistant.from_early_exit(target, 2, speculation=speculation).save_pretrained(tmp_path / "assistant")

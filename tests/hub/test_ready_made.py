@@ -263,15 +263,12 @@ def test_tensors_that_share_memory_are_converted(tmp_path: Path) -> None:
     assert look(tmp_path / "out").sound
 
 
-@pytest.mark.parametrize(
-    ("others", "match"),
-    [
-        ({"norm.weight": torch.full((32,), torch.inf)}, "NaN or infinite values in norm.weight"),
-        ({"more.weight": torch.ones(2)}, "pytorch_model.bin has unknown more.weight"),
-        ({"fc.weight": torch.ones(32, 95)}, r"fc.weight has shape \[32, 95\]"),
-        ({"nested": {"a": torch.ones(2)}}, "something else than named tensors"),
-    ],
-)
+@pytest.mark.parametrize(("others", "match"), [
+    ({"norm.weight": torch.full((32,), torch.inf)}, "NaN or infinite values in norm.weight"),
+    ({"more.weight": torch.ones(2)}, "pytorch_model.bin has unknown more.weight"),
+    ({"fc.weight": torch.ones(32, 95)}, r"fc.weight has shape \[32, 95\]"),
+    ({"nested": {"a": torch.ones(2)}}, "something else than named tensors"),
+])  # fmt: skip
 def test_what_is_no_draft_is_not_converted(tmp_path: Path, others: dict[str, Any], match: str) -> None:
     folder = as_pickle(VARIANTS["plain"], tmp_path / "in", **others)
     with pytest.raises(ValueError, match=match):

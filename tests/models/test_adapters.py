@@ -105,19 +105,15 @@ def test_other_kinds_of_adapter(target: PreTrainedModel, tmp_path: Path, changes
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("merge", [True, False])
-@pytest.mark.parametrize(
-    "lora",
-    [
-        {"use_rslora": True, "lora_alpha": 12},
-        {"target_modules": "all-linear"},
-        {"target_modules": r".*layers\.1\..*proj"},
-        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
-        {"rank_pattern": {"layers.0.self_attn.q_proj": 2}, "alpha_pattern": {"1.self_attn.q_proj": 9, "q_proj": 3}},
-        {"layers_to_transform": [1], "layers_pattern": "layers"},
-        {"exclude_modules": ["layers.0.self_attn.q_proj"]},
-    ],
-    ids=lambda lora: next(iter(lora)),
-)
+@pytest.mark.parametrize("lora", [
+    {"use_rslora": True, "lora_alpha": 12},
+    {"target_modules": "all-linear"},
+    {"target_modules": r".*layers\.1\..*proj"},
+    {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    {"rank_pattern": {"layers.0.self_attn.q_proj": 2}, "alpha_pattern": {"1.self_attn.q_proj": 9, "q_proj": 3}},
+    {"layers_to_transform": [1], "layers_pattern": "layers"},
+    {"exclude_modules": ["layers.0.self_attn.q_proj"]},
+], ids=lambda lora: next(iter(lora)))  # fmt: skip
 def test_ordinary_lora_is_what_peft_makes_of_it(tmp_path: Path, lora: dict[str, Any], merge: bool) -> None:
     folder = str(tmp_path)
     trained = get_peft_model(tiny("llama"), LoraConfig(**{"target_modules": ["q_proj"], **lora}))

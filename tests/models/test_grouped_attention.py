@@ -97,16 +97,12 @@ def call(**changes: Any) -> tuple[Tensor, Any]:
     return grouped_attention(InPairs(), **arguments)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"position_bias": torch.ones(1, 4, 2, 5)},
-        {"dropout": 0.5},
-        {"attention_mask": None},
-        {"value": torch.ones(1, 2, 5, 4)},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
+@pytest.mark.parametrize("changes", [
+    {"position_bias": torch.ones(1, 4, 2, 5)},
+    {"dropout": 0.5},
+    {"attention_mask": None},
+    {"value": torch.ones(1, 2, 5, 4)},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
 @torch.inference_mode()
 def test_whatever_is_unusual_is_left_to_transformers(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []

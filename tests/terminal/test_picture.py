@@ -91,18 +91,14 @@ def test_passes_are_shown_at_their_times() -> None:
     assert f" {plain[-1].seconds + PAUSE:.2f}s" in ET.tostring(root, "unicode")
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
-        ["word "] * 60,
-        ["x" * 30] * 9,
-        ["日本語"] * 40,
-        [" " * 70, "deep", "\tTab", "\r\n", "e", "\u0301", "🙂", "end"],
-        ["\x00\x1b[31m", "<script>alert(1)</script>", "&amp;", "]]>", '"q"', "[bold]"],
-        ["", "only"],
-    ],
-    ids=["words", "one long word", "wide", "spaces", "hostile", "empty"],
-)
+@pytest.mark.parametrize("texts", [
+    ["word "] * 60,
+    ["x" * 30] * 9,
+    ["日本語"] * 40,
+    [" " * 70, "deep", "\tTab", "\r\n", "e", "\u0301", "🙂", "end"],
+    ["\x00\x1b[31m", "<script>alert(1)</script>", "&amp;", "]]>", '"q"', "[bold]"],
+    ["", "only"],
+], ids=["words", "one long word", "wide", "spaces", "hostile", "empty"])  # fmt: skip
 def test_any_text_stays_in_its_pane(texts: list[str]) -> None:
     root = drawn(texts, accepted=range(1, len(texts), 2), question="".join(texts) + "\n" + texts[-1])
     assert {each.tag.removeprefix(SVG) for each in root.iter()} <= {

@@ -83,15 +83,12 @@ class Batches:
         return drafted
 
 
-@pytest.mark.parametrize(
-    ("rates", "least"),
-    [
-        ([0.3] * 8, 0.97),  # candidates do not pay
-        ([0.8] * 8, 0.98),  # they hardly pay
-        ([0.9] * 8, 1.1),
-        ([0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.4, 0.2], 0.96),  # a batch takes as long as its slowest row
-    ],
-)
+@pytest.mark.parametrize(("rates", "least"), [
+    ([0.3] * 8, 0.97),  # candidates do not pay
+    ([0.8] * 8, 0.98),  # they hardly pay
+    ([0.9] * 8, 1.1),
+    ([0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.4, 0.2], 0.96),  # a batch takes as long as its slowest row
+])  # fmt: skip
 def test_rows_that_accept_more_and_less_lose_little(rates: list[float], least: float) -> None:
     batches = Batches(rates)
     assert mean(batches.run() for _ in range(20)) > least

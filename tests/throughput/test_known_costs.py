@@ -66,19 +66,16 @@ def test_they_are_kept_once_rounds_were_timed(cache: Path, monkeypatch: pytest.M
     assert all(each.is_assumed for each in [*others, ask()]), "other settings are other costs"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[" * 100_000,
-        "[]",
-        '{"costs": null}',
-        '{"costs": {"draft": 1, "verify": [1]}}',
-        '{"costs": {"first": {"draft": -1, "verify": [1]}, "by_length": {}}}',
-        '{"costs": {"first": {"draft": 1, "verify": [1]}, "by_length": {"x": {"draft": 1, "verify": [1]}}}}',
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "",
+    "{",
+    "[" * 100_000,
+    "[]",
+    '{"costs": null}',
+    '{"costs": {"draft": 1, "verify": [1]}}',
+    '{"costs": {"first": {"draft": -1, "verify": [1]}, "by_length": {}}}',
+    '{"costs": {"first": {"draft": 1, "verify": [1]}, "by_length": {"x": {"draft": 1, "verify": [1]}}}}',
+])  # fmt: skip
 def test_a_damaged_file_is_no_knowledge(text: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("llama")
     rounds = costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20)

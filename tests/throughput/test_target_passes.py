@@ -35,17 +35,14 @@ def decide(passes: TargetPasses, seconds: Seconds, load: Iterator[float], rows: 
     return most
 
 
-@pytest.mark.parametrize(
-    ("packed", "chosen", "most"),
-    [
-        (2.0, "own", 2 * FEW),
-        (1.05, "own", 2 * PASSES),
-        (1.0, "own", 2 * PASSES),
-        (0.97, "own", 2 * PASSES),
-        (0.93, "packed", 2 * PASSES),
-        (0.5, "packed", 2 * FEW),
-    ],
-)
+@pytest.mark.parametrize(("packed", "chosen", "most"), [
+    (2.0, "own", 2 * FEW),
+    (1.05, "own", 2 * PASSES),
+    (1.0, "own", 2 * PASSES),
+    (0.97, "own", 2 * PASSES),
+    (0.93, "packed", 2 * PASSES),
+    (0.5, "packed", 2 * FEW),
+])  # fmt: skip
 @pytest.mark.parametrize("every", [1000, 3, 5, 7])
 def test_a_product_that_loses_is_gone_within_some_passes(packed: float, chosen: str, most: int, every: int) -> None:
     """Single passes that take twice as long change nothing, and delay little."""

@@ -354,14 +354,11 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.every(2, takes=2)
-@pytest.mark.parametrize(
-    ("kind", "files"),
-    [
-        ("conditioned", ["fusion.safetensors", "adapter/adapter_model.safetensors"]),
-        ("eagle3", ["eagle3.safetensors"]),
-        ("block", ["dflash.safetensors"]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "files"), [
+    ("conditioned", ["fusion.safetensors", "adapter/adapter_model.safetensors"]),
+    ("eagle3", ["eagle3.safetensors"]),
+    ("block", ["dflash.safetensors"]),
+])  # fmt: skip
 def test_killed_runs_of_drafts_that_read_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, files: list[str]
 ) -> None:

@@ -268,15 +268,12 @@ def test_half_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize(
-    "error",
-    [
-        SafetensorError("I/O error: No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),  # torch.save
-        OSError(errno.EIO, "Input/output error"),
-        OSError(errno.ENOSPC, "No space left on device"),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    SafetensorError("I/O error: No space left on device"),
+    RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),  # torch.save
+    OSError(errno.EIO, "Input/output error"),
+    OSError(errno.ENOSPC, "No space left on device"),
+])  # fmt: skip
 def test_full_disks_are_known(tmp_path: Path, error: Exception, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the room that is left, whatever a library says, and where the system says so."""
     room = SimpleNamespace(free=2**20 if full else 2**30)

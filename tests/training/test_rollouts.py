@@ -361,15 +361,12 @@ def test_damaged_shards_are_made_again(config: TrainingConfig, monkeypatch: pyte
     assert (asked, rows_of(config)) == ([4], expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"temperatures": [0.5]}, r"other settings: temperatures was \[0\.0\] and is now \[0\.5\]\. Go on with the"),
-        ({"top_k": 7}, "top_k was 50 and is now 7"),
-        ({"shard_size": 5, "max_new_tokens": 3}, "max_new_tokens was 12 and is now 3; shard_size was 4 and is now 5"),
-        ({"server": "http://localhost:1"}, "answered_by was 'local' and is now 'server'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"temperatures": [0.5]}, r"other settings: temperatures was \[0\.0\] and is now \[0\.5\]\. Go on with the"),
+    ({"top_k": 7}, "top_k was 50 and is now 7"),
+    ({"shard_size": 5, "max_new_tokens": 3}, "max_new_tokens was 12 and is now 3; shard_size was 4 and is now 5"),
+    ({"server": "http://localhost:1"}, "answered_by was 'local' and is now 'server'"),
+])  # fmt: skip
 def test_other_settings_are_refused(config: TrainingConfig, change: dict[str, Any], message: str) -> None:
     rollouts.run(config)
     names = files(config)

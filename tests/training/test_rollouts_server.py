@@ -138,15 +138,12 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path, target: str) -> None:
     assert len(rows_of(config)) == NUM_PROMPTS
 
 
-@pytest.mark.parametrize(
-    ("answer", "error", "message"),
-    [
-        (lambda path, body: (404, {"error": "no such model"}), ValueError, "refused a request.*no such model"),
-        (lambda path, body: (401, {"error": "who?"}), ValueError, "asks for an API key.*who.*OPENAI_API_KEY"),
-        (lambda path, body: (200, {"choices": []}), ValueError, "which is not what OpenAI's API answers"),
-        (lambda path, body: (200, {"hello": "world"}), ValueError, "answered {'hello': 'world'}, which is not"),
-    ],
-)
+@pytest.mark.parametrize(("answer", "error", "message"), [
+    (lambda path, body: (404, {"error": "no such model"}), ValueError, "refused a request.*no such model"),
+    (lambda path, body: (401, {"error": "who?"}), ValueError, "asks for an API key.*who.*OPENAI_API_KEY"),
+    (lambda path, body: (200, {"choices": []}), ValueError, "which is not what OpenAI's API answers"),
+    (lambda path, body: (200, {"hello": "world"}), ValueError, "answered {'hello': 'world'}, which is not"),
+])  # fmt: skip
 def test_unusable_servers(tmp_path: Path, target: str, answer: Answer, error: type[Exception], message: str) -> None:
     config = small_run(tmp_path, target)
     with serving(answer) as server:

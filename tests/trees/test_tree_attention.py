@@ -152,16 +152,13 @@ def bool_mask(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize(
-    ("mutant", "attention"),
-    [
-        (causal_over_rows, "sdpa"),
-        (causal_over_rows, "eager"),
-        (flat_positions, "sdpa"),
-        (flat_positions, "eager"),
-        (bool_mask, "eager"),
-    ],
-)
+@pytest.mark.parametrize(("mutant", "attention"), [
+    (causal_over_rows, "sdpa"),
+    (causal_over_rows, "eager"),
+    (flat_positions, "sdpa"),
+    (flat_positions, "eager"),
+    (bool_mask, "eager"),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_wrong_inputs_are_noticed(monkeypatch: Any, mutant: Any, attention: str, dtype: torch.dtype) -> None:
     """By the comparison that the tests of families make, and by the one that `check_tree` makes on a user's model."""
@@ -199,24 +196,21 @@ def test_a_window_measured_by_row_is_noticed(monkeypatch: Any) -> None:
 # What `check_tree` refuses.
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides", "reason"),
-    [
-        ("bloom", {}, "ALiBi"),
-        ("mpt", {}, "ALiBi"),
-        ("falcon", {"alibi": True}, "ALiBi"),
-        ("mamba", {}, "takes no position_ids"),
-        ("rwkv", {}, "does not use a key-value cache"),
-        ("qwen3_next", {}, "layers of type linear_attention"),
-        ("lfm2", {}, "layers of type conv"),
-        ("deepseek_v32", {}, "tokens that an indexer chooses"),
-        ("bart", {}, "takes no position_ids"),
-        ("gpt_neo", {}, "local attention"),
-        ("llama4_text", {}, "attn_temperature_tuning"),
-        ("minimax_m3_vl_text", {}, "index_topk_blocks"),
-        ("moshi", {}, "in its cache but not in its mask"),
-    ],
-)
+@pytest.mark.parametrize(("family", "overrides", "reason"), [
+    ("bloom", {}, "ALiBi"),
+    ("mpt", {}, "ALiBi"),
+    ("falcon", {"alibi": True}, "ALiBi"),
+    ("mamba", {}, "takes no position_ids"),
+    ("rwkv", {}, "does not use a key-value cache"),
+    ("qwen3_next", {}, "layers of type linear_attention"),
+    ("lfm2", {}, "layers of type conv"),
+    ("deepseek_v32", {}, "tokens that an indexer chooses"),
+    ("bart", {}, "takes no position_ids"),
+    ("gpt_neo", {}, "local attention"),
+    ("llama4_text", {}, "attn_temperature_tuning"),
+    ("minimax_m3_vl_text", {}, "index_topk_blocks"),
+    ("moshi", {}, "in its cache but not in its mask"),
+])  # fmt: skip
 def test_what_cannot_work_is_refused_with_the_reason(family: str, overrides: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         check_tree(tiny_of(family, **overrides))

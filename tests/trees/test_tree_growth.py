@@ -203,15 +203,12 @@ def test_the_best_shape_is_the_best_of_all(rates: list[float], budget: int) -> N
     assert value(best) == pytest.approx(max(value(shape) for n in range(1, budget + 1) for shape in shapes(n, 3)))
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"tree": "eagle"}, "not a kind of tree"),
-        ({"tree_budget": 1}, "from 2 to 1024"),
-        ({"tree_budget": 1025}, "from 2 to 1024"),
-        ({"tree": [2000]}, "no level more than"),
-    ],
-)
+@pytest.mark.parametrize(("values", "says"), [
+    ({"tree": "eagle"}, "not a kind of tree"),
+    ({"tree_budget": 1}, "from 2 to 1024"),
+    ({"tree_budget": 1025}, "from 2 to 1024"),
+    ({"tree": [2000]}, "no level more than"),
+])  # fmt: skip
 def test_bad_configurations(values: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         SpeculationConfig(**values)

@@ -150,19 +150,16 @@ def changed_at(tensor: Tensor, place: int, value: int) -> Tensor:
 
 
 @DIALECTS
-@pytest.mark.parametrize(
-    ("changed", "match"),
-    [
-        ({"d2t": changed_at(OFFSETS, 3, 99), "t2d": None}, rf"ids from \d+ to 102, .*vocab_size={VOCAB}"),
-        ({"d2t": changed_at(OFFSETS, 0, -1), "t2d": None}, "ids from -1 to"),
-        ({"d2t": changed_at(OFFSETS, 1, int(OFFSETS[0]) - 1), "t2d": None}, "19 different ones of 20"),
-        ({"d2t": OFFSETS.float()}, r"d2t is \[20\] of float32, and must be \[20\] whole numbers"),
-        ({"d2t": OFFSETS[:-1].clone()}, r"d2t is \[19\] of int64, and must be \[20\]"),
-        ({"d2t": OFFSETS[:, None].clone()}, r"d2t is \[20, 1\]"),
-        ({"d2t": None}, r"no d2t, which says what its 20 tokens are among the target's 48"),
-        ({"t2d": ~KEPT}, r"d2t and t2d name different tokens \(20 in d2t, 28 in t2d\)"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "match"), [
+    ({"d2t": changed_at(OFFSETS, 3, 99), "t2d": None}, rf"ids from \d+ to 102, .*vocab_size={VOCAB}"),
+    ({"d2t": changed_at(OFFSETS, 0, -1), "t2d": None}, "ids from -1 to"),
+    ({"d2t": changed_at(OFFSETS, 1, int(OFFSETS[0]) - 1), "t2d": None}, "19 different ones of 20"),
+    ({"d2t": OFFSETS.float()}, r"d2t is \[20\] of float32, and must be \[20\] whole numbers"),
+    ({"d2t": OFFSETS[:-1].clone()}, r"d2t is \[19\] of int64, and must be \[20\]"),
+    ({"d2t": OFFSETS[:, None].clone()}, r"d2t is \[20, 1\]"),
+    ({"d2t": None}, r"no d2t, which says what its 20 tokens are among the target's 48"),
+    ({"t2d": ~KEPT}, r"d2t and t2d name different tokens \(20 in d2t, 28 in t2d\)"),
+])  # fmt: skip
 def test_token_ids_that_make_no_sense(tmp_path: Path, dialect: str, changed: dict[str, Any], match: str) -> None:
     refused(edited(PLAIN.save(tmp_path, dialect), **changed), match)
 
@@ -200,16 +197,13 @@ def test_a_target_with_other_tokens(tmp_path: Path, dialect: str, caplog: pytest
     assert "was made for 48 token ids, and the target has 56. That is harmless padding if" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("ids", "match"),
-    [
-        ([2, 3, 9], r"reads layers \[2, 3, 9\] of its target, and this one has 3.*another target"),
-        ([2, 3], r"layer_ids=\[2, 3\] must name 3 layers of the target.*eagle3=\{'reads'"),
-        ([], None),
-        ("all", "layer_ids='all' must list layers"),
-        ([1, 2.5, 3], r"layer_ids=\[1, 2.5, 3\] must list layers"),
-    ],
-)
+@pytest.mark.parametrize(("ids", "match"), [
+    ([2, 3, 9], r"reads layers \[2, 3, 9\] of its target, and this one has 3.*another target"),
+    ([2, 3], r"layer_ids=\[2, 3\] must name 3 layers of the target.*eagle3=\{'reads'"),
+    ([], None),
+    ("all", "layer_ids='all' must list layers"),
+    ([1, 2.5, 3], r"layer_ids=\[1, 2.5, 3\] must list layers"),
+])  # fmt: skip
 def test_layers_that_the_target_lacks(tmp_path: Path, ids: Any, match: str | None) -> None:
     folder = PLAIN.save(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
     refused(folder, match or "names no layers, and a target of 3 layers is too small for the usual ones")

@@ -192,17 +192,14 @@ def test_a_window(tmp_path: Path) -> None:
     assert difference(loaded(tmp_path), draft, steps=1) > FAR
 
 
-@pytest.mark.parametrize(
-    ("variant", "wrong"),
-    [
-        ("plain", {"norm_before_residual": True}),
-        ("norm_before_residual", {"norm_before_residual": False}),
-        ("plain", {"norm_output": True}),
-        ("norm_output", {"norm_output": False}),
-        *(("eagle-3.1", {flag: False}) for flag in ("norm_before_residual", "norm_output")),
-        ("theta", {"rope_theta": 10000.0}),
-    ],
-)
+@pytest.mark.parametrize(("variant", "wrong"), [
+    ("plain", {"norm_before_residual": True}),
+    ("norm_before_residual", {"norm_before_residual": False}),
+    ("plain", {"norm_output": True}),
+    ("norm_output", {"norm_output": False}),
+    *(("eagle-3.1", {flag: False}) for flag in ("norm_before_residual", "norm_output")),
+    ("theta", {"rope_theta": 10000.0}),
+])  # fmt: skip
 def test_a_flag_matters(variant: str, wrong: dict[str, Any], tmp_path: Path) -> None:
     draft = saved(tmp_path, *VARIANTS[variant])
     assert difference(loaded(tmp_path, eagle3=wrong), draft) > FAR
