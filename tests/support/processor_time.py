@@ -34,10 +34,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def _limit(item: pytest.Item) -> float:
-    """What the marks `takes(3)` or `every(5, takes=3)` say, the nearest of them."""
-    said = [mark.args[0] for mark in item.iter_markers("takes")]
-    said += [mark.kwargs["takes"] for mark in item.iter_markers("every") if "takes" in mark.kwargs]
-    return said[0] if said else LIMIT
+    """What the nearest of the marks `takes(3)` and `every(5, takes=3)` says."""
+    for mark in item.iter_markers():
+        if mark.name == "takes":
+            return mark.args[0]
+        if mark.name == "every" and "takes" in mark.kwargs:
+            return mark.kwargs["takes"]
+    return LIMIT
 
 
 def _used() -> float:
