@@ -147,7 +147,8 @@ def test_contexts_that_share_a_place_are_not_mistaken_for_each_other(monkeypatch
     assert_close(row(table, 2, 7)[3:5], torch.tensor([0.0, 1.0]))
     assert not row(table, 1, 7).any()
     order, _, r = known(table, 1, 7)
-    assert (order.tolist(), r.amax()) == ([1], 0.5)
+    assert order.tolist() == [1]
+    assert r.amax() == 0.5
 
 
 def test_how_far_it_is_trusted_follows_what_came_true() -> None:
