@@ -29,7 +29,9 @@ def run_bench(target: PreTrainedModel, folder: Path, *options: str, draft: tuple
     return CliRunner().invoke(app, [*arguments, "--output", str(folder / "bench"), "--device", "cpu", "--threads", "1"])
 
 
-def test_without_assistant_matplotlib(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_assistant_and_matplotlib(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Candidates are looked up, and the report has no pictures."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run_bench(target, tmp_path, "--quick", "--max_new_tokens", "8", draft=())

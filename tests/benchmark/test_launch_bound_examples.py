@@ -100,7 +100,9 @@ def apply(target, technique, decoding):
 
 
 @pytest.mark.apart
-def test_beside_economize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_gpu_beside_economize(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Where it is installed it takes part, in batches too, with the draft in files."""
     (tmp_path / "economize" / "techniques").mkdir(parents=True)
     (tmp_path / "economize" / "__init__.py").write_text(STUB)

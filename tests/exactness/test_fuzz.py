@@ -179,14 +179,15 @@ def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "fingerprint", lambda weight: torch.zeros(1))
 
 
+FOLLOWING = {"neighbours", "in place", "new tensor", "whole prefix"}  # processors that follow the last token
 # Each mutant, and the cases in which it can show; the others would only take time.
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], Callable[[Case], bool]] = {
     positions_by_the_mask: lambda case: case.positions != "none" and case.tree == "none",
     tree_at_its_row: lambda case: case.tree != "none",
-    rolled_back_one_short: lambda case: case.door == "attached",
-    not_rolled_back: lambda case: case.door == "attached",
+    rolled_back_one_short: lambda case: case.door == "attached" and case.tree == "none",
+    not_rolled_back: lambda case: case.door == "attached" and case.tree == "none",
     path_kept_in_drawing_order: lambda case: case.tree != "none",
-    processors_after_the_text_only: lambda case: bool(case.processors),
+    processors_after_the_text_only: lambda case: case.tree == "none" and bool(FOLLOWING & set(case.processors)),
     stale_copies: lambda case: case.weights not in ("as they are", "packed"),
 }
 

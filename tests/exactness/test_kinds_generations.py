@@ -159,6 +159,8 @@ def test_another_q_that_is_told_is_caught(
     ("gemma4, all", not_the_likeliest),
     *((name, mutate) for name in PAIRS if name[:3] == "mtp" for mutate in (warmer, of_the_next, unlikely)),
 ])  # fmt: skip
-def test_changes_caught(name: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_chains_are_caught(
+    name: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     change_chains(monkeypatch, mutate)
     assert_caught(*pair(name, **SHAPES["chain, token"]), enumerate_torch)

@@ -176,7 +176,9 @@ def unmasked_normaliser(log_odds: Tensor, label: Tensor, w_rej: float, mask: Ten
 @pytest.mark.parametrize(
     "mutant", [sum_without_normaliser, mean_over_positions, no_rejection_weight, unmasked_normaliser]
 )
-def test_bad_losses(mutant: Callable[..., Tensor], case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_losses_are_noticed(
+    mutant: Callable[..., Tensor], case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(head_fitting, "weighted_bce", mutant)
     assert distance(our_loss(case, tmp_path), papers_loss(case)) > VISIBLE
 

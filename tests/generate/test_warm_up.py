@@ -63,7 +63,9 @@ def test_nothing_is_captured_afterwards(name: str, kind: str, pretended: Counter
 @pytest.mark.parametrize(
     ("name", "settings"), [("_make_rounds", "fixed"), ("_read_target", "dyspec"), ("_make_whole_rounds", "fixed")]
 )
-def test_later_captures(name: str, settings: str, pretended: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_out_is_captured_later(
+    name: str, settings: str, pretended: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The test above can fail, by all rounds, passes of the target and whole rounds."""
     target, assistant = made("independent", settings)
     with monkeypatch.context() as patch:

@@ -459,7 +459,9 @@ def test_older_transformers_note_the_commit(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [partial(save_text, "text"), partial(save_tensors, {"a": torch.ones(2)})])
-def test_two_that_write_one_file(save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_write_one_file(
+    save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replace = Path.replace
 
     def overtaken(unfinished: Path, place: Path) -> Path:

@@ -98,7 +98,9 @@ def one_more(reader: StateReader, num_layers: int) -> list[int]:
 
 @needs_chosen
 @pytest.mark.parametrize("mutant", [one_less, one_more])
-def test_one_off_is_noticed(mutant: Callable[[StateReader, int], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_are_one_off_are_noticed(
+    mutant: Callable[[StateReader, int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the prompt's pass, so that hooks go on and the states are right all the same."""
     target = tiny("llama")
     reader = reader_of(target, [0, 1], False)

@@ -274,7 +274,9 @@ def test_half_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
     OSError(errno.EIO, "Input/output error"),
     OSError(errno.ENOSPC, "No space left on device"),
 ])  # fmt: skip
-def test_full_disks_are_known(tmp_path: Path, error: Exception, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disks_are_told_from_other_errors(
+    tmp_path: Path, error: Exception, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the room that is left, whatever a library says, and where the system says so."""
     room = SimpleNamespace(free=2**20 if full else 2**30)
     full |= getattr(error, "errno", None) == errno.ENOSPC

@@ -43,7 +43,9 @@ def drafted(target: CausalLM, draft: Any, text: Tensor, path: list[int]) -> Tens
 @pytest.mark.every(3)
 @of_transformers
 @pytest.mark.parametrize(("family", "num_layers"), SERVED)
-def test_rounds_are_transformers(family: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_are_those_of_transformers(
+    family: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Token for token, and logit for logit, in the first round and in those after it."""
     files = Files(family, num_layers)
     if family == "step3p7":  # whose layers transformers takes by other names, and with the heads of full attention
