@@ -185,5 +185,5 @@ def test_what_reads_its_arguments_only_guides_the_draft() -> None:
 def test_state_is_noticed_without_attaching() -> None:
     target = tiny("llama", num_hidden_layers=1)
     assistant = assistant_for(target, attached=False)
-    with no_work(target), pytest.raises(ValueError, match="Grammar: keeps count of its calls.*Attach"):
+    with no_work(target), pytest.raises(ValueError, match="Matcher: keeps count of its calls.*Attach"):
         generate(target, Matcher(), assistant_model=assistant)
