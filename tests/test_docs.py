@@ -328,7 +328,9 @@ def test_a_field_without_a_meaning_is_an_error() -> None:
     class Mute:
         """Says nothing.
 
-        `told`: is described."""
+        Args:
+            told: is described.
+        """
 
         told: int = 0
         untold: int = 0

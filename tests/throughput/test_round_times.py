@@ -138,7 +138,8 @@ def test_each_length_has_its_costs() -> None:
     assert known.at(50).verify[0] == pytest.approx(0.020, rel=0.01)
     assert known.at(4000).verify[0] == pytest.approx(0.040, rel=0.01)
     assert known.at(9000) == known.at(4000), "the nearest that is known"
-    assert (known.at(150), known.first) == (known.at(50), MEASURED)
+    assert known.at(150) == known.at(50)
+    assert known.first == MEASURED
 
 
 def test_costs_of_a_text_are_those_of_its_beginning() -> None:
@@ -164,7 +165,8 @@ def test_they_are_kept_where_they_changed(monkeypatch: pytest.MonkeyPatch, tmp_p
     known.learn(rounds({1: [0.020] * 1000, 2: [0.060] * 1000}))
     (path,) = tmp_path.iterdir()
     again = KnownCosts.from_dict(recall("costs", of), lambda costs: costs, of)
-    assert (again.at(16), again.first) == (known.at(16), MEASURED)
+    assert again.at(16) == known.at(16)
+    assert again.first == MEASURED
     before = path.read_bytes()
     again.learn(rounds({1: [0.0201] * 10, 2: [0.060] * 10}))
     assert path.read_bytes() == before, "half a percent is not worth a file"
