@@ -11,9 +11,12 @@ assistant_model=assistant)`, but such a model, and its agent, cannot be saved: i
 import sys
 from pathlib import Path
 
-from smolagents import CodeAgent, TransformersModel
-
 from hf_specdecpp import assist
+
+try:
+    from smolagents import CodeAgent, TransformersModel
+except ImportError:
+    sys.exit("This example needs smolagents, which is not installed: pip install smolagents")
 
 PUBLISHED = Path(__file__).parents[1] / "hub_cards" / "specdecpp-qwen2.5-coder-1.5b-instruct"
 

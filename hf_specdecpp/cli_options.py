@@ -254,7 +254,7 @@ class BenchmarkConfig(DraftChoice):
         batch_size (prompts): also time several prompts in one generate(): sizes such as 1,4,8.
         draws (records): the number made of each sampled text.
         attempts (generations): the most tries of one that other load disturbs; the quietest is kept.
-        quick: take a few contestants, prompts and tokens: one to three minutes with a small model on a CPU.
+        quick: take a few contestants, prompts and tokens: about a minute with a small model on a quiet CPU.
         card: file for the speeds as a model card shows them.
     """
 

@@ -1,7 +1,5 @@
 """Imports point down the floors that docs/architecture.md lists, and no files import one another in a circle."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

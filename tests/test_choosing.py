@@ -1,7 +1,5 @@
 """`assist`: one line, and `model.generate()` is faster with the same output; whatever drafts is recognised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -116,20 +114,15 @@ def lookups(_: Path) -> Made:
     return tiny("llama").float(), "lookup"
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (assistant_of_ours, "early_exit"), (smaller_model, "independent"), (model_object, "independent"),
-        (assistant_object, "eagle3"), (dflash, "dflash"), (gemma4, "gemma4"), (own_layers, "mtp"),
-        (own_layers_by_default, "mtp"), (lookups, "lookup"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "kind"), [
+    (assistant_of_ours, "early_exit"), (smaller_model, "independent"), (model_object, "independent"),
+    (assistant_object, "eagle3"), (dflash, "dflash"), (gemma4, "gemma4"), (own_layers, "mtp"),
+    (own_layers_by_default, "mtp"), (lookups, "lookup"),
+])  # fmt: skip
 def test_whatever_is_named_drafts(make: Callable[[Path], Made], kind: str, tmp_path: Path) -> None:
     target, draft = make(tmp_path)
-    plain = text(target)
-    assistant = assist(target, draft)
-    assert text(target) == plain
-    assert assistant.kind.name == kind
+    plain, assistant = text(target), assist(target, draft)
+    assert (text(target), assistant.kind.name) == (plain, kind)
     assert assistant.stats.generated == 12
     assist(target, None)
 
@@ -138,20 +131,16 @@ def test_nothing_is_downloaded_by_default(hub: HubServer, tmp_path: Path, monkey
     point_client_at(monkeypatch, hub, tmp_path / "cache")
     target = tiny("llama").float()
     target.config._name_or_path = "org/target"
-    assert assist(target).kind.name == "lookup"
-    assert hub.requests == []
+    assert (assist(target).kind.name, hub.requests) == ("lookup", [])
 
 
-@pytest.mark.parametrize(
-    ("draft", "options", "says"),
-    [
-        ("auto", {"treshold": 0.5}, "There is no option treshold. Did you mean threshold"),
-        ("auto", {"pack_weights": True}, "pack_weights is no setting any more"),
-        ("lookup", {"revision": "v1"}, "revision: no such option"),
-        ("/nowhere/at/all", {}, "There is no folder '/nowhere/at/all'"),
-        ("lookup", {"rule": "best"}, "rule='best' is not a stopping rule"),
-    ],
-)
+@pytest.mark.parametrize(("draft", "options", "says"), [
+    ("auto", {"treshold": 0.5}, "There is no option treshold. Did you mean threshold"),
+    ("auto", {"pack_weights": True}, "pack_weights is no setting any more"),
+    ("lookup", {"revision": "v1"}, "revision: no such option"),
+    ("/nowhere/at/all", {}, "There is no folder '/nowhere/at/all'"),
+    ("lookup", {"rule": "best"}, "rule='best' is not a stopping rule"),
+])  # fmt: skip
 def test_errors(target: CausalLM, draft: str, options: dict[str, Any], says: str) -> None:
     target.__class__ = type("Own", (type(target),), {})  # other tests' targets may have assistants still
     with pytest.raises((TypeError, ValueError, OSError), match=says):
@@ -180,8 +169,7 @@ def test_drafts_are_found_by_the_name_of_a_model_or_its_folder() -> None:
     found = [each.draft for each in published("Qwen/Qwen3-8B")]
     assert found[0] == "z-lab/Qwen3-8B-DFlash-b16"
     assert found == [each.draft for each in published("/models/Qwen3-8B/")]
-    assert published("Qwen/Qwen3-8B-Base") == []
-    assert published("") == []
+    assert (published("Qwen/Qwen3-8B-Base"), published("")) == ([], [])
 
 
 def test_the_first_that_loads_is_named_once(target: CausalLM, caplog: pytest.LogCaptureFixture) -> None:

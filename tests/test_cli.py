@@ -1,15 +1,16 @@
 """`specdecpp`: what it prints and how it exits. What `inspect` finds is tested in test_inspection.py."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
+from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file
 from support.assistant_files import FILES, edit_config, write_assistant
 from support.eagle3_files import VARIANTS
@@ -19,9 +20,8 @@ from support.released_heads import ReleasedHead, save_bin, save_mixin
 from support.repos import save_chat_model, save_model
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__, cli_options
 from hf_specdecpp.cli import app
-from hf_specdecpp.cli_options import DemoConfig
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.terminal import demo
 
@@ -40,8 +40,7 @@ def assert_error(result: Result, message: str) -> None:
     assert isinstance(result.exception, SystemExit)  # not a traceback
     assert message in text(result.stderr)
     assert result.stderr.startswith("Error: ")
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""
+    assert (result.stderr.count("\n"), result.stdout) == (1, "")
 
 
 @pytest.fixture
@@ -262,15 +261,15 @@ def test_export_says_why_not(tmp_path: Path, folder: Path) -> None:
 
 
 def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[DemoConfig] = []
+    told: list[cli_options.DemoConfig] = []
     monkeypatch.setattr(demo, "run", told.append)
     assert run("demo", "--target", "a", "--max_new_tokens", "7").exit_code == 0
     options = ["--assistant", "b", "--layers", "0,2", "--max-new-tokens", "5", "--prompt", "c", "--prompt", "d"]
     options += ["--sample", "--tree", "--lookup", "--svg", "x.svg"]
     assert run("demo", "--target", "a", *options).exit_code == 0
     assert told == [
-        DemoConfig("a", max_new_tokens=7),
-        DemoConfig("a", "b", [0, 2], True, False, True, 5, ["c", "d"], True, Path("x.svg")),
+        cli_options.DemoConfig("a", max_new_tokens=7),
+        cli_options.DemoConfig("a", "b", [0, 2], True, False, True, 5, ["c", "d"], True, Path("x.svg")),
     ]
     assert_error(run("demo", "--target", "a", "--assistant", "b", "--mtp"), "--mtp takes no assistant")
 
@@ -278,18 +277,15 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 NOWHERE = "There is no folder '/nowhere"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["demo", "--layers", "9"], "must be a number from 1 to 2"),
-        (["demo", "--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
-        (["demo", "--assistant", "/nowhere/at/all"], f"{NOWHERE}/at/all', and it cannot be"),
-        (["demo", "--svg", "/nowhere/at/all.svg"], f"{NOWHERE}/at' for the picture 'all.svg'"),
-        (["demo", "--svg", "/"], "The picture '/' cannot be written"),
-        (["chat", "--assistant", "/nowhere"], NOWHERE),
-        (["chat", "--target", "/nowhere"], NOWHERE),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    (["demo", "--layers", "9"], "must be a number from 1 to 2"),
+    (["demo", "--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
+    (["demo", "--assistant", "/nowhere/at/all"], f"{NOWHERE}/at/all', and it cannot be"),
+    (["demo", "--svg", "/nowhere/at/all.svg"], f"{NOWHERE}/at' for the picture 'all.svg'"),
+    (["demo", "--svg", "/"], "The picture '/' cannot be written"),
+    (["chat", "--assistant", "/nowhere"], NOWHERE),
+    (["chat", "--target", "/nowhere"], NOWHERE),
+])  # fmt: skip
 def test_bad_arguments_are_one_line(words: list[str], says: str, tmp_path: Path) -> None:
     result = run(words[0], "--target", save_chat_model(tmp_path / "target"), *words[1:])
     assert result.exit_code == 1
@@ -320,3 +316,90 @@ def test_in_a_pipe(folder: Path, tmp_path: Path) -> None:
     assert "PROBLEM  draft_vocab.safetensors" in result.stdout
     assert "\x1b" not in result.stdout
     assert result.stderr == ""
+
+
+# A command line that is made of a settings dataclass. -----------------------------------------------------------------
+
+
+@dataclass
+class Settings:
+    """Some of each kind.
+
+    Args:
+        target: what is timed, `required`.
+        max_prompts (prompts): the most of each set.
+        layers: of the exit.
+        data: may be repeated.
+        costs: likewise.
+        quick: off by default.
+        live: on by default.
+        merge: undecided by default.
+        output: a folder."""
+
+    target: str
+    max_prompts: int | None = field(default=None, metadata={"min": 1})
+    layers: int | list[int] = field(default=4, metadata={"parse": cli_options.parse_layers})
+    data: list[str] = field(default_factory=list)
+    costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
+    quick: bool = False
+    live: bool = True
+    merge: bool | None = None
+    output: Path = Path("out")
+
+
+def given(*arguments: str) -> Any:
+    app, made = typer.Typer(), []
+
+    @app.command()
+    @cli_options.options_of(Settings)
+    def command(**options: Any) -> None:
+        made.append(cli_options.settings_from(Settings, options))
+
+    result = CliRunner().invoke(app, arguments)
+    return made[0] if made else result
+
+
+def test_defaults_are_those_of_the_dataclass() -> None:
+    assert given("--target", "x") == Settings("x")
+
+
+@pytest.mark.parametrize(("arguments", "settings"), [
+    (["--max_prompts", "2"], {"max_prompts": 2}),
+    (["--max-prompts", "2"], {"max_prompts": 2}),
+    (["--layers", "0,2"], {"layers": [0, 2]}),
+    (["--data", "a", "--data", "b"], {"data": ["a", "b"]}),
+    (["--costs", "0.1"], {"costs": ["0.1"]}),
+    (["--quick", "--no-live"], {"quick": True, "live": False}),
+    (["--merge"], {"merge": True}),
+    (["--no-merge"], {"merge": False}),
+    (["--output", "there"], {"output": Path("there")}),
+])  # fmt: skip
+def test_options_reach_the_fields(arguments: list[str], settings: dict[str, Any]) -> None:
+    assert given("--target", "x", *arguments) == Settings("x", **settings)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--target", "x", "--max_prompts", "0"], ["--target", "x", "--no-quick"]])
+def test_what_the_command_line_refuses(arguments: list[str]) -> None:
+    assert given(*arguments).exit_code == 2
+
+
+def test_help_is_the_entry_of_the_docstring() -> None:
+    @cli_options.options_of(Settings)
+    def command(**_: Any) -> None: ...
+
+    shown = {name: each.annotation.__metadata__[0] for name, each in signature(command).parameters.items()}
+    assert shown["target"].help == "What is timed, required."
+    assert shown["max_prompts"].help == "The most of each set."
+
+
+def test_parsing() -> None:
+    assert (cli_options.parse_layers("4"), cli_options.parse_layers("0,1,29")) == (4, [0, 1, 29])
+    assert (cli_options.parse_temperatures("0,0.7"), cli_options.parse_sizes("1,4,8")) == ([0.0, 0.7], [1, 4, 8])
+    assert (cli_options.parse_sizes(""), cli_options.parse_names("fixed*, dyspec")) == ([], ["fixed*", "dyspec"])
+    assert cli_options.parse_names("") == []
+    with pytest.raises(ValueError, match="--layers 'four' must be a number"):
+        cli_options.parse_layers("four")
+    with pytest.raises(ValueError, match="--temperatures 'hot' must be numbers"):
+        cli_options.parse_temperatures("hot")
+    with pytest.raises(ValueError, match="whole numbers such as 4 or 1,4,8"):
+        cli_options.parse_sizes("4.5")

@@ -1,7 +1,5 @@
 """The examples: their imports exist, they say how to run them, and the quick ones run."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json
@@ -53,11 +51,16 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert statistics[-1].startswith("verdict")
 
 
+def test_an_agent_without_smolagents_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "smolagents", None)
+    with pytest.raises(SystemExit, match="pip install smolagents"):
+        runpy.run_path(str(FOLDER / "agent.py"))
+
+
 @pytest.mark.parametrize("kind", ["conditioned", "independent"])
 def test_draft_temperatures(kind: str) -> None:
     """The distributions along an answer are those of the draft and of the target after the same tokens."""
-    example = runpy.run_path(str(FOLDER / "draft_temperatures.py"))
-    target = tiny("llama").float()
+    example, target = runpy.run_path(str(FOLDER / "draft_temperatures.py")), tiny("llama").float()
     drafter, ids = assistant_of(kind, target).ready_drafter(), torch.arange(3, 15)[None]
     q, p = example["along"](drafter, target, ids, 4)
     with torch.no_grad():
@@ -188,8 +191,7 @@ def test_plot_speeds(tmp_path: Path) -> None:
 def test_draft_ablations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Variants are trained once each, in their own folders, on the answers of the run or a share of them."""
     module = runpy.run_path(str(FOLDER / "draft_ablations.py"))
-    main = module["main"]
-    config = prepare(tmp_path, "conditioned", answers=20, epochs=1, unroll=2)
+    main, config = module["main"], prepare(tmp_path, "conditioned", answers=20, epochs=1, unroll=2)
     config.rollouts.data = ["prompts.jsonl"]
     (tmp_path / "draft.yaml").write_text(yaml.safe_dump(asdict(config)))
     without_states = "reads nothing: an early exit of the last layer"
@@ -208,8 +210,7 @@ def test_draft_ablations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_head_inputs() -> None:
     """What a round sees of the text before it; and a correction finds an input that says what the head does not."""
-    example = runpy.run_path(str(FOLDER / "head_inputs.py"))
-    target = tiny("llama")
+    example, target = runpy.run_path(str(FOLDER / "head_inputs.py")), tiny("llama")
     assistant, ids = SpecDecPPAssistant.from_early_exit(target, 1), torch.arange(3, 15).tolist()
     with torch.no_grad():
         found = example["of_text"](ids, assistant, target)

@@ -1,7 +1,5 @@
 """What a new user gets wrong in the first hour, and what is said; and what looks unusual and works."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +24,8 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
 class Place:
     """A folder with models and assistants in it.
 
-    Attributes:
-        target: for which `head` (an independent draft) and `early` (its own layers) were made.
-        smaller: has the same tokens and another shape.
-    """
+    `target`: for which `head` (an independent draft) and `early` (its own layers) were made. `smaller`: has the same
+    tokens and another shape."""
 
     folder: Path
     target: Any

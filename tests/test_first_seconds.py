@@ -1,9 +1,6 @@
 """What is imported before anything is done: `specdecpp --help` and `import hf_specdecpp` cost a moment.
 
-Seconds differ between machines, so modules are counted.
-"""
-
-from __future__ import annotations
+Seconds differ between machines, so modules are counted."""
 
 import ast
 import json
@@ -96,8 +93,7 @@ def test_checkers_and_the_interpreter_see_the_same_names() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert shown == hf_specdecpp._MODULES
-    assert {*shown, "__version__"} == set(hf_specdecpp.__all__)
+    assert (shown, {*shown, "__version__"}) == (hf_specdecpp._MODULES, set(hf_specdecpp.__all__))
 
 
 # --- transformers knows us, though nothing of ours has been imported yet ---

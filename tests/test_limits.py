@@ -1,7 +1,5 @@
 """The README's table of limits: each cell is tried on tiny models of the families that its row names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -78,8 +76,7 @@ TARGETS: dict[str, Callable[[], Built]] = {
 def cells() -> list[tuple[str, str, str]]:
     """Of each family that a row names, and each column: the family, the column, and why it is refused, or nothing.
 
-    Example: of "trees: ALiBi; batches: takes no positions", the reason of the column "trees" is "ALiBi".
-    """
+    Example: of "trees: ALiBi; batches: takes no positions", the reason of the column "trees" is "ALiBi"."""
     found = re.findall(r"^\| (.+) \|$", README[README.index("## Limits") :], flags=re.MULTILINE)
     (_, *columns, _), *rows = ([cell.strip() for cell in line.split(" |")] for line in found)
     return [

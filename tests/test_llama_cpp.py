@@ -1,7 +1,5 @@
 """llama.cpp serves SmolLM2 with its exported early exit as the draft (`make test-serving`)."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

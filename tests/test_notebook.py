@@ -1,7 +1,5 @@
 """The notebook in `examples` runs from its first cell to its last, and shows the outputs of such a run."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -65,8 +63,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs the notebook, or its first cells, in a folder of its own, with a tiny model and an assistant for it."""
     nbclient = pytest.importorskip("nbclient", reason="needs the [test] extra")
     nbformat = pytest.importorskip("nbformat", reason="needs the [test] extra")
-    target = tiny("llama", num_hidden_layers=5).float()
-    words = tokenizer()
+    target, words = tiny("llama", num_hidden_layers=5).float(), tokenizer()
     words.chat_template = TEMPLATE
     words.save_pretrained(save_model(target, tmp_path / "target", None))
     draft = save_model(partly_agreeing(target), tmp_path / "draft")

@@ -1,7 +1,5 @@
 """Fast tests that take too long fail."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest_plugins = ["pytester"]
@@ -19,7 +17,7 @@ def work(seconds):
 def test_longer_than_said():
     work(0.4)
 
-@pytest.mark.takes(5)
+@pytest.mark.every(2, takes=5)
 def test_as_said():
     work(0.2)
 
@@ -41,7 +39,7 @@ def test_no_work():
     import time
     time.sleep(1.2)
 """
-MARKS = "[pytest]\nmarkers =\n    takes\n    slow\n    apart\n"
+MARKS = "[pytest]\nmarkers =\n    takes\n    every\n    slow\n    apart\n"
 
 
 @pytest.mark.takes(5)

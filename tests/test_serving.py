@@ -1,7 +1,5 @@
 """Plain models of drafts: configs of chosen layers, and files that are not what the draft was."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -38,19 +36,16 @@ def write(model: CausalLM, to: Destination, config: SpecDecPPConfig = CONFIG) ->
 # Configs. -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "settings", "kept", "described"),
-    [
-        ("deepseek_v3", {"first_k_dense_replace": 2}, [1, 3], {"first_k_dense_replace": 1}),
-        ("deepseek_v3", {"first_k_dense_replace": 1}, [2, 3], {"first_k_dense_replace": 0}),
-        ("deepseek_v3", {"first_k_dense_replace": 3}, [0, 1], {"first_k_dense_replace": 2}),
-        ("ernie4_5_moe", {"moe_layer_start_index": 2}, [0, 3], {"moe_layer_start_index": 1}),
-        ("qwen3_moe", {"mlp_only_layers": [0, 2]}, [1, 2], {"mlp_only_layers": [1]}),
-        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, [1, 2], {"mlp_only_layers": [0, 1]}),
-        ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, [1, 3], {"no_rope_layers": [0, 1]}),
-        ("qwen2", {}, [1, 3], {"layer_types": ["full_attention", "sliding_attention"], "max_window_layers": 1}),
-    ],
-)
+@pytest.mark.parametrize(("family", "settings", "kept", "described"), [
+    ("deepseek_v3", {"first_k_dense_replace": 2}, [1, 3], {"first_k_dense_replace": 1}),
+    ("deepseek_v3", {"first_k_dense_replace": 1}, [2, 3], {"first_k_dense_replace": 0}),
+    ("deepseek_v3", {"first_k_dense_replace": 3}, [0, 1], {"first_k_dense_replace": 2}),
+    ("ernie4_5_moe", {"moe_layer_start_index": 2}, [0, 3], {"moe_layer_start_index": 1}),
+    ("qwen3_moe", {"mlp_only_layers": [0, 2]}, [1, 2], {"mlp_only_layers": [1]}),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, [1, 2], {"mlp_only_layers": [0, 1]}),
+    ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, [1, 3], {"no_rope_layers": [0, 1]}),
+    ("qwen2", {}, [1, 3], {"layer_types": ["full_attention", "sliding_attention"], "max_window_layers": 1}),
+])  # fmt: skip
 def test_configs_describe_the_chosen_layers(
     family: str, settings: dict[str, Any], kept: list[int], described: dict[str, Any], to: Destination
 ) -> None:
@@ -58,8 +53,7 @@ def test_configs_describe_the_chosen_layers(
     draft = early_exit(target, kept)
     write(draft, to)
     config = json.loads((to.folder / "config.json").read_text())
-    assert {name: config[name] for name in described} == described
-    assert config["num_hidden_layers"] == 2
+    assert ({name: config[name] for name in described}, config["num_hidden_layers"]) == (described, 2)
     with torch.no_grad():
         assert torch.equal(load_model(to.folder)(prompt(24)).logits, draft(prompt(24)).logits)
 
@@ -97,17 +91,12 @@ def _scaled(output: Any) -> Any:
     return output
 
 
-@pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (swap_kinds, "weights or settings differ, such as model.layers.0.self_attn.is_sliding"),
-        (shorten_windows, "weights or settings differ, such as model.layers.0.self_attn.sliding_window"),
-        (scale_logits, "its logits differ by up to"),
-    ],
-)
-def test_files_that_say_something_else_are_refused(
-    spoil: Callable[[CausalLM], None], said: str, to: Destination
-) -> None:
+@pytest.mark.parametrize(("spoil", "said"), [
+    (swap_kinds, "weights or settings differ, such as model.layers.0.self_attn.is_sliding"),
+    (shorten_windows, "weights or settings differ, such as model.layers.0.self_attn.sliding_window"),
+    (scale_logits, "its logits differ by up to"),
+])  # fmt: skip
+def test_files_that_say_something_else(spoil: Callable[[CausalLM], None], said: str, to: Destination) -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     target = tiny("gemma3_text", sliding_window=LONG_WINDOW, layer_types=kinds).float()
     draft = early_exit(target, 2)
@@ -130,15 +119,12 @@ def test_weights_are_compared_bit_by_bit(to: Destination, monkeypatch: pytest.Mo
         write(early_exit(tiny("llama").float(), 2), to)
 
 
-@pytest.mark.parametrize(
-    ("family", "kept", "said"),
-    [
-        ("diffllama", [0, 2], "model.layers.1.self_attn.lambda_init"),  # reckoned from a layer's number
-        ("minicpm3", [0, 1], "model.layers.0.residual_scale"),  # reckoned from the number of layers
-        ("dory", [0, 1], "its config does not hold together"),
-        ("gemma4_unified_text", [0, 1], "(store_full_length_kv|transformers cannot load them)"),
-    ],
-)
+@pytest.mark.parametrize(("family", "kept", "said"), [
+    ("diffllama", [0, 2], "model.layers.1.self_attn.lambda_init"),  # reckoned from a layer's number
+    ("minicpm3", [0, 1], "model.layers.0.residual_scale"),  # reckoned from the number of layers
+    ("dory", [0, 1], "its config does not hold together"),
+    ("gemma4_unified_text", [0, 1], "(store_full_length_kv|transformers cannot load them)"),
+])  # fmt: skip
 def test_families_that_do_not_come_back_are_refused(family: str, kept: list[int], said: str, to: Destination) -> None:
     try:
         draft = early_exit(tiny_of(family).float(), kept)

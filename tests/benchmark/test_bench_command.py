@@ -1,7 +1,5 @@
 """`specdecpp bench` from end to end."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -24,9 +22,7 @@ from hf_specdecpp.cli import app
 SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]
 
 
-def run_command(
-    target: PreTrainedModel, folder: Path, *options: str, draft: tuple[str, ...] = ("--layers", "1")
-) -> Any:
+def run_bench(target: PreTrainedModel, folder: Path, *options: str, draft: tuple[str, ...] = ("--layers", "1")) -> Any:
     data = folder / "questions.jsonl"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TEXT, "w3 w9 w4 w2")))
     arguments = ["bench", "--target", str(target.config.name_or_path), *draft, "--data", str(data), *options]
@@ -38,7 +34,7 @@ def test_without_an_assistant_and_matplotlib(
 ) -> None:
     """Candidates are looked up, and the report has no pictures."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = run_command(target, tmp_path, "--quick", "--max_new_tokens", "8", draft=())
+    result = run_bench(target, tmp_path, "--quick", "--max_new_tokens", "8", draft=())
     assert result.exit_code == 0, result.output
     assert "Without --assistant or --layers the draft is text that was seen before." in result.output
     assert "cheaper draft" not in result.output
@@ -55,7 +51,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("benchmark")
     target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), folder / "target"))
     options = ("--max_new_tokens", "16", "--contestants", ",".join(SOME), "--card", str(folder / "bench/speeds.json"))
-    result = run_command(target, folder, *options, "--temperatures", "0,0.7", "--batch_size", "2")
+    result = run_bench(target, folder, *options, "--temperatures", "0,0.7", "--batch_size", "2")
     return folder / "bench", result
 
 
@@ -120,11 +116,11 @@ def test_the_report(ran: tuple[Path, Any]) -> None:
 def test_batches_go_on(target: PreTrainedModel, tmp_path: Path) -> None:
     options = ("--max_new_tokens", "8", "--contestants", "fixed 3", "--temperatures", "0", "--no-replay", "--no-live")
     for _ in range(2):
-        result = run_command(target, tmp_path, *options, "--batch_size", "1,2")
+        result = run_bench(target, tmp_path, *options, "--batch_size", "1,2")
         assert result.exit_code == 0, result.output
         lines = (tmp_path / "bench/runs.jsonl").read_text().splitlines()
         assert len(lines) == 3 * (2 + 1), "nothing is timed again"
-    result = run_command(target, tmp_path, *options, "--batch_size", "9")
+    result = run_bench(target, tmp_path, *options, "--batch_size", "9")
     assert result.exit_code == 1, result.output
     assert "batch_size=9, and there are 2 prompts" in result.output
 
@@ -133,7 +129,7 @@ def test_a_conditioned_assistant_in_half_precision(target: PreTrainedModel, tmp_
     reading = AutoModelForCausalLM.from_pretrained(str(target.config.name_or_path))
     SpecDecPPAssistant.from_conditioned(reading, [0]).save_pretrained(tmp_path / "assistant")
     options = ("--assistant", str(tmp_path / "assistant"), "--dtype", "bfloat16", "--temperatures", "0")
-    result = run_command(
+    result = run_bench(
         target, tmp_path, *options, "--max_new_tokens", "4", "--contestants", "fixed 2", "--costs", "0.1"
     )
     assert result.exit_code == 0, result.output
@@ -143,7 +139,7 @@ def test_a_conditioned_assistant_in_half_precision(target: PreTrainedModel, tmp_
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_everything(monkeypatch)
     options = ("--max_new_tokens", "16", "--contestants", "fixed 3", "--temperatures", "0", "--no-replay")
-    result = run_command(target, tmp_path, *options)
+    result = run_bench(target, tmp_path, *options)
     assert result.exit_code == 1
     assert "fixed 3 left the text of plain generate() at token" in " ".join(result.output.split())
     assert "FAILED: not the texts of plain generate()" in result.output
@@ -152,7 +148,7 @@ def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, m
 @pytest.mark.takes(3)
 def test_replays_alone(target: PreTrainedModel, tmp_path: Path) -> None:
     options = ("--max_new_tokens", "12", "--no-live", "--temperatures", "0,1", "--draws", "2", "--costs", "0.1")
-    result = run_command(target, tmp_path, *options)
+    result = run_bench(target, tmp_path, *options)
     assert result.exit_code == 0, result.output
     results = json.loads((tmp_path / "bench/results.json").read_text())
     assert results["costs"]["0.1"]["verify"] == [1.0]
@@ -160,7 +156,7 @@ def test_replays_alone(target: PreTrainedModel, tmp_path: Path) -> None:
     files = [tmp_path / "bench" / name for name in (TEXTS, RECORDS)]
     made = [path.read_text() for path in files]
     assert [text.count("\n") for text in made] == [2 + 2, 2 + 4]
-    run_command(target, tmp_path, *options)
+    run_bench(target, tmp_path, *options)
     assert [path.read_text() for path in files] == made, "nothing is written or recorded again"
 
 
@@ -171,7 +167,7 @@ def test_replays_of_rollouts(tmp_path: Path) -> None:
     record.write_text(json.dumps({"complete": True, "settings": {"top_k": 0, "max_new_tokens": 24}}))
     target = AutoModelForCausalLM.from_pretrained(training.target)
     tokenizer().save_pretrained(training.target)
-    result = run_command(target, tmp_path, "--no-live", "--rollouts", str(training.work), "--costs", "paper")
+    result = run_bench(target, tmp_path, "--no-live", "--rollouts", str(training.work), "--costs", "paper")
     assert result.exit_code == 0, result.output
     results = json.loads((tmp_path / "bench/results.json").read_text())
     found = {(each["set"], each["temperature"]): each["texts"] for each in results["replays"]}
@@ -182,17 +178,14 @@ def test_replays_of_rollouts(tmp_path: Path) -> None:
     assert "greedy texts were compared" not in report, "nothing was generated"
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--temperatures", "hot"), "must be numbers such as"),
-        (("--contestants", "nobody"), "No contestant is called"),
-        (("--costs", "nowhere.json"), "a ratio such as 0.1, nor a file"),
-        (("--rollouts", "nowhere"), "has no folder `rollouts`"),
-    ],
-)
+@pytest.mark.parametrize(("options", "says"), [
+    (("--temperatures", "hot"), "must be numbers such as"),
+    (("--contestants", "nobody"), "No contestant is called"),
+    (("--costs", "nowhere.json"), "a ratio such as 0.1, nor a file"),
+    (("--rollouts", "nowhere"), "has no folder `rollouts`"),
+])  # fmt: skip
 def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
-    result = run_command(target, tmp_path, "--max_new_tokens", "4", *options)
+    result = run_bench(target, tmp_path, "--max_new_tokens", "4", *options)
     assert result.exit_code == 1
     assert says in " ".join(result.output.split())
 
@@ -203,7 +196,7 @@ def test_assistants_with_models_of_their_own(target: PreTrainedModel, draft: str
     SpecDecPPAssistant.from_draft(draft, target, head=head).save_pretrained(tmp_path / "assistant")
     some = "transformers default,threshold 0.5*,throughput*"
     options = ("--max_new_tokens", "12", "--contestants", some, "--temperatures", "0", "--costs", "paper")
-    result = run_command(target, tmp_path, *options, "--assistant", str(tmp_path / "assistant"))
+    result = run_bench(target, tmp_path, *options, "--assistant", str(tmp_path / "assistant"))
     assert result.exit_code == 0, result.output
     results = json.loads((tmp_path / "bench/results.json").read_text())
     assert {"threshold (head)", "threshold (q)", "transformers"} <= {row["family"] for row in results["summary"]}

@@ -1,7 +1,5 @@
 """Timed runs: passes, resuming, disturbances, losslessness, and what contestants set up."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator
@@ -121,8 +119,7 @@ def test_contestants_leave_the_assistant_as_it_was() -> None:
 def test_patterns() -> None:
     contestants = all_contestants(has_head=True)
     assert [each.name for each in choose(contestants, ["lookup"])] == ["plain", "plain, same passes", "lookup"]
-    assert len(choose(contestants, ["fixed*"])) == 16
-    assert choose(contestants, []) == contestants
+    assert (len(choose(contestants, ["fixed*"])), choose(contestants, [])) == (16, contestants)
     with pytest.raises(ValueError, match="No contestant is called 'fxied'"):
         choose(contestants, ["fxied"])
     assert {each.name for each in quick_contestants(False)} < {each.name for each in all_contestants(False)}
@@ -131,8 +128,7 @@ def test_patterns() -> None:
 # Resuming -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("answers", [3, 8, 12, 13])  # the baselines come last for the second prompt
 def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
     live, left = benchmark(tmp_path, some_contestants()), [answers + len(some_contestants())]  # warm-ups count, too
@@ -154,8 +150,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
     assert len(again.log.rows) == len(live.log.rows) == answers
     again.run(QUESTIONS)
     lines = [json.loads(line) for line in (tmp_path / RUNS).read_text().splitlines()]
-    assert lines == again.log.rows
-    assert {row["session"] for row in lines} == {1, 2}
+    assert (lines, {row["session"] for row in lines}) == (again.log.rows, {1, 2})
     compared = comparable(lines)
     assert len({(row["prompt"], row["contestant"]) for row in compared}) == 2 * len(some_contestants())
     for baseline in BASELINES:  # every speed has something to compare with
@@ -224,8 +219,7 @@ def test_the_report_says_what_others_did() -> None:
 
 
 def test_rounding_excuses_half_precision_only() -> None:
-    target = tiny("llama")
-    ids = prompt()[0].tolist()
+    target, ids = tiny("llama"), prompt()[0].tolist()
     with torch.no_grad():
         target.lm_head.weight[7] = target.lm_head.weight[5] * 1.001  # almost a tie, wherever 5 and 7 are likeliest
         for token in range(48):

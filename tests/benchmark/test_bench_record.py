@@ -1,7 +1,5 @@
 """Sampled replays: text and rounds are distributed as in live generation, by enumeration on toy models."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import product

@@ -1,7 +1,5 @@
 """Replays against live runs on tiny models, and the oracle against every other way to stop."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any
@@ -111,8 +109,7 @@ def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypat
     target.generation_config.eos_token_id = end  # candidates may end a text, too
     ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
     text = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS, frozenset() if end is None else frozenset([end]))
-    replay = ChainReplay(text, record(text, assistant, target, Sampling(0.0, 0), seed=0))
-    lengths = set()
+    replay, lengths = ChainReplay(text, record(text, assistant, target, Sampling(0.0, 0), seed=0)), set()
     for knobs in RULES:
         told(assistant, **knobs)
         assistant.memory.clear()
@@ -138,8 +135,7 @@ def test_sampled_replays_are_the_live_runs_with_the_same_coins(judged_by: str, m
     torch.manual_seed(0)
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0}
     ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, **sampling)[0].tolist()
-    text = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS)
-    fates = set()
+    text, fates = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS), set()
     for seed, knobs in enumerate(RULES):
         recorded = ChainReplay(text, record(text, assistant, target, Sampling(0.8, 0), seed))
         told(assistant, **knobs, verification="token")  # as records are made
@@ -187,8 +183,7 @@ def law_after(model: Any, ids: list[int]) -> Tensor:
 
 def made_up(seed: int, length: int = 40, chain: int = 20) -> ChainReplay:
     """A text whose candidates stand by chance."""
-    draw = random.Random(seed)
-    replay = ChainReplay.__new__(ChainReplay)
+    draw, replay = random.Random(seed), ChainReplay.__new__(ChainReplay)
     replay.text = Text(list(range(1, length + 2)), 1, length + 1)
 
     def seen(token: int, label: float) -> Seen:
@@ -207,8 +202,7 @@ def made_up(seed: int, length: int = 40, chain: int = 20) -> ChainReplay:
 @pytest.mark.parametrize("costs", [PAPER, Costs(0.05, (0.1, 0.1, 0.1, 0.18)), Costs(0.2, (0.1,), 0.01)])
 def test_no_rule_is_faster_than_the_oracle(costs: Costs) -> None:
     replays = [made_up(seed) for seed in range(12)]
-    bound = oracle(replays, costs).speed(costs)
-    found = sweep(replays, None, False, {"these": costs})
+    bound, found = oracle(replays, costs).speed(costs), sweep(replays, None, False, {"these": costs})
     assert {row["family"] for row in found["best"]["these"]} >= {"oracle", "informed bound", "throughput (q)", "fixed"}
     for row in found["best"]["these"]:
         assert row["tokens_per_second"] <= bound * (1.0 + 1e-9), row

@@ -1,7 +1,5 @@
 """Replayed rounds: greedy ones are the live rounds, and sampled ones count what the verifier accepts on average."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,8 +96,7 @@ def test_chances_are_those_of_the_verifier(verification: Verification, algorithm
         torch.manual_seed(seed)
         tree = program.draft(TorchRandomness(), ())
         p = torch.stack([program.models.p(tuple(tree.path(node))) for node in range(len(tree.tokens))])
-        ends = ends_at(tree, p, verification)
-        probs = exact_distribution(partial(accepted_path, program, tree))
+        ends, probs = ends_at(tree, p, verification), exact_distribution(partial(accepted_path, program, tree))
         for node in range(len(tree.tokens)):
             expected = sum(chance for path, chance in probs.items() if path == tuple(tree.nodes_to(node)))
             assert float(ends[node]) == pytest.approx(expected, abs=1e-9)
@@ -151,8 +148,7 @@ def test_the_table_of_rounds() -> None:
 
 def test_rows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = sharp(tiny("llama"))
-    assistant = assistant_for(target, mix=0.9)
-    text = text_of(target, do_sample=False)
+    assistant, text = assistant_for(target, mix=0.9), text_of(target, do_sample=False)
     contestants = [
         Contestant(name, name, SpeculationConfig(**{"rule": "threshold", **knobs})) for name, knobs in KINDS.items()
     ]

@@ -1,59 +1,51 @@
 """From rows of generations to speeds and a verdict."""
 
-from __future__ import annotations
-
+import math
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from support.models import tiny
+from support.plans import tell
 from support.repos import head_for
+from support.stopping_rules import decides, distribution_of, make_step
 
-from hf_specdecpp import SpecDecPPAssistant, assist
-from hf_specdecpp.benchmark.contestants import (
-    Contestant,
-    all_contestants,
-    choose,
-    quick_contestants,
-    without_draft,
-)
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants, without_draft
+from hf_specdecpp.benchmark.replay.chains import BASELINES, AdaEDL
 from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, verdict
-from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Parts
+from hf_specdecpp.estimation.estimators import DraftStep
 
 
 def summary_row(contestant: str, speedup: float, same: float, **fields: Any) -> dict[str, Any]:
     row = {
-        "contestant": contestant,
-        "plain": [speedup, speedup - 0.05, speedup + 0.05],
-        "same_passes": [same, same - 0.05, same + 0.05],
-        "ours": True,
-        "tokens_per_pass": 2.0,
+        "contestant": contestant, "plain": [speedup, speedup - 0.05, speedup + 0.05],
+        "same_passes": [same, same - 0.05, same + 0.05], "ours": True, "tokens_per_pass": 2.0,
         "tokens_per_second": 10 * speedup,
-    }
+    }  # fmt: skip
     return row | {"disturbed": 0, "prompts": 9} | fields
 
 
-@pytest.mark.parametrize(
-    ("row", "passes", "says"),
-    [
-        (summary_row("x", 1.4, 1.4), 1.0, "Speculation pays here: the fastest, x, runs at 1.40 (1.35 to 1.45) times"),
-        (summary_row("x", 2.1, 1.3), 1.6, "Speculation pays here"),
-        (summary_row("x", 2.1, 1.3), 1.6, "1.30 (1.25 to 1.35) times that of plain generate() with the same passes."),
-        (summary_row("x", 2.1, 1.3), 1.6, "take plain generate() to 1.60, so most of the speed comes from the passes."),
-        (summary_row("x", 0.7, 1.2), 0.6, "does not pay here: even the fastest, x, runs at 0.70"),
-        (summary_row("x", 0.7, 1.2), 0.6, "take plain generate() to 0.60: turn them off (cpu_products)."),
-        (summary_row("x", 2.1, 1.9), 1.1, "take plain generate() to 1.10."),
-        (summary_row("x", 1.4, 1.4, same_passes=[1.4, 0.9, 1.5]), 1.0, "too close to tell, so take more prompts"),
-        (summary_row("x", 0.9, 0.9, plain=[0.9, 0.6, 1.1]), 1.0, "pays here is too close to tell"),
-        (summary_row("x", 1.0, 1.0, same_passes=[1.0, 0.9, 1.5]), 1.0, "neither pays nor costs here"),
-        (summary_row("x", 1.5, 1.0), 1.5, "neither pays nor costs here"),
-        (summary_row("x", 1.5, 0.8), 1.9, "does not pay here: even the fastest, x"),
-        (summary_row("x", 1.2, 1.0, tokens_per_pass=1.0), 1.2, "does not pay here, and all but stops: the fastest, x"),
-        (summary_row("x", 0.8, 0.8, tokens_per_pass=1.0), 1.0, "does not pay here: even the fastest, x"),
-        (summary_row("theirs", 1.4, 0.9, ours=False), 1.6, "Speculation pays here: the fastest, theirs, runs at 1.40"),
-    ],
-)
+@pytest.mark.parametrize(("row", "passes", "says"), [
+    (summary_row("x", 1.4, 1.4), 1.0, "Speculation pays here: the fastest, x, runs at 1.40 (1.35 to 1.45) times"),
+    (summary_row("x", 2.1, 1.3), 1.6, "Speculation pays here"),
+    (summary_row("x", 2.1, 1.3), 1.6, "1.30 (1.25 to 1.35) times that of plain generate() with the same passes."),
+    (summary_row("x", 2.1, 1.3), 1.6, "take plain generate() to 1.60, so most of the speed comes from the passes."),
+    (summary_row("x", 0.7, 1.2), 0.6, "does not pay here: even the fastest, x, runs at 0.70"),
+    (summary_row("x", 0.7, 1.2), 0.6, "take plain generate() to 0.60: turn them off (cpu_products)."),
+    (summary_row("x", 2.1, 1.9), 1.1, "take plain generate() to 1.10."),
+    (summary_row("x", 1.4, 1.4, same_passes=[1.4, 0.9, 1.5]), 1.0, "too close to tell, so take more prompts"),
+    (summary_row("x", 0.9, 0.9, plain=[0.9, 0.6, 1.1]), 1.0, "pays here is too close to tell"),
+    (summary_row("x", 1.0, 1.0, same_passes=[1.0, 0.9, 1.5]), 1.0, "neither pays nor costs here"),
+    (summary_row("x", 1.5, 1.0), 1.5, "neither pays nor costs here"),
+    (summary_row("x", 1.5, 0.8), 1.9, "does not pay here: even the fastest, x"),
+    (summary_row("x", 1.2, 1.0, tokens_per_pass=1.0), 1.2, "does not pay here, and all but stops: the fastest, x"),
+    (summary_row("x", 0.8, 0.8, tokens_per_pass=1.0), 1.0, "does not pay here: even the fastest, x"),
+    (summary_row("theirs", 1.4, 0.9, ours=False), 1.6, "Speculation pays here: the fastest, theirs, runs at 1.40"),
+])  # fmt: skip
 def test_verdict(row: dict[str, Any], passes: float, says: str) -> None:
     """What speculation gains is the ratio to plain generation with the same passes; faster passes are named as such."""
     found = verdict([row, summary_row("plain, same passes", passes, 1.0)])
@@ -65,8 +57,7 @@ def test_verdict(row: dict[str, Any], passes: float, says: str) -> None:
 
 def test_the_next_step_is_the_fastest_of_ours() -> None:
     """Also where somebody else is faster, as it may be kept; not where even it is slower than plain generation."""
-    target = tiny("llama")
-    settings = SpeculationConfig(cpu_products="off")
+    target, settings = tiny("llama"), SpeculationConfig(cpu_products="off")
     assistant: Any = SpecDecPPAssistant.from_early_exit(target, 1, speculation=settings, head=head_for(target))
     contestants = [
         Contestant("theirs", "theirs"),
@@ -92,8 +83,7 @@ def test_the_next_step_is_the_fastest_of_ours() -> None:
 @pytest.mark.parametrize("kind", ["lookup", "untrained"])
 def test_what_did_not_pay_is_not_advised_again(kind: str) -> None:
     """Nor a cheaper draft where nothing drafts, which the verdict left to the next step."""
-    target = tiny("llama")
-    make = SpecDecPPAssistant
+    target, make = tiny("llama"), SpecDecPPAssistant
     assistant: Any = assist(target, "lookup", default=False) if kind == "lookup" else make.from_early_exit(target, 1)
     assistant.config.target_id = "org/target"
     contestants = without_draft() if kind == "lookup" else quick_contestants(has_head=False)
@@ -168,3 +158,58 @@ def test_speeds_over_the_best_constant_length() -> None:
     assert found["all", "fixed 3"] == [1.0, 1.0, 1.0]
     only = summarise([row for row in rows if str(row["contestant"]).startswith("plain")], contestants)
     assert {row["constant"] for row in only} == {None}
+
+
+# The rules of others that replays compare with, each against its formula. ---------------------------------------------
+
+
+STEPS = [make_step(seed) for seed in range(50)]
+
+
+def entropy_of(step: DraftStep) -> float:
+    return -sum(q * math.log(q) for q in distribution_of(step))
+
+
+# Each rule's bounds, and when it stops after a candidate.
+FORMULAS: dict[str, tuple[tuple[float, ...], Callable[[DraftStep, float], bool]]] = {
+    "confidence": ((0.05, 0.2, 0.5), lambda step, bound: distribution_of(step)[int(step.token)] < bound),
+    "svip": ((0.3, 0.4), lambda step, bound: math.sqrt(0.15 * entropy_of(step)) > bound),
+    "adaedl": ((0.4, 0.6), lambda step, bound: 1.0 - math.sqrt(0.2 * entropy_of(step)) < bound),
+}
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_rule_stops_by_its_formula(name: str) -> None:
+    bounds, stops = FORMULAS[name]
+    for bound in bounds:
+        answers = [decides(BASELINES[name](bound, 20), step) for step in STEPS]
+        assert (answers, {True, False}) == ([stops(step, bound) for step in STEPS], set(answers))
+
+
+def test_a_certain_q_has_no_entropy() -> None:
+    certain = DraftStep(0, torch.tensor([0.0, -math.inf]), torch.zeros(2), lambda each: each, token=torch.tensor(0))
+    for rule in BASELINES.values():
+        assert not decides(rule(0.4, 20), certain)
+
+
+def test_adaedl_follows_the_acceptance_rate() -> None:
+    rule, bound, rate = AdaEDL(0.4, 20), 0.4, 0.9
+    moves = set()
+    for drafted, accepted in [(4, 4), (4, 4), (5, 0), (3, 1), (1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]:
+        tell(rule, drafted, accepted)
+        rate = 0.5 * rate + 0.5 * accepted / drafted
+        wanted = bound + 0.01 if rate < 0.9 else bound - 0.01
+        before, bound = bound, 0.9 * bound + 0.1 * wanted
+        moves.add(bound > before)
+        assert rule.bound == pytest.approx(bound)
+    assert moves == {True, False}
+
+
+def test_adaedl_keeps_its_bound_a_probability_and_ignores_empty_rounds() -> None:
+    for start, accepted in ((0.0, 1), (1.0, 0)):
+        rule = AdaEDL(start, 20)
+        tell(rule, 0, 0)
+        assert rule.bound == start
+        for _ in range(5):
+            tell(rule, 1, accepted)
+            assert rule.bound == start

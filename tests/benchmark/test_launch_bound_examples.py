@@ -1,7 +1,5 @@
 """The examples about launches, in a small form: the launch-bound tables, transformers' own drafts, `make bench-gpu`."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """The cache of a batch, and the masks of its rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -34,8 +32,7 @@ def test_a_batch_at_two_paces() -> None:
     layers: list[Any] = cache.cache.layers
     keys = layers[0].keys
     cache.forget([2, 0])
-    assert cache.valid.tolist() == [[True] * 5 + [False], [True] * 6]
-    assert cache.lengths.tolist() == [5, 6]
+    assert (cache.valid.tolist(), cache.lengths.tolist()) == ([[True] * 5 + [False], [True] * 6], [5, 6])
     assert torch.equal(layers[0].keys, keys[:, :, :6])
     cache.select([0])
     cache.forget([0])

@@ -1,7 +1,5 @@
 """A text in a cache: what is kept and taken back of it, of a tree a path; what remains, and what it costs."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -32,16 +30,12 @@ def growing(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
-@pytest.mark.parametrize(
-    ("family", "make"),
-    [
-        ("llama", growing),
-        ("mistral", growing),  # with a window
-        ("granitemoehybrid", growing),  # with recurrent layers
-        ("llama", lambda model: StaticCache(config=model.config, max_cache_len=64)),
-    ],
-    ids=["growing", "windowed", "recurrent", "static"],
-)
+@pytest.mark.parametrize(("family", "make"), [
+    ("llama", growing),
+    ("mistral", growing),  # with a window
+    ("granitemoehybrid", growing),  # with recurrent layers
+    ("llama", lambda model: StaticCache(config=model.config, max_cache_len=64)),
+], ids=["growing", "windowed", "recurrent", "static"])  # fmt: skip
 def test_what_is_kept_and_taken_back(family: str, make: Any) -> None:
     """Whatever the cache is: nothing of three tokens that are read, then two of four, then all of one."""
     model = tiny_of(family)
@@ -82,7 +76,7 @@ def rows_of(cache: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("path", [[0], [0, 1, 2, 3, 4], PATH, [0, 1, 6]])
 def test_kept_rows_are_those_that_the_pass_made(family: str, path: list[int]) -> None:
-    """Bitwise; that the pass made the rows of a prefill is what test_tree_families says."""
+    """Bitwise; that the pass made the rows of a prefill is what test_every_family says."""
     model, text, nodes, cache = after_a_tree(family)
     expected = []
     for rows in rows_of(cache):
@@ -111,8 +105,7 @@ def test_many_rounds(family: str) -> None:
     for round_ in range(8):
         _, nodes = tokens_for(model, 0, seed=round_)
         groups = LEVELS if round_ % 2 else [list(range(len(PARENTS)))]
-        fed = sum(groups, [])
-        path = [[0], PATH, [0, 1, 2, 3]][round_ % 3]
+        fed, path = sum(groups, []), [[0], PATH, [0, 1, 2, 3]][round_ % 3]
         read_tree(model, cache, len(text), nodes, groups)
         keep_path(cache, len(text), [fed.index(node) for node in path])
         text = torch.cat((text, nodes[path]))
@@ -210,8 +203,7 @@ def long_cache(context: int, nodes: int, window: int | None) -> DynamicCache:
 @pytest.mark.parametrize("window", [None, 512])
 @pytest.mark.parametrize("nodes", [64, 768])
 def test_moving_the_path_costs_the_path_and_not_the_context(window: int | None, nodes: int) -> None:
-    path = [0, *range(3, nodes, 13)]
-    written = []
+    path, written = [0, *range(3, nodes, 13)], []
     for context in (1024, 8192, 32768):
         cache = long_cache(context, nodes, window)
         storages = [rows.untyped_storage().data_ptr() for rows in rows_of(cache)]

@@ -1,14 +1,16 @@
 """What a repository may say: each field at its bounds, and beyond them."""
 
-from __future__ import annotations
-
-from dataclasses import fields
+import pickle
+import warnings
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
+from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.config.checks import LAYER, ROPE, check_fields, check_layers
+from hf_specdecpp.config.speculation import REMOVED, Decisions
 from hf_specdecpp.drafts.dflash.config import BOUNDS as DFLASH
 from hf_specdecpp.drafts.dflash.config import DFlashSettings
 from hf_specdecpp.drafts.eagle3.config import BOUNDS as EAGLE3
@@ -66,15 +68,12 @@ def test_what_is_not_known_is_refused() -> None:
             check_fields(odd, LAYER)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": None}, "layer.num_hidden_layers is missing"),
-        ({"num_key_value_heads": 3}, "layer.num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
-        ({"layer_types": ["full_attention"]}, "must say a type for each of 2 layers"),
-        ({"rope_parameters": {"rope_type": "linear", "partial_rotary_factor": 0.5}}, "rotate a part of each head"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"num_hidden_layers": None}, "layer.num_hidden_layers is missing"),
+    ({"num_key_value_heads": 3}, "layer.num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+    ({"layer_types": ["full_attention"]}, "must say a type for each of 2 layers"),
+    ({"rope_parameters": {"rope_type": "linear", "partial_rotary_factor": 0.5}}, "rotate a part of each head"),
+])  # fmt: skip
 def test_numbers_that_do_not_go_together(changes: dict[str, Any], message: str) -> None:
     check_layers(SOUND)
     with pytest.raises(ValueError, match=message):
@@ -87,3 +86,60 @@ def test_the_names_are_those_of_what_is_made() -> None:
     assert set(LAYER) <= theirs
     assert set(DFLASH) <= {field.name for field in fields(DFlashSettings)}
     assert set(EAGLE3) <= {field.name for field in fields(Eagle3Settings)}
+
+
+# Settings of today and of earlier versions, and what the package decides in their place. ------------------------------
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_says_what_takes_its_place(name: str) -> None:
+    values: dict[str, Any] = {name: 1}
+    with pytest.raises(ValueError, match=f"{name} is no setting any more. [A-Za-z]"):
+        SpeculationConfig(**values)
+    config = SpeculationConfig()
+    with pytest.raises(ValueError, match=f"{name} is no setting any more"):
+        setattr(config, name, 1)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_only_of_what_is_decided_it_says_that_the_package_decides(name: str) -> None:
+    says = {"The package decides that" in REMOVED[name], "assistant.decisions" in REMOVED[name]}
+    assert says == {name in Decisions.__dataclass_fields__}
+
+
+def test_a_setting_that_never_was_is_an_error() -> None:
+    with pytest.raises(TypeError, match="beams"):
+        SpeculationConfig(beams=3)  # type: ignore[call-arg]
+    config: Any = SpeculationConfig()
+    with pytest.raises(AttributeError, match="There is no setting treshold. Did you mean threshold?"):
+        config.treshold = 0.1
+
+
+def test_stored_settings_of_earlier_versions_are_read_silently() -> None:
+    stored = {"rule": "threshold", "threshold": 0.4, "min_tokens": 2, "adapt": False, "pack_weights": True}
+    shapes = {"tree": "static", "tree_shape": [2, 1], "tree_depth": 3, "lookup": True, "lookup_memory": 500}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert SpeculationConfig.from_dict(stored) == SpeculationConfig("threshold", threshold=0.4)
+        assert SpeculationConfig.from_dict(shapes) == SpeculationConfig(tree=[2, 1], lookup="history")
+    with pytest.warns(UserWarning, match="does not know and ignores: beams"):
+        SpeculationConfig.from_dict({"beams": 3})
+
+
+def test_copies() -> None:
+    config = SpeculationConfig(tree=[[0], [1], [0, 0]], lookup="history")
+    assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301 - our own bytes
+    assert replace(config, threshold=0.5).shape == {(): 2, (0,): 1}
+    assert SpeculationConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(("values", "says"), [
+    ({"tree_depth": 0}, "tree_depth=0 must be from 1"),
+    ({"min_tokens": 0}, "min_tokens=0 must be from 1"),
+    ({"draft_temperature": 0.0}, "draft_temperature=0.0 must be from 0.1 to 10"),
+    ({"tree_threshold": 1.0}, "nothing could be drawn"),
+    ({"verification": "beam"}, "verification='beam' must be one of block, token"),
+])  # fmt: skip
+def test_decisions_that_make_no_sense(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Decisions(**values)

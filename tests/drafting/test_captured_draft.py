@@ -1,7 +1,5 @@
 """Levels of candidates that captured rounds draw, beside the growth of uncaptured trees."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from types import SimpleNamespace

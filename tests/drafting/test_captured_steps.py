@@ -1,7 +1,5 @@
 """A draft's steps in captured rounds: passes that are wrong would be noticed, a changed draft is seen."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -40,15 +38,11 @@ def stands_behind_all(*args: Any) -> dict[str, Any]:
     return found | {"position_ids": ids + torch.arange(ids.shape[1])}
 
 
-@pytest.mark.parametrize(
-    ("settings", "owner", "name", "mutant"),
-    [
-        (CHAIN, CapturedDraft, "_forget", forgets_nothing),
-        (TREE, round_steps, "inputs_in_place", sees_siblings),
-        (TREE, round_steps, "inputs_in_place", stands_behind_all),
-    ],
-    ids=["forgets nothing", "sees siblings", "stands behind all"],
-)
+@pytest.mark.parametrize(("settings", "owner", "name", "mutant"), [
+    (CHAIN, CapturedDraft, "_forget", forgets_nothing),
+    (TREE, round_steps, "inputs_in_place", sees_siblings),
+    (TREE, round_steps, "inputs_in_place", stands_behind_all),
+], ids=["forgets nothing", "sees siblings", "stands behind all"])  # fmt: skip
 def test_passes_that_are_wrong_are_noticed(
     settings: dict[str, Any], owner: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

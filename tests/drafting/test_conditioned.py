@@ -1,9 +1,6 @@
 """Drafts that read the target's states: what they read, round by round, beside states computed from scratch.
 
-What they have in common with other kinds of draft is in `tests/drafts/test_contract.py`.
-"""
-
-from __future__ import annotations
+What they have in common with other kinds of draft is in `tests/drafts/test_contract.py`."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +13,9 @@ from support.models import assistant_of, prompt, quiet_later_layers, random_fusi
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN, TargetStates
@@ -71,8 +67,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
 def from_scratch(assistant: SpecDecPPAssistant, target: CausalLM, text: list[int], path: list[int]) -> Tensor:
     """The draft's logits after `text + path`: target states over the text, then the draft's own, one by one."""
     drafter = assistant.ready_drafter()
-    states = states_of(target, drafter, torch.tensor([text]))
-    cache = DynamicCache(config=drafter.text_config)
+    states, cache = states_of(target, drafter, torch.tensor([text])), DynamicCache(config=drafter.text_config)
     cache.activate_past_recording()
     hidden = drafter.hidden_states(torch.tensor([text[1:]]), cache, states[:, :-1])[:, -1:]
     for token in path:
@@ -95,8 +90,7 @@ def worst(assistant: SpecDecPPAssistant, target: CausalLM, rounds: list[Drafted]
 def test_reads_the_states_of_the_verified_text(
     reading: Making, target: CausalLM, drafted: list[Drafted], speculation: SpeculationConfig, chunk: int | None
 ) -> None:
-    assistant = reading(target, speculation)
-    ids = prompt()
+    assistant, ids = reading(target, speculation), prompt()
     plain = target.generate(ids, max_new_tokens=32, do_sample=False)
     output = target.generate(
         ids, max_new_tokens=32, do_sample=False, assistant_model=assistant, prefill_chunk_size=chunk
@@ -145,8 +139,7 @@ def test_wrong_states_are_noticed(
     reading: Making, drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch, mutate: Callable[..., Any]
 ) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assistant = reading(target)
-    right = TargetStates.take
+    assistant, right = reading(target), TargetStates.take
     monkeypatch.setattr(OneTarget, "compare_passes", lambda *_: None)
     monkeypatch.setattr(TargetStates, "take", mutate(right))
     target.generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
@@ -154,12 +147,9 @@ def test_wrong_states_are_noticed(
     assert worst(assistant, target, drafted) > 1e-3
 
 
-def test_candidates_that_stay_as_they_were_read_are_noticed(
-    reading: Making, drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_candidates_are_noticed(reading: Making, drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assistant = reading(target)
-    begin = DraftSession.begin_round
+    assistant, begin = reading(target), DraftSession.begin_round
 
     def keeps(self: DraftSession, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         fed = min(num_accepted, self._fed_candidates)
@@ -201,8 +191,7 @@ def test_a_processor_that_calls_the_target(
     assert worst(assistant, llama, drafted) < 1e-4
 
 
-@pytest.mark.takes(5)
-@pytest.mark.every(2)
+@pytest.mark.every(2, takes=5)
 def test_several_threads(reading: Making, llama: CausalLM, drafted: list[Drafted]) -> None:
     """Passes of the same target in other threads are not caught."""
     assistant = reading(llama)

@@ -1,7 +1,5 @@
 """Stopping rules: each against its formula, and the SpecDec++ round against a transcription of the authors' loop."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -12,9 +10,8 @@ from support.stopping_rules import decides, make_step
 from support.toy_rounds import Models, draft_chain, make_estimator
 from torch import Tensor
 
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import AcceptanceHead, SpeculationConfig
 from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.generation.setup import make_rule
 
@@ -150,8 +147,7 @@ def test_a_round_that_stops_has_one_unjudged_candidate(probability: float) -> No
 
 def test_the_first_forward_judges_nothing_before_but_its_own_candidate() -> None:
     """A token head can stop after the first candidate: one draft forward less than the paper's."""
-    steps = Steps(Models("plain", VOCAB, 0))
-    rule = rule_for(rule="threshold", threshold=0.0)
+    steps, rule = Steps(Models("plain", VOCAB, 0)), rule_for(rule="threshold", threshold=0.0)
     assert len(draft_chain(steps, rule, Replay([]), max_tokens=20)) == 1
     assert steps.calls == 1
 

@@ -1,8 +1,6 @@
 """What every kind of draft does: generations are the target's, whatever rule, tree, processor, cache or batch; what it
 cannot do is refused with its own reason; stored and loaded again it drafts the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -86,8 +84,7 @@ def eagle3_of_others(folder: Path) -> Pair:
 
 
 def dflash(folder: Path) -> Pair:
-    target = dflash_files.target_for()
-    draft = dflash_files.VARIANTS["windows"].save(folder / "draft")
+    target, draft = dflash_files.target_for(), dflash_files.VARIANTS["windows"].save(folder / "draft")
     return SpecDecPPAssistant.from_pretrained(draft, target), target
 
 
@@ -356,8 +353,7 @@ def test_its_costs_are_assumed(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
     draft = assistant.ready_drafter()
     costs = Rounds(target, draft, assistant.head or DraftProbability(), 4).assumed()
-    assert costs.block == draft.block
-    assert (costs.draft > 0) == bool(draft.places)
+    assert (costs.block, costs.draft > 0) == (draft.block, bool(draft.places))
 
 
 # Stored. --------------------------------------------------------------------------------------------------------------

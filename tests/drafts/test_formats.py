@@ -1,7 +1,5 @@
 """What is alike for drafts that others trained, in every dialect: their files, and what is refused of damaged ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Kinds of draft: what is asked of them is asked in one room, and drafts that are no model a step fit the interface."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path
@@ -11,8 +9,7 @@ from support.models import prompt, tiny
 from support.stand_ins import BLOCK, BlockDraft
 
 import hf_specdecpp
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.drafts import known
 from hf_specdecpp.drafts.kind import Kind
 from hf_specdecpp.drafts.known import BY_NAME, KINDS, kind_of, kind_to_train, override, read_config, recognise
@@ -21,12 +18,9 @@ from hf_specdecpp.files import Repository
 PACKAGE = Path(hf_specdecpp.__file__).parent
 # The default of `draft_kind`, which repositories may leave out; fields; a contestant's name; names of others.
 ALLOWED = {
-    ("config/assistant.py", "independent"),
-    ("benchmark/contestants.py", "lookup"),
-    ("hub/publishing.py", "lookup"),
-    ("serving.py", "eagle3"),
-    ("assistant.py", "eagle3"),
-}
+    ("config/assistant.py", "independent"), ("benchmark/contestants.py", "lookup"), ("hub/publishing.py", "lookup"),
+    ("serving.py", "eagle3"), ("assistant.py", "eagle3"),
+}  # fmt: skip
 SHARED = {"checkpoints", "kind", "known"}  # files of `drafts/` that are of no kind
 STARTS = "where the training of such drafts begins: layers of their shapes, fitted to a target's"
 # What may be imported of a kind's own files, and why.
@@ -65,8 +59,7 @@ def imported_in(source: str) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_specdecpp.drafts"):
             whole = f"{node.module}."
             for alias in node.names:
-                kind = f"{whole}{alias.name}".split(".")[2]
-                one = getattr(known, alias.name, None)
+                kind, one = f"{whole}{alias.name}".split(".")[2], getattr(known, alias.name, None)
                 if kind not in SHARED or isinstance(one, Kind):
                     found[alias.asname or alias.name] = one.name if isinstance(one, Kind) else kind
     return found
@@ -97,8 +90,7 @@ def test_nobody_outside_the_room_asks_for_a_kind_by_name_or_class() -> None:
 def test_the_check_above_sees_names_imports_and_classes() -> None:
     assert names_in("if config.draft_kind == 'conditioned': pass") == {"conditioned"}
     source = "from hf_specdecpp.drafts.dflash.model import DFlashDraft as Blocks\nisinstance(x, (int, Blocks))"
-    assert imported_in(source) == {"Blocks": "dflash"}
-    assert told_apart_in(source) == {"Blocks"}
+    assert (imported_in(source), told_apart_in(source)) == ({"Blocks": "dflash"}, {"Blocks"})
     assert imported_in("from hf_specdecpp.drafts import lookup") == {"lookup": "lookup"}
     assert imported_in("from hf_specdecpp.drafts.known import EARLY_EXIT") == {"EARLY_EXIT": "early_exit"}
     assert imported_in("from hf_specdecpp.drafts.known import kind_of\nfrom hf_specdecpp.drafts import known") == {}

@@ -1,14 +1,15 @@
 """`AcceptanceRates`: what rounds teach about estimates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of
+from hf_specdecpp.estimation.metrics import auc, binary_kl, ece
 
 
 def test_only_candidates_with_accepted_predecessors_count() -> None:
@@ -33,8 +34,7 @@ def test_a_late_verdict_that_never_came_is_guessed() -> None:
     "truth", [lambda e: e, lambda e: e**3, lambda e: 0.1 + 0.0 * e], ids=["right", "high", "noise"]
 )
 def test_estimates_are_calibrated(truth: Callable[[float], float]) -> None:
-    rng = np.random.default_rng(0)
-    rates = AcceptanceRates()
+    rng, rates = np.random.default_rng(0), AcceptanceRates()
     for _ in range(5000):
         estimate = rng.beta(1.0, 0.4)
         rates.observe([estimate], 1, int(rng.random() < truth(estimate)))
@@ -82,3 +82,60 @@ def test_a_tree_counts_the_siblings_that_the_target_got_to() -> None:
     assert tree.accepted.sum() == tree.accepted[bin_of(0.97)] == 1
     assert tree.transitions[bin_of(0.5), bin_of(0.97)] == tree.transitions[NO_VERDICT, bin_of(0.2)] == 1
     assert chain.judged == 0
+
+
+# Metrics of estimates against their definitions, written as loops. ----------------------------------------------------
+
+
+def some(seed: int, n: int = 40) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    estimate, label = torch.rand(2, n, generator=generator, dtype=torch.float64)
+    return (estimate * 10).round() / 10, label  # with ties
+
+
+@pytest.mark.parametrize("hard", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_auc(seed: int, hard: bool) -> None:
+    estimate, label = some(seed)
+    label = label.round() if hard else label
+    won = total = 0.0
+    for e, y in zip(estimate.tolist(), label.tolist(), strict=True):
+        for other, z in zip(estimate.tolist(), label.tolist(), strict=True):
+            total += y * (1 - z)
+            won += y * (1 - z) * (1.0 if e > other else 0.5 if e == other else 0.0)
+    assert auc(estimate, label) == pytest.approx(won / total)
+
+
+def test_auc_of_one_class_is_undefined() -> None:
+    assert math.isnan(auc(torch.rand(3), torch.ones(3)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ece(seed: int) -> None:
+    estimate, label = some(seed)
+    error = 0.0
+    for b in range(15):
+        inside = [i for i, e in enumerate(estimate.tolist()) if min(int(e * 15), 14) == b]
+        if inside:
+            gap = sum(float(estimate[i] - label[i]) for i in inside) / len(inside)
+            error += abs(gap) * len(inside) / len(label)
+    assert ece(estimate, label) == pytest.approx(error)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_binary_kl(seed: int) -> None:
+    estimate, label = some(seed)
+    estimate = estimate.clamp(0.05, 0.95)
+    pairs = list(zip(estimate.tolist(), label.tolist(), strict=True))
+    expected = sum(y * math.log(y / e) + (1 - y) * math.log((1 - y) / (1 - e)) for e, y in pairs) / len(pairs)
+    assert binary_kl(estimate, label) == pytest.approx(expected)
+    assert binary_kl(label.round(), label.round()) == pytest.approx(0.0, abs=1e-5)
+
+
+def test_weights_count_as_repetition() -> None:
+    estimate, label = some(0)
+    weight = torch.tensor([1.0, 2.0] * 20)
+    twice = weight.long()
+    for metric in (auc, binary_kl):
+        repeated = metric(estimate.repeat_interleave(twice), label.repeat_interleave(twice))
+        assert metric(estimate, label, weight) == pytest.approx(repeated)

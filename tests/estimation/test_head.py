@@ -1,7 +1,5 @@
 """Acceptance estimators: the paper's head against an independent copy of it, the token head, calibration, dtypes."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any
@@ -110,8 +108,7 @@ def test_estimates_are_probabilities_even_if_the_head_overflows(inputs: str, siz
 
 @pytest.mark.parametrize("token", range(VOCAB))
 def test_an_untrained_before_head_says_q(token: int) -> None:
-    step = make_step(token=token)
-    head = AcceptanceHead(SIZE, num_blocks=2, inputs="before", rank=4)
+    step, head = make_step(token=token), AcceptanceHead(SIZE, num_blocks=2, inputs="before", rank=4)
     assert_close(head.estimate(step), step.q_of_token, rtol=1e-4, atol=1e-6)
 
 
@@ -120,14 +117,12 @@ def test_an_untrained_before_head_says_q(token: int) -> None:
 @pytest.mark.parametrize("greedy", [False, True])
 def test_the_before_head_is_q_plus_scalars_plus_correction(blocks: int, rank: int, greedy: bool) -> None:
     head, step = make_head(num_blocks=blocks, inputs="before", rank=rank), make_step(token=4, greedy=greedy)
-    weights = dict(head.state_dict())
-    silu = nn.functional.silu
+    weights, silu = dict(head.state_dict()), nn.functional.silu
 
     def linear(name: str, x: Tensor) -> Tensor:
         return weights[f"{name}.weight"] @ x + weights.get(f"{name}.bias", 0.0)
 
-    top = step.q.sort(descending=True).values
-    entropy = -(step.q * step.q.log()).sum()
+    top, entropy = step.q.sort(descending=True).values, -(step.q * step.q.log()).sum()
     no_siblings = torch.zeros(2)
     scalars = torch.stack((step.q[4].log(), entropy, top[0] - top[1], *no_siblings, torch.tensor(float(greedy))))
     x = silu(linear("from_hidden", step.hidden) + linear("from_embedding", step.embed(torch.tensor(4))))
@@ -174,10 +169,7 @@ def test_scalar_features() -> None:
 # Both. ----------------------------------------------------------------------------------------------------------------
 
 
-CALIBRATION = {
-    "sampled": {"bias": 0.3, "temperatures": [2.0, 0.5]},
-    "greedy": {"bias": -1.0, "temperatures": [0.7]},
-}
+CALIBRATION = {"sampled": {"bias": 0.3, "temperatures": [2.0, 0.5]}, "greedy": {"bias": -1.0, "temperatures": [0.7]}}
 
 
 @pytest.mark.parametrize(("inputs", "first"), [("after", 1), ("before", 0)])
@@ -204,9 +196,7 @@ def test_a_calibration_of_many_candidates_is_that_of_each() -> None:
 
 
 @pytest.mark.parametrize(("siblings", "alike"), [(1, [0, 1, 2, 3, 4, 5]), (3, [2, 3, 4, 5]), (None, [])])
-def test_siblings_beyond_those_of_the_fit_are_judged_like_the_last_of_them(
-    siblings: int | None, alike: list[int]
-) -> None:
+def test_siblings_beyond_those_of_the_fit_are_judged_like_the_last(siblings: int | None, alike: list[int]) -> None:
     head = make_head(inputs="before", rank=4, siblings=siblings)
     scalars = torch.tensor([-1.0, 2.0, 0.1, 0.0, 0.0, 0.0]).repeat(6, 1)
     scalars[:, NUM_SIBLINGS], scalars[1:, SIBLING_MASS] = torch.arange(6.0), 0.5
@@ -256,19 +246,16 @@ def test_draft_probability_is_q() -> None:
     assert DraftProbability().inputs == "before"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"inputs": "during"}, "inputs='during' must be 'after' or 'before'"),
-        ({"hidden_size": 0}, "hidden_size=0 and rank=64 must be at least 1"),
-        ({"num_blocks": -1}, "num_blocks=-1 from 0 to 64"),
-        ({"rank": 0}, "rank=0 must be at least 1"),
-        ({"siblings": 0}, "siblings=0 must be from 1 to 1024"),
-        ({"calibration": {"sampled": {"temperatures": []}}}, "must be positive numbers"),
-        ({"calibration": {"greedy": {"temperatures": [1.0, 0.0]}}}, "must be positive numbers"),
-        ({"calibration": {"beams": {}}}, "calibration has .'beams'.; it knows sampled and greedy targets"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"inputs": "during"}, "inputs='during' must be 'after' or 'before'"),
+    ({"hidden_size": 0}, "hidden_size=0 and rank=64 must be at least 1"),
+    ({"num_blocks": -1}, "num_blocks=-1 from 0 to 64"),
+    ({"rank": 0}, "rank=0 must be at least 1"),
+    ({"siblings": 0}, "siblings=0 must be from 1 to 1024"),
+    ({"calibration": {"sampled": {"temperatures": []}}}, "must be positive numbers"),
+    ({"calibration": {"greedy": {"temperatures": [1.0, 0.0]}}}, "must be positive numbers"),
+    ({"calibration": {"beams": {}}}, "calibration has .'beams'.; it knows sampled and greedy targets"),
+])  # fmt: skip
 def test_senseless_heads_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AcceptanceHead(**{"hidden_size": SIZE, **arguments})

@@ -5,8 +5,6 @@ The slow run draws 300 batches, `SPECDECPP_FUZZ_CASES` another number. To run on
     PYTHONPATH=tests python -c "from exactness.test_batch_fuzz import *; check(5)"
 """
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any

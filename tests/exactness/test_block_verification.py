@@ -1,10 +1,7 @@
 """Block verification: mutants of its formulas that must fail, how much more it accepts, and the at-once version.
 
 That whole rounds with it emit exactly p under every rule is in `test_chain_rounds.py`. Everything here is enumerated,
-so nothing can fail by chance.
-"""
-
-from __future__ import annotations
+so nothing can fail by chance."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -96,13 +93,10 @@ def accepted_in(toy: ToyRound) -> float:
 
 
 @pytest.mark.every(5)
-@pytest.mark.parametrize(
-    ("rule", "thorough"),
-    [
-        *((rule, False) for rule in RULES if "throughput/" not in rule),
-        *(pytest.param(rule, True, marks=pytest.mark.slow) for rule in RULES),
-    ],
-)
+@pytest.mark.parametrize(("rule", "thorough"), [
+    *((rule, False) for rule in RULES if "throughput/" not in rule),
+    *(pytest.param(rule, True, marks=pytest.mark.slow) for rule in RULES),
+])  # fmt: skip
 def test_a_block_round_accepts_no_fewer(rule: str, thorough: bool) -> None:
     block, token = [], []
     for scenario in SCENARIOS:

@@ -2,10 +2,7 @@
 
 Every outcome of a round is enumerated: which candidates are drawn, where a rule that looks at them stops, how many
 stand, what follows; then plain sampling goes on to the length of the longest text. The distribution of texts must be
-the target's to rounding. Wrong versions of the functions must not pass.
-"""
-
-from __future__ import annotations
+the target's to rounding. Wrong versions of the functions must not pass."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from support.exact_distribution import VISIBLE
-from support.next_tokens import VOCAB, Path, distributions, texts_of_plain
+from support.next_tokens import VOCAB, Path, distributions, plain_texts
 from support.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
 from torch import Tensor
 
@@ -47,7 +44,7 @@ def texts_of_rounds(
             following = weights[accepted] / weights[accepted].sum()
             for token in range(VOCAB):
                 if (own := chance * share * float(following[token])) > 0.0:
-                    for text, each in texts_of_plain(p, K + 1, (*drawn[:accepted], token)[: K + 1], own).items():
+                    for text, each in plain_texts(p, K + 1, (*drawn[:accepted], token)[: K + 1], own).items():
                         found[text] = found.get(text, 0.0) + each
     return found
 
@@ -59,7 +56,7 @@ def error(stop: Stop, verification: Verification, rule: Outcomes = outcomes, see
         if largest > VISIBLE:
             break
         p, q = (distributions(each, K + 1, spread=2.0, every=5) for each in (seed, 100 + seed))
-        plain, ours = texts_of_plain(p, K + 1), texts_of_rounds(p, q, stop, verification, rule)
+        plain, ours = plain_texts(p, K + 1), texts_of_rounds(p, q, stop, verification, rule)
         largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
     return largest
 
@@ -111,7 +108,7 @@ def error_of_processors(name: str, process: Process, seeds: Sequence[int] = rang
         def rows(drawn: Path, between: Between = between) -> Tensor:
             return between.rows(between.chain(drawn), process)
 
-        plain = texts_of_plain(between.p, K + 1)
+        plain = plain_texts(between.p, K + 1)
         ours = texts_of_rounds(between.p, q, STOPS["fixed"], "block", outcomes, rows)
         largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
     return largest

@@ -2,10 +2,7 @@
 
 Every outcome is enumerated: the order in which the siblings below each node are drawn, which slots are among the best,
 which nodes stand, what follows; then plain sampling goes on. The distribution of texts must be the target's to
-rounding. Wrong versions of the functions must not pass.
-"""
-
-from __future__ import annotations
+rounding. Wrong versions of the functions must not pass."""
 
 import itertools
 import random
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import VISIBLE
-from support.next_tokens import VOCAB, Path, distributions, texts_of_plain
+from support.next_tokens import VOCAB, Path, distributions, plain_texts
 from support.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
 from torch import Tensor
 from torch.nn import functional
@@ -66,12 +63,8 @@ def orders(q: Tensor) -> Iterator[tuple[float, Path]]:
 class Grown:
     """A tree as `CapturedDraft.propose` grows it, but that the orders of siblings are given.
 
-    Attributes:
-        chance: of all that was drawn.
-        tokens, parents: `[nodes]`.
-        paths: of tokens, of the root and of each node.
-        q: `[nodes, vocab]`.
-    """
+    `chance`: of all that was drawn. `tokens`, `parents`: `[nodes]`. `paths`: of tokens, of the root and of each node.
+    `q`: `[nodes, vocab]`."""
 
     def __init__(
         self, q: Callable[[Path], Tensor], drawn: dict[Path, tuple[float, Path]], slots: Slots, judge: Judge
@@ -135,7 +128,7 @@ def texts_of_rounds(
             for token in range(VOCAB):
                 if (share := chance * float(following[token])) > 0.0:
                     begun = (*tree.paths[int(last)], token)
-                    for text, each in texts_of_plain(p, LEVELS + 1, begun, share).items():
+                    for text, each in plain_texts(p, LEVELS + 1, begun, share).items():
                         found[text] = found.get(text, 0.0) + each
     return found
 
@@ -147,7 +140,7 @@ def error(tests: Tests = on_device.tree_tests, slots: Slots = best_slots, seeds:
         if largest > VISIBLE:
             break
         p, q = (distributions(each, LEVELS, spread=1.5, every=4) for each in (seed, 100 + seed))
-        plain, ours = texts_of_plain(p, LEVELS + 1), texts_of_rounds(p, trees(q, slots, judge), tests)
+        plain, ours = plain_texts(p, LEVELS + 1), texts_of_rounds(p, trees(q, slots, judge), tests)
         largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
     return largest
 
@@ -214,7 +207,7 @@ def error_of_processors(name: str, process: Process) -> float:
             tree.add(parent, token)
         return between.rows(tree, process)
 
-    plain = texts_of_plain(between.p, LEVELS + 1)
+    plain = plain_texts(between.p, LEVELS + 1)
     ours = texts_of_rounds(between.p, trees(q), on_device.tree_tests, known)
     return max(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours})
 

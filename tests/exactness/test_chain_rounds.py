@@ -1,10 +1,7 @@
 """The exact distribution of whole rounds (draft, stop, verify) for every stopping rule; and mutants that must fail.
 
 A right round is within rounding of p and a wrong one off by more than a thousandth, without sampling: nothing here can
-fail by chance. Several seeds, because some pairs of p and q cannot tell a mutant from the truth.
-"""
-
-from __future__ import annotations
+fail by chance. Several seeds, because some pairs of p and q cannot tell a mutant from the truth."""
 
 import pytest
 import torch
@@ -70,15 +67,11 @@ def test_rounds_of_several_lengths_occur(rule: str) -> None:
         assert lengths == {1, 2, 3}
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(3)
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "threshold/draft probability",
-        *(pytest.param(rule, marks=pytest.mark.slow) for rule in ["threshold/after, untied", "threshold/before"]),
-    ],
-)
+@pytest.mark.every(3, takes=3)
+@pytest.mark.parametrize("rule", [
+    "threshold/draft probability",
+    *(pytest.param(rule, marks=pytest.mark.slow) for rule in ["threshold/after, untied", "threshold/before"]),
+])  # fmt: skip
 @pytest.mark.parametrize("verifier", ["block", "token"])
 def test_two_rounds_emit_exactly_p(verifier: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second round continues the text of the first, with the same rule, which has learnt how the first went."""
@@ -173,13 +166,8 @@ class SubtractsTheFirstQ(ToyRound):
 
 
 MUTANTS = [
-    Withdraws,
-    ReportsAnotherTemperature,
-    DraftsGreedily,
-    AcceptsEverything,
-    ReusesTheUniform,
-    DrawsTheBonusFromQ,
-]
+    Withdraws, ReportsAnotherTemperature, DraftsGreedily, AcceptsEverything, ReusesTheUniform, DrawsTheBonusFromQ,
+]  # fmt: skip
 # Of the residual as `verify_chain` computes it; those of block verification are in `test_block_verification.py`.
 RESIDUALS = [ResamplesFromP, SubtractsTheFirstQ]
 

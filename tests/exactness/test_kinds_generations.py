@@ -4,10 +4,7 @@ drafts that have a temperature of their own.
 Everything is product code and transformers' own classes, from the files that layers are read from and the hooks that
 catch the target's states to the caches that are rolled back; only the random numbers are replaced by a `Replay`.
 Mutants: a q of another temperature, or told without its own, one as if the draft could have proposed all tokens, one
-that is told as that of the next candidate, and candidates that are dropped because of what they are.
-"""
-
-from __future__ import annotations
+that is told as that of the next candidate, and candidates that are dropped because of what they are."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -100,8 +97,7 @@ def pair(name: str, **speculation: Any) -> Pair:
     return target, told(assistant, **speculation, draft_temperature=TEMPERATURES.get(name, 1.0))
 
 
-@pytest.mark.takes(5)
-@pytest.mark.every(11)
+@pytest.mark.every(11, takes=5)
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_generate_emits_exactly_p(name: str, shape: str, enumerate_torch: Enumerate) -> None:
     assert_exactly_p(*pair(name, **SHAPES[shape]), enumerate_torch)
@@ -145,16 +141,12 @@ def without_its_own_temperature(scores: torch.Tensor) -> torch.Tensor:
     return scores * TEMPERATURES["early exit, colder"]
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(3)
-@pytest.mark.parametrize(
-    ("name", "shape", "mutate"),
-    [
-        *product(("eagle3, some", "gemma4, clusters"), ("chain, block", "dyspec, block"), (as_if_of_all, hotter)),
-        ("mtp", "dyspec, block", hotter),
-        ("early exit, colder", "chain, block", without_its_own_temperature),
-    ],
-)
+@pytest.mark.every(3, takes=2)
+@pytest.mark.parametrize(("name", "shape", "mutate"), [
+    *product(("eagle3, some", "gemma4, clusters"), ("chain, block", "dyspec, block"), (as_if_of_all, hotter)),
+    ("mtp", "dyspec, block", hotter),
+    ("early exit, colder", "chain, block", without_its_own_temperature),
+])  # fmt: skip
 def test_another_q_that_is_told_is_caught(
     name: str, shape: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,15 +154,11 @@ def test_another_q_that_is_told_is_caught(
     assert_caught(*pair(name, **SHAPES[shape]), enumerate_torch)
 
 
-@pytest.mark.takes(4)
-@pytest.mark.every(5)
-@pytest.mark.parametrize(
-    ("name", "mutate"),
-    [
-        ("gemma4, all", not_the_likeliest),
-        *((name, mutate) for name in PAIRS if name[:3] == "mtp" for mutate in (warmer, of_the_next, unlikely)),
-    ],
-)
+@pytest.mark.every(5, takes=4)
+@pytest.mark.parametrize(("name", "mutate"), [
+    ("gemma4, all", not_the_likeliest),
+    *((name, mutate) for name in PAIRS if name[:3] == "mtp" for mutate in (warmer, of_the_next, unlikely)),
+])  # fmt: skip
 def test_changed_chains_are_caught(
     name: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,10 +3,7 @@
 Their candidates come through the real interface (`Draft`, `Reading`): from tables in the place of models, and from a
 real DFlash block beside a real target, both tiny. Its processors depend on the path, so that q of a place is another
 one after each path. Mutants: the marginals of a place told as those of another, q without the processors that it was
-drawn with or with those of another path, and a point mass that is taken for less than certain.
-"""
-
-from __future__ import annotations
+drawn with or with those of another path, and a point mass that is taken for less than certain."""
 
 from functools import cache, partial
 from typing import Any
@@ -43,9 +40,7 @@ TEXT = (1, 0, 2, 1)  # and of the block
 class Tables(Models):
     """Tables that drafts propose from, as the stand-ins do from a text.
 
-    Args:
-        kind: `"block"`: the marginal of each of three places, whatever the path; `"lookup"`: certain tokens.
-    """
+    `kind`: `"block"`: the marginal of each of three places, whatever the path; `"lookup"`: certain tokens."""
 
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__("plain", VOCAB, seed)
@@ -79,9 +74,7 @@ class NotTheSameAgain(LogitsProcessor):
 class Block(Models):
     """A target, its processed distribution after a path, and a block draft that has read the text.
 
-    Attributes:
-        session: in the round after the text.
-    """
+    `session`: in the round after the text."""
 
     def __init__(self, seed: int) -> None:
         super().__init__("plain", VOCAB, seed)
@@ -153,14 +146,11 @@ RULES = ["fixed", "threshold/draft probability", "throughput/draft probability",
 
 
 @pytest.mark.every(7)
-@pytest.mark.parametrize(
-    ("kind", "rule"),
-    [
-        *((kind, rule) for kind in TOLERANCE for rule in RULES),
-        ("block", "threshold/before"),
-        ("lookup", "threshold/before"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "rule"), [
+    *((kind, rule) for kind in TOLERANCE for rule in RULES),
+    ("block", "threshold/before"),
+    ("lookup", "threshold/before"),
+])  # fmt: skip
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_a_chain_emits_exactly_p(verifier: str, kind: str, rule: str) -> None:
     lengths = set()
@@ -259,17 +249,14 @@ class OnePathForAll(KindTree):
         return tree
 
 
-@pytest.mark.parametrize(
-    ("kind", "mutant"),
-    [
-        ("lookup", LessCertain),
-        ("lookup", KeepsTheMass),
-        ("block", AnotherPlace),
-        ("dflash", AnotherPlace),
-        ("dflash", NotProcessed),
-        ("dflash", OnePathForAll),
-    ],
-)
+@pytest.mark.parametrize(("kind", "mutant"), [
+    ("lookup", LessCertain),
+    ("lookup", KeepsTheMass),
+    ("block", AnotherPlace),
+    ("dflash", AnotherPlace),
+    ("dflash", NotProcessed),
+    ("dflash", OnePathForAll),
+])  # fmt: skip
 def test_mutants_are_caught(kind: str, mutant: Any) -> None:
     is_chain = issubclass(mutant, KindRound)
     assert is_caught(

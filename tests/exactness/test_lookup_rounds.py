@@ -1,10 +1,7 @@
 """The exact distribution of rounds whose last candidates were looked up: chains and trees, behind drawn ones or alone.
 
 Mutants: the share of earlier places that had the candidate, taken for its q; the candidate left in what is drawn from
-once it was rejected; a candidate that is looked up as it is needed, after the target's token was drawn.
-"""
-
-from __future__ import annotations
+once it was rejected; a candidate that is looked up as it is needed, after the target's token was drawn."""
 
 from typing import Any
 

@@ -1,10 +1,7 @@
 """The paper's loss and gradients, computed once more from its formulas (sections 3.2 and 3.3) with plain loops.
 
 Frozen draft, tied blocks, w_rej = 6, 15 % token mixing. Only the random draws (the draft's tokens and which of them
-are mixed in) are taken from the code under test; everything that follows from them is done again.
-"""
-
-from __future__ import annotations
+are mixed in) are taken from the code under test; everything that follows from them is done again."""
 
 import math
 from collections.abc import Callable
@@ -41,8 +38,7 @@ def case() -> Any:
     draft = partly_agreeing(target, 0.9)
     torch.manual_seed(0)
     head = AcceptanceHead(draft.config.hidden_size, 3, tied=True, inputs="after")
-    texts = [prompt(46, seed=1), prompt(38, seed=2)]
-    generator = torch.Generator().manual_seed(3)
+    texts, generator = [prompt(46, seed=1), prompt(38, seed=2)], torch.Generator().manual_seed(3)
     examples = Examples(PAPER, Drafter(draft), target)
     items = [examples.of_text(ids, PROMPT_LENGTH, Sampling(), generator) for ids in texts]
     return target, draft, head, texts, items
@@ -67,8 +63,7 @@ def papers_loss(case: Any, w_rej: float = 6.0) -> tuple[Tensor, dict[str, Tensor
             if not counts[i]:
                 continue
             place = PROMPT_LENGTH + i
-            p_acc = min(1.0, float(p[place - 1, y]) / float(q[place - 1, y]))
-            e = states[place].float()
+            p_acc, e = min(1.0, float(p[place - 1, y]) / float(q[place - 1, y])), states[place].float()
             for _ in range(3):
                 inner = weights["blocks.0.linear.weight"] @ e + weights["blocks.0.linear.bias"]
                 e = e + inner / (1.0 + torch.exp(-inner))
@@ -179,8 +174,7 @@ def unmasked_normaliser(log_odds: Tensor, label: Tensor, w_rej: float, mask: Ten
 
 
 @pytest.mark.parametrize(
-    "mutant",
-    [sum_without_normaliser, mean_over_positions, no_rejection_weight, unmasked_normaliser],
+    "mutant", [sum_without_normaliser, mean_over_positions, no_rejection_weight, unmasked_normaliser]
 )
 def test_wrong_losses_are_noticed(
     mutant: Callable[..., Tensor], case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,31 +4,18 @@ Real `generate()` calls through both doors, with an ear at both ends: what the d
 verifier is told. The same q is then computed by transformers alone, from the draft and the text before the candidate.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.models import partly_agreeing, tiny
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
-    TemperatureLogitsWarper,
-)
 from transformers.generation import utils as transformers_generation
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 from hf_specdecpp.generation import text as verification
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.sampling.randomness import TorchRandomness
 
 VOCAB = 24
@@ -36,7 +23,7 @@ DOORS = ["attached", "unattached"]
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 8, 5, 6]])
 
 
-class FavoursTheNextId(LogitsProcessor):
+class FavoursTheNextId(transformers.LogitsProcessor):
     """A user's own processor that looks at the text, and says that it keeps no state: so drafts are processed, too."""
 
     reads_prefix_only = True
@@ -59,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "suppressed tokens": {"suppress_tokens": [3, 4, 5, 6]},
     "bad words": {"bad_words_ids": [[7], [5, 6], [6, 9]]},
     "minimum length": {"min_length": 18, "eos_token_id": [0, 1, 2, 3, 4, 5, 6, 7]},
-    "user's own": {"logits_processor": LogitsProcessorList([FavoursTheNextId()])},
+    "user's own": {"logits_processor": transformers.LogitsProcessorList([FavoursTheNextId()])},
     "several": {"temperature": 1.4, "top_k": 8, "top_p": 0.95, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
 }
 
@@ -67,9 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class Ear:
     """Listens to what the draft draws from and to what the verifier of either door is told about it.
 
-    Attributes:
-        rounds: (candidates, the distributions that they were drawn from, the verifier's q), one a round.
-    """
+    `rounds`: (candidates, the distributions that they were drawn from, the verifier's q), one a round."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rounds: list[tuple[list[int], Tensor, Tensor]] = []
@@ -105,7 +90,10 @@ def small(seed: int, vocab: int = VOCAB) -> Any:
 
 
 def assistant_for(
-    target: PreTrainedModel, draft: PreTrainedModel, door: str, draft_vocab: list[int] | None = None
+    target: transformers.PreTrainedModel,
+    draft: transformers.PreTrainedModel,
+    door: str,
+    draft_vocab: list[int] | None = None,
 ) -> SpecDecPPAssistant:
     speculation = SpeculationConfig(rule="fixed", num_tokens=3)
     assistant = SpecDecPPAssistant.from_draft(draft, target, draft_vocab=draft_vocab, speculation=speculation)
@@ -133,15 +121,11 @@ def assert_q_is_the_distribution(ear: Ear, vocab: int = VOCAB) -> None:
 @pytest.mark.every(3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_q_is_what_was_drawn_from_and_what_transformers_computes(
-    name: str, door: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every candidate's q sees its own prefix: the emitted text, then the candidates before it."""
     target = small(0)
-    draft = partly_agreeing(target, mix=0.8)
-    ear = Ear(monkeypatch)
-    texts = []
-    heard = SpecDecPPCandidateGenerator.propose
+    draft, ear = partly_agreeing(target, mix=0.8), Ear(monkeypatch)
+    texts, heard = [], SpecDecPPCandidateGenerator.propose
 
     def hear_text(generator: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         chain = heard(generator, input_ids, *args, **kwargs)
@@ -164,11 +148,11 @@ def draft_distribution(draft: Any, prefix: Tensor, **options: Any) -> Tensor:
     """q after `prefix`, by one step of plain `generate()` on the draft."""
     settings = {"do_sample": True, "top_k": 0, "max_length": prefix.shape[1] + 20, "pad_token_id": 0, **options}
     mask = torch.ones_like(prefix)  # else transformers takes every token 0 for padding
-    first = MaxLengthCriteria(prefix.shape[1] + 1)
+    first = transformers.MaxLengthCriteria(prefix.shape[1] + 1)
     output = draft.generate(
         prefix,
         attention_mask=mask,
-        stopping_criteria=StoppingCriteriaList([first]),
+        stopping_criteria=transformers.StoppingCriteriaList([first]),
         return_dict_in_generate=True,
         output_scores=True,
         **settings,
@@ -180,8 +164,7 @@ def draft_distribution(draft: Any, prefix: Tensor, **options: Any) -> Tensor:
 def test_processors_really_change_q(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the tests above: q without processors differs from q with them."""
     target = small(0)
-    draft = partly_agreeing(target, mix=0.8)
-    ear = Ear(monkeypatch)
+    draft, ear = partly_agreeing(target, mix=0.8), Ear(monkeypatch)
     generate(target, assistant_for(target, draft, door), temperature=0.7)
     _, distributions, _ = ear.rounds[0]
     assert not torch.allclose(distributions[0], draft_distribution(draft, PROMPT), atol=1e-2)
@@ -228,8 +211,10 @@ def test_get_candidates_returns_the_scores_of_the_draw() -> None:
     target = small(0)
     generator = SpecDecPPCandidateGenerator(
         assistant_for(target, small(1), "attached").setup(),
-        GenerationConfig(do_sample=True, max_length=40),
-        LogitsProcessorList([TemperatureLogitsWarper(0.8), MinPLogitsWarper(0.1), FavoursTheNextId()]),
+        transformers.GenerationConfig(do_sample=True, max_length=40),
+        transformers.LogitsProcessorList(
+            [transformers.TemperatureLogitsWarper(0.8), transformers.MinPLogitsWarper(0.1), FavoursTheNextId()]
+        ),
         randomness=Recorder(),
     )
     ids, scores = generator.get_candidates(PROMPT)
@@ -242,16 +227,13 @@ def test_get_candidates_returns_the_scores_of_the_draw() -> None:
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
-        (
-            {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])},
-            "SynthIDTextWatermarkLogitsProcessor",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "name"), [
+    ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+    (
+        {"watermarking_config": transformers.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])},
+        "SynthIDTextWatermarkLogitsProcessor",
+    ),
+])  # fmt: skip
 def test_processors_with_a_memory_are_refused(options: dict[str, Any], name: str, door: str) -> None:
     target = small(0)
     with pytest.raises(ValueError, match=f"{name} keeps state from one token to the next"):

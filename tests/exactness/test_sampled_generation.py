@@ -1,10 +1,7 @@
 """Real `generate()` with real random numbers: the joint distribution of the first tokens against that of the target.
 
 The exact distributions are tested elsewhere, with enumerated randomness. This adds what they replace: torch's
-generators. The seeds are fixed, so a p-value is the same in every run.
-"""
-
-from __future__ import annotations
+generators. The seeds are fixed, so a p-value is the same in every run."""
 
 import math
 from collections import Counter
@@ -100,16 +97,12 @@ def test_the_joint_law_adds_up() -> None:
     assert math.isclose(sum(distribution.values()), 1.0, abs_tol=1e-9)
 
 
-@pytest.mark.takes(6)
-@pytest.mark.every(3)
-@pytest.mark.parametrize(
-    ("kind", "number"),
-    [
-        *((kind, 400) for kind in ("attached", "attached, as on a device", "unattached")),
-        pytest.param("attached, in order", 400, marks=pytest.mark.slow),
-        *(pytest.param(kind, 2500, marks=pytest.mark.slow) for kind in ("plain", "attached", "unattached")),
-    ],
-)
+@pytest.mark.every(3, takes=6)
+@pytest.mark.parametrize(("kind", "number"), [
+    *((kind, 400) for kind in ("attached", "attached, as on a device", "unattached")),
+    pytest.param("attached, in order", 400, marks=pytest.mark.slow),
+    *(pytest.param(kind, 2500, marks=pytest.mark.slow) for kind in ("plain", "attached", "unattached")),
+])  # fmt: skip
 def test_the_texts_follow_the_target(kind: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "attached, as on a device":
         pretend_that_reads_are_slow(monkeypatch)
@@ -152,8 +145,7 @@ def resamples_from_p(candidates: list[int], p: Tensor, q: Tensor, randomness: An
         return verification.verify_chain(candidates, p, q, randomness)
 
 
-@pytest.mark.takes(5)
-@pytest.mark.every(2)
+@pytest.mark.every(2, takes=5)
 @pytest.mark.parametrize("mutant", [accepts_everything, resamples_from_p])
 def test_a_wrong_verifier_is_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target()

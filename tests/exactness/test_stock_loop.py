@@ -3,8 +3,6 @@
 torch's two sources of randomness in that code are replaced by a `Replay`, which enumerates what they could have said.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -80,15 +78,13 @@ def test_another_reported_temperature_is_caught(enumerate_torch: Any) -> None:
     assert worst_error(exact_distribution(program), target_distribution(target, 0.8, 3), VOCAB) > VISIBLE
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("door", ["unattached", "attached"])
 def test_generate_emits_exactly_p(door: str, rule: str, enumerate_torch: Any) -> None:
     """The distribution of a whole `generate()`: several rounds, with the prompt, the caches and their roll-backs.
 
-    The penalty on repetitions makes p depend on the candidates before a position also through a processor.
-    """
+    The penalty on repetitions makes p depend on the candidates before a position also through a processor."""
     target, draft = small(7), small(107)
     assistant = assistant_for(draft, rule, target if door == "attached" else None)
     assert assert_exactly_p(target, assistant, enumerate_torch, penalty=1.7) > 2, "few candidates were rejected"

@@ -2,10 +2,7 @@
 
 Everything is product code; only the random numbers are replaced by a `Replay`. The table begins empty and is filled by
 the rounds themselves, so that the draft of later rounds follows what was drawn, accepted and rejected in earlier ones.
-Mutants: q is told as it was before it was mixed; or as the table has it once it knows what was drawn.
-"""
-
-from __future__ import annotations
+Mutants: q is told as it was before it was mixed; or as the table has it once it knows what was drawn."""
 
 import copy
 from collections.abc import Callable
@@ -19,9 +16,8 @@ from support.stock_rounds import VOCAB
 from support.whole_generations import Enumerate, assert_caught, assert_exactly_p
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpecDecPPConfig
 from hf_specdecpp.config.speculation import Decisions
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling import successors
 from hf_specdecpp.sampling.processors import Processing
@@ -55,8 +51,7 @@ def pair(kind: str, shape: str) -> tuple[CausalLM, SpecDecPPAssistant]:
     return target, assistant
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(11)
+@pytest.mark.every(11, takes=3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", [*KINDS, "block"])
 def test_generate_emits_exactly_p(kind: str, shape: str, enumerate_torch: Enumerate) -> None:
@@ -118,9 +113,7 @@ def unmixed(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: 
     return Processing(processing.processors).one(text, path, logits)
 
 
-def knowing_what_was_drawn(
-    processing: MixedProcessing, text: Tensor, path: list[int], drawn: int, logits: Tensor
-) -> Tensor:
+def knowing_the_drawn(processing: MixedProcessing, text: Tensor, path: list[int], drawn: int, logits: Tensor) -> Tensor:
     """As if the table took note of a draw before its q is asked for. Not as of a certain one: a q of 1 for whatever was
     drawn is that of a candidate that was looked up, which is verified rightly."""
     table = copy.deepcopy(processing.successors)
@@ -132,10 +125,9 @@ def truly(processing: MixedProcessing, text: Tensor, path: list[int], _drawn: in
     return processing.one(text, path, logits)
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
-@pytest.mark.parametrize("again", [unmixed, knowing_what_was_drawn])
+@pytest.mark.parametrize("again", [unmixed, knowing_the_drawn])
 def test_another_q_than_the_mixed_one_is_caught(
     again: Again, shape: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,12 +136,9 @@ def test_another_q_than_the_mixed_one_is_caught(
     assert_caught(target, assistant, enumerate_torch)
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(2)
+@pytest.mark.every(2, takes=3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
-def test_the_q_that_is_told_again_would_be_right(
-    shape: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_q_told_again_is_right(shape: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch) -> None:
     target, assistant = pair("early_exit", shape)
     tell_q_again(monkeypatch, truly)
     assert_exactly_p(target, assistant, enumerate_torch)

@@ -1,10 +1,7 @@
 """Traversal verification of trees: mutants of its formulas that must fail; it accepts no fewer than Algorithm 3.
 
 That whole rounds with it emit exactly p for every growth and budget is in `test_tree_rounds.py`. Everything here is
-enumerated, so nothing can fail by chance.
-"""
-
-from __future__ import annotations
+enumerated, so nothing can fail by chance."""
 
 from collections.abc import Callable, Iterator
 
@@ -103,8 +100,7 @@ def accepted_in(toy: ToyTree) -> float:
     return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_round_accepts_no_fewer_than_with_algorithm_3(algorithm: str) -> None:
     more = 0.0

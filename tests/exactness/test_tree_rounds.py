@@ -1,10 +1,7 @@
 """The exact distribution of whole rounds with token trees (growth, verification), and mutants that must fail.
 
 No sampling, so nothing here can fail by chance. Whatever the algorithm and the estimator
-choose to draw, the next token must be distributed as p after every prefix.
-"""
-
-from __future__ import annotations
+choose to draw, the next token must be distributed as p after every prefix."""
 
 from functools import partial
 
@@ -97,9 +94,7 @@ def test_two_rounds_emit_exactly_p(algorithm: str) -> None:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact"])
-def test_two_rounds_emit_exactly_p_when_the_first_calibrates_the_second(
-    algorithm: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_rounds_emit_exactly_p_when_one_calibrates_another(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
     models, lines = Models("plain", 3, seed=0), set()
     program = ToyTree(models, algorithm, ESTIMATORS[0], budget=2, max_depth=2)
@@ -224,14 +219,7 @@ class LetsTheDrawDecide(ToyTree):
         return growth
 
 
-MUTANTS = [
-    PrunesAfterDrawing,
-    KeepsTheBetterOfTwo,
-    StaleQ,
-    ForgetsTheRejected,
-    BonusFromQ,
-    ReusesTheUniform,
-]
+MUTANTS = [PrunesAfterDrawing, KeepsTheBetterOfTwo, StaleQ, ForgetsTheRejected, BonusFromQ, ReusesTheUniform]
 
 
 WALKS = [StaleQ, ForgetsTheRejected]  # written anew on Algorithm 3; `test_tree_blocks.py` has those of the other

@@ -1,7 +1,5 @@
 """`Decisions.adapt`: verification calibrates estimates, and the text stays the target's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,7 @@ def generate(target: Any, assistant: SpecDecPPAssistant | None, seed: int | None
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_from_generation_to_generation_and_the_greedy_text_is_the_same(kind: str) -> None:
     target = tiny("llama")
-    assistant = assistant_for(target, **KINDS[kind])
-    plain = generate(target, None)
+    assistant, plain = assistant_for(target, **KINDS[kind]), generate(target, None)
     for _ in range(3):
         assert generate(target, assistant) == plain
     (learned,) = assistant.memory.learned[target].values()
@@ -51,8 +48,7 @@ def test_a_draft_that_is_better_than_it_says_is_believed_more() -> None:
     assert assistant.stats.drafted / assistant.stats.rounds > before + 0.5
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seed_repeats_a_text_without_it_or_after_clearing_the_memory(kind: str) -> None:
     target = tiny("llama")

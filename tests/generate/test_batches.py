@@ -1,35 +1,23 @@
 """Several sequences in one `generate()`: every row's text is that of plain generation on the same batch."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import torch
+from support import models
 from support.exact_distribution import Replay, Tokens, exact_distribution
 from support.families import model_of
-from support.models import (
-    assistant_for,
-    partly_agreeing,
-    prompt,
-    quiet_later_layers,
-    random_fusion,
-    random_layer,
-    tiny,
-    told,
-)
 from support.stock_rounds import small, target_distribution
 from support.watchers import Collector, tokenizer
 from support.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 from hf_specdecpp.caches import batches
 from hf_specdecpp.caches.masks import row_masks
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.several.target import TargetOfRows
@@ -48,7 +36,7 @@ RULES: dict[str, dict[str, Any]] = {
 def padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
     """Prompts of these lengths, padded on the left."""
     longest = max(lengths)
-    rows = [prompt(length, seed + place)[0].tolist() for place, length in enumerate(lengths)]
+    rows = [models.prompt(length, seed + place)[0].tolist() for place, length in enumerate(lengths)]
     ids = [[0] * (longest - len(row)) + row for row in rows]
     mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
@@ -65,9 +53,9 @@ def generate(target: Any, inputs: dict[str, Tensor], assistant: Any = None, **op
 @pytest.mark.every(3)
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)])
 def test_greedy_equality(family: str) -> None:
-    target, inputs = tiny(family), padded(LENGTHS)
+    target, inputs = models.tiny(family), padded(LENGTHS)
     plain = generate(target, inputs, eos_token_id=7)
-    assistant = assistant_for(target, mix=0.9, **RULES["fixed"])
+    assistant = models.assistant_for(target, mix=0.9, **RULES["fixed"])
     if family == "gemma2":  # eager attention under its cap makes NaN of padding, in plain generation, too
         with pytest.raises(ValueError, match="computes NaN in it with attn_implementation='eager'"):
             generate(target, inputs, assistant, eos_token_id=7)
@@ -81,13 +69,15 @@ def test_greedy_equality(family: str) -> None:
 
 def drafts() -> dict[str, Any]:
     def vocabulary(target: Any) -> Any:
-        return SpecDecPPAssistant.from_draft(partly_agreeing(target, 0.9), target, draft_vocab=list(range(5, 40)))
+        return SpecDecPPAssistant.from_draft(
+            models.partly_agreeing(target, 0.9), target, draft_vocab=list(range(5, 40))
+        )
 
     def conditioned(target: Any) -> Any:
-        return SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=random_fusion(target))
+        return SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=models.random_fusion(target))
 
     def layer(target: Any) -> Any:
-        return SpecDecPPAssistant.from_draft(random_layer(target), target)
+        return SpecDecPPAssistant.from_draft(models.random_layer(target), target)
 
     return {
         "early exit": lambda target: SpecDecPPAssistant.from_early_exit(target, [0, 2]),
@@ -101,14 +91,16 @@ def drafts() -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "mpt", "gemma3_text", *drafts()])
 def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without positions (MPT), and with a window."""
-    target = quiet_later_layers(tiny("llama"))
+    target = models.quiet_later_layers(models.tiny("llama"))
     if kind in drafts():
         assistant = drafts()[kind](target)
     else:
         # MPT itself says NaN after padding in float64.
-        draft = copy.deepcopy(model_of("mpt")).float() if kind == "mpt" else partly_agreeing(tiny(kind), 0.9)
+        draft = (
+            copy.deepcopy(model_of("mpt")).float() if kind == "mpt" else models.partly_agreeing(models.tiny(kind), 0.9)
+        )
         assistant = SpecDecPPAssistant.from_draft(draft, target)
-    told(assistant, rule="fixed", num_tokens=3, draft_successors=False)  # the rows share the table
+    models.told(assistant, rule="fixed", num_tokens=3, draft_successors=False)  # the rows share the table
     drafted: dict[Any, list[list[int]]] = {}
     note = SpecDecPPCandidateGenerator.note
 
@@ -122,19 +114,18 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
     for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
         generate(target, {"input_ids": ids[None, mask.bool()]}, assistant, max_new_tokens=8)
     texts = list(drafted.values())
-    assert texts[:4] == texts[4:]
-    assert len({str(text) for text in texts}) == 4
+    assert (texts[:4], len({str(text) for text in texts})) == (texts[4:], 4)
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("rule", ["fixed", "threshold"])
 def test_a_row_goes_on_where_a_stop_string_has_cut_its_candidates(rule: str) -> None:
     """The draft had read all of the candidates; those after the stop string are taken back."""
-    target, inputs = tiny("llama"), padded([2, 1, 4, 14, 14])
+    target, inputs = models.tiny("llama"), padded([2, 1, 4, 14, 14])
     options = {"tokenizer": tokenizer(), "no_repeat_ngram_size": 2, "min_new_tokens": 2, "max_new_tokens": 30}
     for stop_strings in (["a", "h", "fS"], ["q", "d", "lm"]):
         plain = generate(target, inputs, stop_strings=stop_strings, **options)
-        assistant = assistant_for(target, mix=1.0, **RULES[rule])
+        assistant = models.assistant_for(target, mix=1.0, **RULES[rule])
         assert torch.equal(generate(target, inputs, assistant, stop_strings=stop_strings, **options), plain)
         assert assistant.stats.acceptance_rate > 0.8, "what was taken back was no part of the text"
 
@@ -168,18 +159,15 @@ class EndsAt(StoppingCriteria):
 @pytest.mark.parametrize("length", [40, 10**6])
 @pytest.mark.parametrize("tokens", [[3, 17, 25, 40], [3, 17], []])
 @pytest.mark.parametrize("rule", ["fixed", "throughput"])
-def test_without_an_id_that_ends_texts_rows_go_on_until_all_have_ended(
-    rule: str, tokens: list[int], length: int
-) -> None:
+def test_without_an_id_that_ends_texts_rows_go_on_until_all_end(rule: str, tokens: list[int], length: int) -> None:
     """As plain generation does; nothing is padded then, and scores belong to every token."""
-    target, inputs = tiny("llama"), padded(LENGTHS)
+    target, inputs = models.tiny("llama"), padded(LENGTHS)
     target.generation_config.eos_token_id = None
     options = {
         "stopping_criteria": StoppingCriteriaList([EndsAt(tokens, length)]), "return_dict_in_generate": True,
         "output_scores": True, "output_hidden_states": True,
     }  # fmt: skip
-    plain = generate(target, inputs, **options)
-    assistant = assistant_for(target, **RULES[rule])
+    plain, assistant = generate(target, inputs, **options), models.assistant_for(target, **RULES[rule])
     ours = generate(target, inputs, assistant, **options)
     assert torch.equal(ours.sequences, plain.sequences)
     assert len(ours.scores) == len(plain.scores) == len(ours.hidden_states)
@@ -189,9 +177,8 @@ def test_without_an_id_that_ends_texts_rows_go_on_until_all_have_ended(
 
 def test_padding_that_eager_attention_turns_into_nan_is_refused() -> None:
     """Plain generation gives wrong texts there, from which no promise follows."""
-    target = tiny("mistral", attn_implementation="eager")
-    assistant = assistant_for(target, **RULES["fixed"])
-    inputs = padded([12, 12])
+    target = models.tiny("mistral", attn_implementation="eager")
+    assistant, inputs = models.assistant_for(target, **RULES["fixed"]), padded([12, 12])
     assert torch.equal(generate(target, inputs, assistant), generate(target, inputs))
     inputs = padded([3, 12])
     plain = generate(target, inputs, return_dict_in_generate=True, output_logits=True)
@@ -208,19 +195,17 @@ def test_padding_that_eager_attention_turns_into_nan_is_refused() -> None:
 @pytest.mark.every(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("holes", [0.2, 10.0])
-def test_records_and_the_cache_are_those_of_plain_generation(
-    family: str, holes: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_and_cache_are_plain_generations(family: str, holes: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as a row goes on; zeros, where plain generation has records of padding, once it has ended."""
     monkeypatch.setattr(batches, "MOST_HOLES", holes)
     # In float64 eager attention itself says NaN after padding.
-    target, inputs = tiny(family, attn_implementation="eager").float(), padded(LENGTHS)
+    target, inputs = models.tiny(family, attn_implementation="eager").float(), padded(LENGTHS)
     eos = early_ends(target, inputs, repetition_penalty=1.2)
     records = dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), True)
     options = {"return_dict_in_generate": True, "repetition_penalty": 1.2, "eos_token_id": eos, **records}
     plain, ours = (
         generate(target, inputs, **options),
-        generate(target, inputs, assistant_for(target, mix=0.9), **options),
+        generate(target, inputs, models.assistant_for(target, mix=0.9), **options),
     )
     assert torch.equal(ours.sequences, plain.sequences)
     length, num_ends = inputs["input_ids"].shape[1], 0
@@ -246,20 +231,19 @@ def test_records_and_the_cache_are_those_of_plain_generation(
             torch.testing.assert_close(*held, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=2)
 @pytest.mark.parametrize("kind", ["independent", "conditioned", "eagle3"])
 def test_a_cache_is_carried_on(kind: str) -> None:
     """A second turn after texts of different length, with what stands between the turns masked."""
-    target, inputs = quiet_later_layers(tiny("llama")), padded(LENGTHS)
-    assistant = assistant_for(target, mix=0.9) if kind == "independent" else told(drafts()[kind](target))
+    target, inputs = models.quiet_later_layers(models.tiny("llama")), padded(LENGTHS)
+    assistant = models.assistant_for(target, mix=0.9) if kind == "independent" else models.told(drafts()[kind](target))
     eos = early_ends(target, inputs)
     first = generate(target, inputs, assistant, eos_token_id=eos, return_dict_in_generate=True)
     length = inputs["input_ids"].shape[1]
     ends = torch.isin(first.sequences[:, length:], torch.tensor(eos)).long()
     answer = (ends.cumsum(dim=1) - ends < 1).long()
     assert answer.sum(dim=1).unique().numel() > 1
-    new = torch.cat([prompt(4, seed) for seed in range(4)])
+    new = torch.cat([models.prompt(4, seed) for seed in range(4)])
     second = {
         "input_ids": torch.cat((first.sequences, new), dim=1),
         "attention_mask": torch.cat((inputs["attention_mask"], answer, torch.ones_like(new)), dim=1),
@@ -274,8 +258,7 @@ def test_a_cache_is_carried_on(kind: str) -> None:
 # Sampled rows are independent, and each follows p. --------------------------------------------------------------------
 
 
-@pytest.mark.takes(4)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=4)
 @pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput"])
 def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any) -> None:
     """The joint distribution of both rows is the product of p of each."""
@@ -297,8 +280,7 @@ def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any
         output = generate(target, inputs, assistant, do_sample=True, **options)
         return tuple(output[:, 3:].flatten().tolist())
 
-    p = target_distribution(target, 0.8, 2)
-    found = exact_distribution(program)
+    p, found = target_distribution(target, 0.8, 2), exact_distribution(program)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
     for tokens, weight in found.items():
         rows = tokens[:3], tokens[3:]
@@ -310,9 +292,8 @@ def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any
 
 
 def test_several_answers_to_one_prompt() -> None:
-    target = tiny("llama")
-    assistant = assistant_for(target, mix=0.9)
-    inputs = padded([9])
+    target = models.tiny("llama")
+    assistant, inputs = models.assistant_for(target, mix=0.9), padded([9])
     torch.manual_seed(0)
     texts = generate(target, inputs, assistant, do_sample=True, num_return_sequences=4, max_new_tokens=20)
     assert texts.shape == (4, 29)
@@ -329,8 +310,8 @@ def test_several_answers_to_one_prompt() -> None:
 
 
 def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, inputs = tiny("llama"), padded(LENGTHS)
-    assistant = assistant_for(target, mix=0.9)
+    target, inputs = models.tiny("llama"), padded(LENGTHS)
+    assistant = models.assistant_for(target, mix=0.9)
     prepare, keep, widths, kinds = TargetOfRows.prepare, TargetOfRows.keep, [], set()
 
     def note(self: TargetOfRows, rounds: list[Round]) -> None:
@@ -361,8 +342,8 @@ def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytes
 
 
 def changes_texts(family: str = "llama") -> bool:
-    target, inputs = tiny(family), padded(LENGTHS)
-    return not torch.equal(generate(target, inputs, assistant_for(target, mix=0.9)), generate(target, inputs))
+    target, inputs = models.tiny(family), padded(LENGTHS)
+    return not torch.equal(generate(target, inputs, models.assistant_for(target, mix=0.9)), generate(target, inputs))
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> bool:
@@ -395,7 +376,7 @@ def test_a_hole_that_stays_visible_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 def test_a_window_that_counts_holes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_columns(model: Any, valid: Tensor, count: int) -> Any:
         near = row_masks(model, torch.ones_like(valid), count)
-        return near & row_masks(tiny("llama"), valid, count)[:, None, None].bool()
+        return near & row_masks(models.tiny("llama"), valid, count)[:, None, None].bool()
 
     assert not changes_texts("mistral")
     monkeypatch.setattr(batches, "row_masks", by_columns)
@@ -414,9 +395,7 @@ def test_another_rows_count_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong(monkeypatch, "keep", swapped)
 
 
-def test_rows_that_share_their_random_numbers_are_noticed(
-    enumerate_torch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_share_random_numbers_are_noticed(enumerate_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both rows answer with the same draws: then they say the same, and are not independent."""
     target = small(7)
     assistant = SpecDecPPAssistant.from_draft(small(107), target, speculation=SpeculationConfig("fixed", num_tokens=1))
@@ -457,16 +436,13 @@ class SameDraw(Replay):
 # What is refused. -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "reason"),
-    [
-        ({}, {"streamer": Collector()}, "a streamer prints one sequence"),
-        ({"tree": "dyspec"}, {}, "trees are verified for one sequence at a time"),
-    ],
-)
+@pytest.mark.parametrize(("change", "options", "reason"), [
+    ({}, {"streamer": Collector()}, "a streamer prints one sequence"),
+    ({"tree": "dyspec"}, {}, "trees are verified for one sequence at a time"),
+])  # fmt: skip
 def test_refusals(change: dict[str, Any], options: dict[str, Any], reason: str) -> None:
-    target = tiny("llama")
-    assistant = assistant_for(target, **{"rule": "fixed", **change})
+    target = models.tiny("llama")
+    assistant = models.assistant_for(target, **{"rule": "fixed", **change})
     with pytest.raises(ValueError, match=reason):
         generate(target, padded([3, 5]), assistant, return_dict_in_generate=True, **options)
 
@@ -490,30 +466,30 @@ class Forbids(LogitsProcessor):
 
 @pytest.mark.takes(4)
 def test_processors_that_know_the_row() -> None:
-    target, inputs = tiny("llama"), padded(LENGTHS)
+    target, inputs = models.tiny("llama"), padded(LENGTHS)
     for options in (
         {"prefix_allowed_tokens_fn": lambda row, _: list(range(1 + row, 40, 2))},
         {"logits_processor": LogitsProcessorList([Forbids()])},
         {"bad_words_ids": [[3], [4, 5]], "no_repeat_ngram_size": 3, "min_new_tokens": 9, "eos_token_id": 7},
     ):
-        ours = generate(target, inputs, assistant_for(target, mix=0.9), **options)
+        ours = generate(target, inputs, models.assistant_for(target, mix=0.9), **options)
         assert torch.equal(ours, generate(target, inputs, **options)), options
     with pytest.raises(ValueError, match=r"Counts may keep state .* reads_prefix_only = True"):
-        generate(target, inputs, assistant_for(target), logits_processor=LogitsProcessorList([Counts()]))
+        generate(target, inputs, models.assistant_for(target), logits_processor=LogitsProcessorList([Counts()]))
 
 
 def test_what_rows_cannot_share_is_refused() -> None:
-    target, inputs = tiny("llama"), padded([3, 5])
-    assistant = assistant_for(target)
+    target, inputs = models.tiny("llama"), padded([3, 5])
+    assistant = models.assistant_for(target)
     flipped = {name: value.flip(1) for name, value in inputs.items()}
     with pytest.raises(ValueError, match="padded on the right"):
         generate(target, flipped, assistant)
     local = tiny_of("gpt_neo")
     with pytest.raises(ValueError, match="local attention along the rows of its cache, so rows of different length"):
-        generate(local, inputs, SpecDecPPAssistant.from_draft(tiny("llama"), local))
-    window = tiny("mistral", attn_implementation="flex_attention")
+        generate(local, inputs, SpecDecPPAssistant.from_draft(models.tiny("llama"), local))
+    window = models.tiny("mistral", attn_implementation="flex_attention")
     with pytest.raises(ValueError, match="takes no mask that they need"):
-        generate(window, inputs, SpecDecPPAssistant.from_draft(tiny("llama"), window))
+        generate(window, inputs, SpecDecPPAssistant.from_draft(models.tiny("llama"), window))
     state = model_of("lfm2")
     with pytest.raises(ValueError, match="keeps LinearAttentionLayer in its cache"):
         generate(target, inputs, SpecDecPPAssistant.from_draft(state, target))
@@ -523,10 +499,10 @@ def test_what_rows_cannot_share_is_refused() -> None:
         generate(target, inputs, assistant, past_key_values=cache)
     with pytest.raises(ValueError, match="cannot be carried on"):
         generate(target, inputs, past_key_values=cache)
-    windows = tiny("mistral")
+    windows = models.tiny("mistral")
     cache = generate(windows, inputs, return_dict_in_generate=True).past_key_values
     with pytest.raises(ValueError, match="has dropped tokens"):
-        generate(windows, inputs, assistant_for(windows), past_key_values=cache)
+        generate(windows, inputs, models.assistant_for(windows), past_key_values=cache)
 
 
 def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,8 +515,8 @@ def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
         return made[-1]
 
     monkeypatch.setattr(DraftSetup, "products", spy)
-    target = tiny("llama")
-    assistant = assistant_for(target, **RULES["throughput"])
+    target = models.tiny("llama")
+    assistant = models.assistant_for(target, **RULES["throughput"])
     generate(target, padded(LENGTHS), assistant, max_new_tokens=4)
     assert len(made) == 1
 
@@ -548,13 +524,12 @@ def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.takes(3)
 def test_speculation_fades_as_the_batch_grows() -> None:
     """Where a pass takes its time by the number of tokens, more rows leave less room for candidates."""
-    target = tiny("llama")
-    verify = [1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    target, verify = models.tiny("llama"), [1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     costs = Costs(0.1, tuple(verify))
     assert costs.of_row(2, 3).verify == (0.5, 0.5, 1.5, 2.5)
     drafted = []
     for size in (1, 2, 8):
-        assistant = assistant_for(target, mix=0.9, rule="throughput", max_tokens=4, costs=costs.to_dict())
+        assistant = models.assistant_for(target, mix=0.9, rule="throughput", max_tokens=4, costs=costs.to_dict())
         for _ in range(3):
             generate(target, padded([5] * size), assistant)
         drafted.append(assistant.stats.drafted / assistant.stats.rounds)

@@ -1,7 +1,5 @@
 """Rotary frequencies that change with the length of the text: the output is that of plain `generate()` all the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -79,9 +77,7 @@ def test_texts_across_the_change(kind: str, draft: str, speculation: dict[str, A
 @pytest.mark.every(3)
 @pytest.mark.parametrize("kind", TARGETS)
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
-def test_passes_over_both_sides_would_differ(
-    kind: str, speculation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_over_both_sides_differ(kind: str, speculation: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix, "frequency_changes", lambda _: [])
     target = target_of(kind)
     assistant = assistant_of("early_exit", target, **speculation)
@@ -115,12 +111,10 @@ def test_padding_takes_no_position(kind: str) -> None:
 @pytest.mark.parametrize("kind", TARGETS)
 def test_a_cache_that_is_carried_on(kind: str) -> None:
     target = target_of(kind)
-    assistant = assistant_of("independent", target, **CHAIN)
-    texts = []
+    assistant, texts = assistant_of("independent", target, **CHAIN), []
     for used in (None, assistant):
         first = generate(target, prompt(12), return_dict_in_generate=True, assistant_model=used)
-        ids = torch.cat((first.sequences, prompt(3, seed=1)), dim=1)
-        cache = first.past_key_values
+        ids, cache = torch.cat((first.sequences, prompt(3, seed=1)), dim=1), first.past_key_values
         texts.append(target.generate(ids, past_key_values=cache, max_new_tokens=16, **OPTIONS, assistant_model=used))
     assert torch.equal(*texts)
 
@@ -155,8 +149,7 @@ def test_drafting_goes_on_after_the_change() -> None:
 @pytest.mark.parametrize("kind", TARGETS)
 def test_batches_stay_before_it(kind: str) -> None:
     target = target_of(kind)
-    assistant = assistant_of("independent", target, **CHAIN)
-    ids = torch.cat((prompt(), prompt(seed=1)))
+    assistant, ids = assistant_of("independent", target, **CHAIN), torch.cat((prompt(), prompt(seed=1)))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     options = {**OPTIONS, "attention_mask": mask, "max_length": CHANGE}

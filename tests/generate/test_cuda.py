@@ -1,9 +1,6 @@
 """On a real GPU, where torch sees one (`make test-gpu`): captured texts are those of uncaptured and plain generation.
 
-In float64, so that passes over several tokens have the likeliest tokens of passes over one.
-"""
-
-from __future__ import annotations
+In float64, so that passes over several tokens have the likeliest tokens of passes over one."""
 
 import gc
 from pathlib import Path
@@ -117,8 +114,7 @@ def test_whole_rounds(kind: str, rule: str, tmp_path: Path) -> None:
     for how in ({}, SAMPLED, {"repetition_penalty": 1.4}):
         graphs = 0
         for turn in range(2):
-            text = generate(target, assistant, 236, **how)
-            stats = assistant.stats
+            text, stats = generate(target, assistant, 236, **how), assistant.stats
             assert stats.decided["rounds"] == "captured"
             assert stats.uncaptured is None
             assert "do_sample" in how or torch.equal(text, generate(target, None, 236, **how))

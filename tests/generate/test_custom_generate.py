@@ -1,7 +1,5 @@
 """`generate(custom_generate="org/specdecpp")`: the repository hub_cards/custom_generate, loaded by transformers."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path
@@ -59,9 +57,7 @@ def test_with_an_assistant_by_name(target: PreTrainedModel, tmp_path: Path, ran:
     assert ran == []
 
 
-def test_a_wrong_verification_would_be_seen(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_verification_is_seen(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant accepts everything, so the text has to change."""
     plain = target.generate(PROMPT, **GREEDY)  # type: ignore[operator]
     accept_everything(monkeypatch)
@@ -113,7 +109,7 @@ def test_errors_leave_the_model_as_it_was(target: PreTrainedModel) -> None:
 
 def test_from_the_hub(hub: HubServer, tmp_path: Path, ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_hub, "HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
-    publish_pair(hub, tmp_path / "pair")
+    publish_pair(hub)
     hub.commit("org/specdecpp", files_of(RECIPE))
     hub.commit("org/head", files_of(save_assistant(tmp_path / "head", speculation={"rule": "fixed"})))
     target = AutoModelForCausalLM.from_pretrained("org/target")

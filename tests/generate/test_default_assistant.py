@@ -1,7 +1,5 @@
 """`attach(model, default=True)`: `generate()` without an assistant uses it, and is plain where it cannot help."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import gc
@@ -13,20 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from support.families import informed_draft, model_of
 from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
 from support.mutants import accept_everything
 from support.repos import letter_tokenizer, save_assistant, save_model, tokenizer
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    StoppingCriteria,
-    TextIteratorStreamer,
-)
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
 from hf_specdecpp.generation.doors import attached
@@ -65,8 +56,7 @@ def assistant(target: CausalLM) -> Iterator[SpecDecPPAssistant]:
 @pytest.mark.parametrize("tree", [None, "dyspec"])
 def test_it_drafts_and_the_text_is_the_same(kind: str, tree: Any, warned: list[str]) -> None:
     target = tiny("llama")
-    plain = target.generate(PROMPT, **GREEDY)
-    made = assistant_of(kind, target, tree=tree)
+    plain, made = target.generate(PROMPT, **GREEDY), assistant_of(kind, target, tree=tree)
     made.attach(target, default=True)
     assert torch.equal(target.generate(PROMPT, **GREEDY), plain)
     assert made.stats.drafted > 0
@@ -97,7 +87,7 @@ def test_a_wrong_verification_would_be_seen(target: CausalLM, assistant: Any, mo
 # --- as those call it who have no place for an assistant ---
 
 
-class Ends(StoppingCriteria):
+class Ends(transformers.StoppingCriteria):
     """As evaluation harnesses have them: a criterion of their own."""
 
     reads_prefix_only = True
@@ -111,7 +101,7 @@ class Ends(StoppingCriteria):
 
 def test_streaming_from_another_thread(target: CausalLM, assistant: Any) -> None:
     def stream() -> str:
-        streamer = TextIteratorStreamer(letter_tokenizer(), skip_prompt=True, timeout=60)
+        streamer = transformers.TextIteratorStreamer(letter_tokenizer(), skip_prompt=True, timeout=60)
         thread = threading.Thread(target=target.generate, args=(PROMPT,), kwargs={**GREEDY, "streamer": streamer})
         thread.start()
         text = "".join(streamer)
@@ -127,8 +117,7 @@ def test_streaming_from_another_thread(target: CausalLM, assistant: Any) -> None
 def test_through_peft(target: CausalLM) -> None:
     inner = copy.deepcopy(target)
     wrapped: Any = get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"]))
-    plain = wrapped.generate(input_ids=PROMPT, **GREEDY)
-    made = assistant_for(inner)
+    plain, made = wrapped.generate(input_ids=PROMPT, **GREEDY), assistant_for(inner)
     made.attach(wrapped, default=True)
     assert torch.equal(wrapped.generate(input_ids=PROMPT, **GREEDY), plain)
     assert made.stats.drafted > 0
@@ -137,7 +126,7 @@ def test_through_peft(target: CausalLM) -> None:
 # --- it cannot help: a plain call ---
 
 
-class Counts(LogitsProcessor):
+class Counts(transformers.LogitsProcessor):
     """Keeps state: it forbids what it has counted."""
 
     def __init__(self) -> None:
@@ -150,7 +139,7 @@ class Counts(LogitsProcessor):
         return scores
 
 
-class Notes(StoppingCriteria):
+class Notes(transformers.StoppingCriteria):
     """As lm-eval's: which rows have ended."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -178,9 +167,7 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_where_it_is_refused_the_call_is_plain(
-    name: str, sample: bool, target: CausalLM, assistant: Any, warned: list[str]
-) -> None:
+def test_refused_calls_are_plain(name: str, sample: bool, target: CausalLM, assistant: Any, warned: list[str]) -> None:
     arguments, reason = LEFT_OUT[name]
 
     def answer(**more: Any) -> Tensor:
@@ -211,8 +198,7 @@ def test_embeddings_as_the_prompt(target: CausalLM, assistant: Any, warned: list
 
 def test_what_shows_only_with_the_prompt_s_rows() -> None:
     """An image whose rows are no tokens: trees are refused once the target has read it."""
-    target = model_of("git")
-    options = {**GREEDY, "input_ids": PROMPT, "pixel_values": torch.rand(1, 3, 16, 16)}
+    target, options = model_of("git"), {**GREEDY, "input_ids": PROMPT, "pixel_values": torch.rand(1, 3, 16, 16)}
     plain = target.generate(**options)
     draft = informed_draft(plain, target.config.vocab_size)
     made = SpecDecPPAssistant.from_draft(
@@ -230,7 +216,9 @@ def test_what_shows_only_in_a_batch_s_numbers(own_cache: bool) -> None:
     target = model_of("gemma3n")
 
     def answer() -> Any:
-        cache = {"past_key_values": DynamicCache(config=target.config.get_text_config())} if own_cache else {}
+        cache = (
+            {"past_key_values": transformers.DynamicCache(config=target.config.get_text_config())} if own_cache else {}
+        )
         options = {"return_dict_in_generate": True, "output_hidden_states": True, **cache}
         output = target.generate(BATCH, **GREEDY, **options)
         assert not own_cache or output.past_key_values is cache["past_key_values"]
@@ -238,8 +226,7 @@ def test_what_shows_only_in_a_batch_s_numbers(own_cache: bool) -> None:
 
     plain = answer()
     draft = informed_draft(plain.sequences[:1], target.config.get_text_config().vocab_size)
-    made = SpecDecPPAssistant.from_draft(draft, target, default=True)
-    ours = answer()
+    made, ours = SpecDecPPAssistant.from_draft(draft, target, default=True), answer()
     made.detach()
     assert "hidden states, several for each token" in str(made.stats.refusal)
     assert torch.equal(ours.sequences, plain.sequences)
@@ -256,8 +243,7 @@ def test_errors_of_the_user_are_no_refusals(target: CausalLM, assistant: Any, wa
 
     with pytest.raises(ValueError, match="of the user's own"):
         target.generate(PROMPT, **GREEDY, prefix_allowed_tokens_fn=fails)
-    assert calls == [12]
-    assert warned == []
+    assert (calls, warned) == ([12], [])
 
 
 def test_other_ways_to_speculate_are_left_alone(target: CausalLM, assistant: Any, warned: list[str]) -> None:
@@ -281,8 +267,7 @@ def test_as_a_draft_of_another_model_it_is_plain(target: CausalLM, assistant: An
     larger = partly_agreeing(target)
     plain = larger.generate(PROMPT, **GREEDY)
     assert torch.equal(larger.generate(PROMPT, **GREEDY, assistant_model=target), plain)
-    assert assistant.stats.target_passes == 0
-    assert warned == []
+    assert (assistant.stats.target_passes, warned) == (0, [])
 
 
 # --- beginning and end ---
@@ -343,9 +328,8 @@ def test_the_target_keeps_it_and_takes_it_along(kind: str) -> None:
 
 
 def test_constructors(tmp_path: Path) -> None:
-    target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
-    plain = target.generate(PROMPT, **GREEDY)
-    draft = save_model(partly_agreeing(target), tmp_path / "draft")
+    target = transformers.AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
+    plain, draft = target.generate(PROMPT, **GREEDY), save_model(partly_agreeing(target), tmp_path / "draft")
     layer: Any = assistant_of("eagle3", target).parts.module
     ways = (
         lambda: SpecDecPPAssistant.from_pretrained(save_assistant(tmp_path / "a"), target=target, default=True),
@@ -370,7 +354,7 @@ def test_the_server_of_transformers(streams: bool, target: CausalLM, assistant: 
     """What answers its requests, on a thread of its own."""
     serving = pytest.importorskip("transformers.cli.serving.utils", exc_type=ImportError)
     words, inputs = tokenizer(), {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
-    config = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    config = transformers.GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
 
     async def ask(manager: Any) -> list[str]:
         if not streams:

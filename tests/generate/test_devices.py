@@ -1,7 +1,5 @@
 """Targets and drafts on pretended accelerators: the right devices everywhere, and how often the host waits."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -34,15 +32,12 @@ def assert_plain(
 ) -> Counter[str]:
     """Greedy text on a device is that of plain generation on the host; what was counted.
 
-    Args:
-        make: makes the assistant of the target, once that is on its device.
-        devices: of the target, and of a draft of its own.
-    """
+    `make`: makes the assistant of the target, once that is on its device. `devices`: of the target, and of a draft of
+    its own."""
     plain = target.generate(prompt(), do_sample=False, **OPTIONS)
     with pretend_devices() as counts, torch.no_grad():
         on_device(target, devices[0])
-        assistant = make(target)
-        ids = on_device(prompt(), devices[0])
+        assistant, ids = make(target), on_device(prompt(), devices[0])
         text = target.generate(ids, do_sample=False, assistant_model=assistant, **{**OPTIONS, **options})
         text = text.sequences if options.get("return_dict_in_generate") else text
         assert isinstance(text, DeviceTensor)
@@ -103,11 +98,9 @@ def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None
     torch.manual_seed(0)
     head = AcceptanceHead(32, embedding_size=32, inputs="before").double()
     options: dict[str, Any] = {
-        "early exit": {},
-        "head": {"head": head},
-        "conditioned": {"fusion": fusion},
+        "early exit": {}, "head": {"head": head}, "conditioned": {"fusion": fusion},
         "vocabulary": {"draft_vocab": range(3, 46)},
-    }
+    }  # fmt: skip
     with pretend_devices(), torch.no_grad():
         target = spread(original, PLACES)
         on_device(fusion), on_device(head)
@@ -143,8 +136,7 @@ def test_unattached() -> None:
     assert_plain(tiny("llama"), with_draft(attached=False))
 
 
-@pytest.mark.every(2)
-@pytest.mark.takes(3)
+@pytest.mark.every(2, takes=3)
 @pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
 def test_what_goes_with_a_text(speculation: dict[str, Any]) -> None:
     """Records, streaming, stop strings, criteria that see every token, chunks, and processors that see the text."""
@@ -154,8 +146,7 @@ def test_what_goes_with_a_text(speculation: dict[str, Any]) -> None:
     streamer, criterion = Collector(), Recorder()
     options = {"stop_strings": ["none of these"], "tokenizer": tokenizer(), "stopping_criteria": [criterion]}
     assert_plain(tiny("llama"), make, streamer=streamer, prefill_chunk_size=5, **options)
-    assert sum(map(len, streamer.puts)) == 12 + 20
-    assert len(criterion.asked) == 20
+    assert (sum(map(len, streamer.puts)), len(criterion.asked)) == (12 + 20, 20)
 
 
 @pytest.mark.takes(4)

@@ -1,7 +1,5 @@
 """`Decisions.draft_successors`: what whole generations make of what the target said lately."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -76,8 +74,7 @@ def test_by_default_greedy_texts_of_drafts_that_read_states_are_corrected(target
         assistant.detach()
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(2)
+@pytest.mark.every(2, takes=2)
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_a_draft_that_knows_nothing_is_accepted_more_often(target: CausalLM, shape: str) -> None:
     """Of texts like those before: the very same ones."""
@@ -114,9 +111,7 @@ class NoSevens(LogitsProcessor):
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_every_place_of_a_chain_is_learned_from(
-    target: CausalLM, in_order: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_place_of_a_chain_is_learned(target: CausalLM, in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those after a rejection, too, and the logits are those before processors."""
     assistant, ear = assistant_for(target, mix=0.8, **CHAIN, draft_successors=True), Ear(monkeypatch)
     options = {"logits_processor": LogitsProcessorList([NoSevens()])} if in_order else {"suppress_tokens": [7]}
@@ -164,8 +159,7 @@ def test_every_node_of_a_tree_is_learned_from(target: CausalLM, monkeypatch: pyt
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_a_seed_repeats_a_sampled_text_from_an_equal_state(target: CausalLM, shape: str) -> None:
     assistant = assistant_for(target, mix=0.8, **SHAPES[shape], adapt=False, draft_successors=True)
-    first = texts(target, assistant, do_sample=True)
-    other = texts(target, assistant, do_sample=True)
+    first, other = texts(target, assistant, do_sample=True), texts(target, assistant, do_sample=True)
     assert other != first, "the draft guesses otherwise after other texts"
     assistant.memory.clear()
     assert target not in assistant.memory.successors

@@ -1,7 +1,5 @@
 """Which models can draft, and how: independent or early exit, adapters, vocabularies, tokenizers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -54,15 +52,11 @@ def test_draft_in_memory_cannot_be_saved(target: PreTrainedModel, tmp_path: Path
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: BartForConditionalGeneration(BartConfig(**SMALL)), "encoder-decoder model; a draft must be a decoder"),
-        (lambda: MambaForCausalLM(MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=48)), "recurrent state"),
-        (lambda: tiny("llama").model, "has no LM head.*AutoModelForCausalLM"),
-    ],
-    ids=["encoder-decoder", "stateful", "headless"],
-)
+@pytest.mark.parametrize(("model", "message"), [
+    (lambda: BartForConditionalGeneration(BartConfig(**SMALL)), "encoder-decoder model; a draft must be a decoder"),
+    (lambda: MambaForCausalLM(MambaConfig(num_hidden_layers=1, hidden_size=16, vocab_size=48)), "recurrent state"),
+    (lambda: tiny("llama").model, "has no LM head.*AutoModelForCausalLM"),
+], ids=["encoder-decoder", "stateful", "headless"])  # fmt: skip
 def test_models_that_cannot_draft(model: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpecDecPPAssistant.from_draft(model(), tiny("llama"))
@@ -113,8 +107,7 @@ def test_bad_draft_vocab(target: PreTrainedModel, draft: str, ids: list[int], fo
         SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=ids)
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=2)
 @pytest.mark.parametrize(("ours", "theirs"), [(72, 64), (64, 72), (72, 48), (48, 72)])
 def test_padded_vocabularies(ours: int, theirs: int, tmp_path: Path) -> None:
     """Rows beyond the tokenizer's are padding, of which models of one family have different amounts."""
@@ -124,8 +117,7 @@ def test_padded_vocabularies(ours: int, theirs: int, tmp_path: Path) -> None:
         target.lm_head.weight[48:] *= 3
     assistant = SpecDecPPAssistant.from_draft(folder, target, speculation=FIXED)
     text = greedy(target, max_new_tokens=60)
-    assert greedy(target, assistant, max_new_tokens=60) == text
-    assert assistant.config.vocab_size == ours
+    assert (greedy(target, assistant, max_new_tokens=60), assistant.config.vocab_size) == (text, ours)
     if ours > 48:
         assert max(text[12:]) >= 48
     check_round_trip(assistant, target, tmp_path / "a")
@@ -148,9 +140,7 @@ def test_different_tokenizers(target: PreTrainedModel, tmp_path: Path) -> None:
         late.attach(target)
 
 
-def test_same_tokenizer_under_another_name(
-    target: PreTrainedModel, draft: str, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_one_tokenizer_under_two_names(target: PreTrainedModel, draft: str, recwarn: pytest.WarningsRecorder) -> None:
     SpecDecPPAssistant.from_draft(draft, target)
     assert not [w for w in recwarn if "token" in str(w.message)]
 
@@ -181,9 +171,7 @@ def test_an_early_exit_attached_again(target: PreTrainedModel) -> None:
 def test_saved_config_is_the_documented_one(target: PreTrainedModel, tmp_path: Path) -> None:
     SpecDecPPAssistant.from_early_exit(target, [0, 2], head=head_for(target)).save_pretrained(tmp_path / "a")
     stored = json.loads((tmp_path / "a/config.json").read_text())
-    assert stored["model_type"] == "specdecpp"
-    assert stored["architectures"] == ["SpecDecPPAssistant"]
+    assert (stored["model_type"], stored["architectures"]) == ("specdecpp", ["SpecDecPPAssistant"])
     assert (stored["draft_kind"], stored["draft_layers"]) == ("early_exit", [0, 2])
-    assert stored["head"]["hidden_size"] == 32
-    assert stored["vocab_size"] == VOCAB_SIZE
+    assert (stored["head"]["hidden_size"], stored["vocab_size"]) == (32, VOCAB_SIZE)
     assert stored["format_version"] == 1

@@ -1,7 +1,5 @@
 """Families that are unlike Llama: their generations equal plain ones in everything, or are refused with the reason."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -173,8 +171,7 @@ class Interrupting(BaseStreamer):
 def test_an_interrupted_text_can_be_continued(family: str, where: str) -> None:
     """From the user's cache, whose layers of several kinds are all rolled back to the text that was emitted."""
     target = model_of(family)
-    plain = target.generate(PROMPT, **ARGUMENTS)
-    cache = DynamicCache(config=target.config)
+    plain, cache = target.generate(PROMPT, **ARGUMENTS), DynamicCache(config=target.config)
     layers = target.model.layers
     streamer = Interrupting(20, {"streamer": None, "second layer": layers[1], "last layer": layers[-1]}[where])
     with assisted(target, plain, "chain") as assistant, pytest.raises(Interrupted):
@@ -192,21 +189,18 @@ KEEPS_NO_CACHE = "does not use a key-value cache of transformers"
 BOTH_WAYS = {"input_ids": PROMPT, "token_type_ids": torch.zeros_like(PROMPT)}
 
 
-@pytest.mark.parametrize(
-    ("family", "doors", "message", "inputs"),
-    [
-        ("minimax", ("chain",), KEEPS_NO_CACHE, {}),
-        ("openai-gpt", ("chain", "unattached"), KEEPS_NO_CACHE, {}),
-        ("xlnet", ("chain",), KEEPS_NO_CACHE, {}),
-        ("blt", ("chain",), "reads bytes in patches", {}),
-        ("imagegpt", ("chain", "unattached"), "predicts 47 of its 48 tokens", {}),
-        ("lfm2", ("unattached",), "keeps states of convolutions in its cache", {}),
-        ("lfm3", ("unattached",), "keeps states of convolutions in its cache", {}),
-        ("mllama", ("chain", "unattached"), "keeps its image in cross-attention layers", IMAGES["mllama"]),
-        ("paligemma", ("tree", "unattached"), "reads its prompt in both directions", BOTH_WAYS),
-        ("llama", ("chain", "unattached"), "The prompt is empty", {"input_ids": PROMPT[:, :0]}),
-    ],
-)
+@pytest.mark.parametrize(("family", "doors", "message", "inputs"), [
+    ("minimax", ("chain",), KEEPS_NO_CACHE, {}),
+    ("openai-gpt", ("chain", "unattached"), KEEPS_NO_CACHE, {}),
+    ("xlnet", ("chain",), KEEPS_NO_CACHE, {}),
+    ("blt", ("chain",), "reads bytes in patches", {}),
+    ("imagegpt", ("chain", "unattached"), "predicts 47 of its 48 tokens", {}),
+    ("lfm2", ("unattached",), "keeps states of convolutions in its cache", {}),
+    ("lfm3", ("unattached",), "keeps states of convolutions in its cache", {}),
+    ("mllama", ("chain", "unattached"), "keeps its image in cross-attention layers", IMAGES["mllama"]),
+    ("paligemma", ("tree", "unattached"), "reads its prompt in both directions", BOTH_WAYS),
+    ("llama", ("chain", "unattached"), "The prompt is empty", {"input_ids": PROMPT[:, :0]}),
+])  # fmt: skip
 def test_refused(family: str, doors: tuple[str, ...], message: str, inputs: dict[str, Any]) -> None:
     for door in doors:
         assert_refused(model_of(family), door, message, **(inputs or {"input_ids": PROMPT}))
@@ -294,8 +288,7 @@ def test_offloaded_targets(kind: str) -> None:
 def test_drafts_of_their_own(family: str) -> None:
     """As an early exit, and as a draft for itself, which always agrees."""
     target = model_of(family)
-    plain = target.generate(PROMPT, **ARGUMENTS)
-    speculation = SpeculationConfig("fixed", num_tokens=4)
+    plain, speculation = target.generate(PROMPT, **ARGUMENTS), SpeculationConfig("fixed", num_tokens=4)
     for make in (
         lambda: SpecDecPPAssistant.from_early_exit(target, 2, speculation=speculation),
         lambda: SpecDecPPAssistant.from_draft(target, target, speculation=speculation),
@@ -306,16 +299,13 @@ def test_drafts_of_their_own(family: str) -> None:
     assert assistant.stats.acceptance_rate == 1.0
 
 
-@pytest.mark.parametrize(
-    ("family", "layers", "message"),
-    [
-        ("gemma3n", 2, "shares keys and values between layers"),
-        ("gemma4", 2, "has embeddings for each of its layers in one table"),
-        ("lfm3", 2, "have no attention.*Choose layers with attention"),
-        ("ettin", 2, "turns hidden states into logits in a way"),
-        ("granite4", 1, "have no attention.*Choose layers with attention"),
-    ],
-)
+@pytest.mark.parametrize(("family", "layers", "message"), [
+    ("gemma3n", 2, "shares keys and values between layers"),
+    ("gemma4", 2, "has embeddings for each of its layers in one table"),
+    ("lfm3", 2, "have no attention.*Choose layers with attention"),
+    ("ettin", 2, "turns hidden states into logits in a way"),
+    ("granite4", 1, "have no attention.*Choose layers with attention"),
+])  # fmt: skip
 def test_early_exits(family: str, layers: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpecDecPPAssistant.from_early_exit(model_of(family), layers)

@@ -1,7 +1,5 @@
 """What `generate()` returns beside the tokens, and what it leaves in the cache, on an attached target."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -113,8 +111,7 @@ def test_the_cache_holds_the_text_but_its_last_token(family: str, end: str) -> N
 @pytest.mark.parametrize("max_new_tokens", [1, 24])  # for one token transformers asks for no candidates
 def test_a_second_turn_is_refused_without_attaching(max_new_tokens: int) -> None:
     target = tiny("llama", num_hidden_layers=2)
-    first = generate(target, return_dict_in_generate=True)
-    assistant = assistant_for(target, attached=False)
+    first, assistant = generate(target, return_dict_in_generate=True), assistant_for(target, attached=False)
     arguments: dict[str, Any] = {"past_key_values": first.past_key_values, "max_new_tokens": max_new_tokens}
     with no_work(target), pytest.raises(ValueError, match="(past_key_values|cache) holds an earlier turn.*Attach"):
         generate(target, first.sequences, assistant_model=assistant, **arguments)
@@ -122,8 +119,7 @@ def test_a_second_turn_is_refused_without_attaching(max_new_tokens: int) -> None
 
 @pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "unattached"])
 def test_a_left_padded_prompt(is_attached: bool) -> None:
-    target = tiny("gemma3_text")
-    padded = torch.cat((torch.zeros((1, 5), dtype=torch.long), PROMPT), dim=1)
+    target, padded = tiny("gemma3_text"), torch.cat((torch.zeros((1, 5), dtype=torch.long), PROMPT), dim=1)
     mask = torch.cat((torch.zeros((1, 5), dtype=torch.long), torch.ones_like(PROMPT)), dim=1)
     plain = generate(target, padded, attention_mask=mask)
     assert torch.equal(plain[:, 5:], generate(target)), "padding is invisible to plain generate"
@@ -161,15 +157,13 @@ def test_padding_that_eager_attention_turns_into_nan(tree: Any, how: dict[str, A
 
 def test_a_padded_second_turn_with_only_new_ids() -> None:
     """The mask then covers the first turn, too, which the draft is not shown."""
-    target = tiny("llama")
-    ids = torch.cat((torch.zeros((1, 5), dtype=torch.long), PROMPT), dim=1)
+    target, ids = tiny("llama"), torch.cat((torch.zeros((1, 5), dtype=torch.long), PROMPT), dim=1)
     mask = torch.cat((torch.zeros((1, 5), dtype=torch.long), torch.ones_like(PROMPT)), dim=1)
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
         target(ids, attention_mask=mask, past_key_values=cache)
     new = prompt(5, seed=2)
-    mask = torch.cat((mask, torch.ones_like(new)), dim=1)
-    assistant = assistant_for(target)
+    mask, assistant = torch.cat((mask, torch.ones_like(new)), dim=1), assistant_for(target)
     lengths: list[int] = []
     hook = assistant.drafter.model.get_decoder().register_forward_pre_hook(
         lambda _, __, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True

@@ -2,10 +2,7 @@
 
 The distribution of the samples is tested in `tests/exactness/`. Here: each argument is taken, nothing outside the
 vocabulary comes out, a seed fixes the run, and where the distribution is a point (`top_k=1`) the text is that of plain
-`generate()`.
-"""
-
-from __future__ import annotations
+`generate()`."""
 
 from functools import lru_cache
 from typing import Any
@@ -64,10 +61,8 @@ def test_seeds_differ(assistant: Any) -> None:
 def test_constraints_hold(assistant: Any) -> None:
     """What a processor forbids does not occur, also in candidates that the draft proposed by itself."""
     arguments: dict[str, Any] = {
-        "prefix_allowed_tokens_fn": only_neighbours,
-        "suppress_tokens": [1, 2, 3],
-        "no_repeat_ngram_size": 2,
-    }
+        "prefix_allowed_tokens_fn": only_neighbours, "suppress_tokens": [1, 2, 3], "no_repeat_ngram_size": 2,
+    }  # fmt: skip
     new = generate(assistant_model=assistant, **arguments)[0, PROMPT.shape[1] - 1 :].tolist()
     steps = [(after - before) % VOCAB_SIZE for before, after in zip(new, new[1:], strict=False)]
     assert set(steps) <= set(range(1, 9))

@@ -1,7 +1,5 @@
 """Where a text ends: criteria, stop strings, end-of-sequence ids, lengths. Also streamers, which see it end."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 
@@ -10,9 +8,7 @@ import torch
 from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny
 from support.watchers import Collector, Recorder, tokenizer
 from torch import Tensor
-from transformers import (
-    StoppingCriteriaList,
-)
+from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -35,8 +31,7 @@ def greedy() -> list[int]:
 @lru_cache
 def blocks() -> list[list[int]]:
     """The same tokens as an attached assistant emits them: the prompt's own, then a block a round."""
-    collector = Collector()
-    assistant = assistant_for(target())
+    collector, assistant = Collector(), assistant_for(target())
     generate(assistant_model=assistant, max_new_tokens=60, streamer=collector)
     assistant.detach()
     assert sum(collector.puts[1:], []) == greedy()
@@ -70,8 +65,7 @@ def test_criteria_are_asked_token_by_token(attached: Any, scores: bool) -> None:
     plain, ours = Recorder(), Recorder()
     generate(stopping_criteria=StoppingCriteriaList([plain]), **arguments)
     generate(stopping_criteria=StoppingCriteriaList([ours]), assistant_model=attached, **arguments)
-    assert len(ours.asked) == 30
-    assert ours.asked == plain.asked
+    assert (len(ours.asked), ours.asked) == (30, plain.asked)
     assert ours.scores == plain.scores
 
 
@@ -149,8 +143,7 @@ def eos_case(kind: str) -> int:
 
 @pytest.mark.parametrize("kind", ["first", "candidate", "bonus", "correction"])
 def test_eos(assistant: Any, kind: str) -> None:
-    index = eos_case(kind)
-    unseen = sorted(set(range(VOCAB_SIZE)) - set(greedy()))[:2]
+    index, unseen = eos_case(kind), sorted(set(range(VOCAB_SIZE)) - set(greedy()))[:2]
     for eos in (greedy()[index], [*unseen, greedy()[index]]):
         text = generate(assistant_model=assistant, max_new_tokens=60, eos_token_id=eos, pad_token_id=0)
         assert text[0, LENGTH:].tolist() == greedy()[: index + 1]
@@ -186,8 +179,7 @@ def test_up_to_the_end_of_the_position_table(family: str, is_attached: bool, mon
     longest = 41 if is_attached else 40  # the last token is read by nobody
     plain = model.generate(PROMPT, max_length=longest, do_sample=False)
     assert plain.shape[1] == longest
-    rounds = Rounds(monkeypatch)
-    assistant = assistant_for(model, is_attached)
+    rounds, assistant = Rounds(monkeypatch), assistant_for(model, is_attached)
     assert torch.equal(model.generate(PROMPT, assistant_model=assistant, max_length=longest, do_sample=False), plain)
     assert rounds.outcomes
 
@@ -219,16 +211,13 @@ def test_a_draft_with_a_shorter_position_table(family: str, is_attached: bool) -
 def test_a_streamer_gets_the_tokens_once_and_in_order(assistant: Any) -> None:
     collector = Collector()
     text = generate(assistant_model=assistant, max_new_tokens=40, streamer=collector)
-    assert collector.puts[0] == PROMPT[0].tolist()
-    assert sum(collector.puts, []) == text[0].tolist()
+    assert (collector.puts[0], sum(collector.puts, [])) == (PROMPT[0].tolist(), text[0].tolist())
     assert collector.ends == 1
     assert all(0 < len(block) <= 5 for block in collector.puts[1:])
 
 
 def test_a_streamer_sees_nothing_after_the_stop(attached: Any) -> None:
-    collector = Collector()
-    token = greedy()[eos_case("candidate")]
+    collector, token = Collector(), greedy()[eos_case("candidate")]
     criteria = StoppingCriteriaList([Recorder(token)])
     text = generate(assistant_model=attached, max_new_tokens=40, streamer=collector, stopping_criteria=criteria)
-    assert sum(collector.puts, []) == text[0].tolist()
-    assert collector.puts[-1][-1] == token
+    assert (sum(collector.puts, []), collector.puts[-1][-1]) == (text[0].tolist(), token)

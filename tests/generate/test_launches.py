@@ -1,21 +1,24 @@
 """What a captured round asks of the host: two launches and one read, or three and two, where processors are called in
 between; on pretended graphs of a pretended device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.calls import our_calls
+from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny
 from support.pretend_devices import on_device
 from support.pretend_graph import pretend_graphs_on_devices
 from torch import Tensor
 
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.generation.captured.text import BETWEEN
 from hf_specdecpp.generation.captured.whole import WholeRounds
+from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.models import cpu_products
+from hf_specdecpp.sampling.processors import Processing
 
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
@@ -54,8 +57,7 @@ def texts(ids: Tensor, target: Any, assistant: Any, **how: Any) -> Tensor:
     return text.cpu()
 
 
-@pytest.mark.every(13)
-@pytest.mark.takes(8)
+@pytest.mark.every(13, takes=8)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("rule", RULES)
@@ -116,8 +118,7 @@ def test_memory_of_graphs_and_of_both_models_caches() -> None:
         (rounds,) = captured_target._known[target][1].rounds.values()
         rooms = [rounds.passes.rooms.num_bytes, rounds.draft.rooms.num_bytes]
         assert min(rooms) > 0
-        assert assistant.stats.graph_bytes == sum(rooms) + 1000 * graphs["captured"]
-        assert graphs["pools"] == 1
+        assert (assistant.stats.graph_bytes, graphs["pools"]) == (sum(rooms) + 1000 * graphs["captured"], 1)
 
 
 def test_a_draft_beside_captured_passes_leaves_out_cudnns_attention() -> None:
@@ -134,3 +135,99 @@ def test_a_draft_beside_captured_passes_leaves_out_cudnns_attention() -> None:
     assert len(seen) > 4
     assert not any(seen)
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+# What one round runs of the package: counted in functions and files, which no clock disturbs. -------------------------
+
+
+# Settings, and the most functions and files of a round.
+ROUNDS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "fixed": ({"rule": "fixed", "num_tokens": 3}, 66, 16),
+    "threshold": ({"rule": "threshold"}, 77, 18),
+    "tree": ({"rule": "fixed", "tree": "dyspec", "tree_budget": 8}, 110, 23),
+}
+
+
+def run_by_rounds(monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any]) -> list[set[tuple[str, str]]]:
+    """The files and functions of each round but the first two of the second text of an assistant."""
+    found: list[set[tuple[str, str]]] = []
+    original = AssistedDecoding.round
+
+    def watched(self: AssistedDecoding) -> None:
+        with our_calls() as calls:
+            original(self)
+        found.append({(code.co_filename, f"{code.co_name} at line {code.co_firstlineno}") for code in calls})
+
+    target = tiny("llama").float()
+    assistant = assistant_for(target, mix=0.9, **speculation)
+    with monkeypatch.context() as patch:
+        patch.setattr(AssistedDecoding, "round", watched)
+        for _ in range(2):
+            found.clear()
+            target.generate(prompt(9), assistant_model=assistant, max_new_tokens=30, do_sample=False)
+    return found[2:]
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_round_is_few_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    speculation, functions, files = ROUNDS[name]
+    rounds = run_by_rounds(monkeypatch, speculation)
+    assert len(rounds) > 3
+    # Some rounds learn, which takes a few functions more.
+    usual = sorted(rounds, key=len)[len(rounds) // 2]
+    assert len(usual) <= functions, "\n".join(sorted(f"{file} {function}" for file, function in usual))
+    assert len({file for file, _ in usual}) <= files
+
+
+def test_more_functions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a text asks its processors though there are none."""
+    speculation = ROUNDS["threshold"][0]
+    few, original = max(map(len, run_by_rounds(monkeypatch, speculation))), Processing.__init__
+
+    def asked(self: Processing, processors: Any) -> None:
+        original(self, processors)
+        self.does_nothing = False
+
+    monkeypatch.setattr(Processing, "__init__", asked)
+    assert max(map(len, run_by_rounds(monkeypatch, speculation))) > few
+
+
+# What a `generate()` does before its first round: counted in calls of our functions, which no clock disturbs. ---------
+
+
+MOST_CALLS = 550  # they were 2,763 when each look at the modules called several functions for each of them
+IDS = torch.arange(8)[None]
+
+
+def calls_before_the_first_round(layers: int) -> int:
+    """Calls of functions of the package, of the second text of an assistant."""
+    target, draft = (tiny("llama", seed, num_hidden_layers=layers).float() for seed in range(2))
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(rule="threshold"))
+    # Long enough for all passes that are made beside those of rounds.
+    target.generate(IDS, assistant_model=assistant, max_new_tokens=20, do_sample=False)
+    with our_calls() as calls:
+        target.generate(IDS, assistant_model=assistant, max_new_tokens=8, do_sample=False)
+    return calls.index(AssistedDecoding.round.__code__) + 1
+
+
+def test_few_calls() -> None:
+    assert 100 < calls_before_the_first_round(3) < MOST_CALLS
+
+
+def test_modules_cost_no_calls() -> None:
+    """All modules are looked at, and nothing is called for a usual one: a layer costs its attention in the prompt's
+    pass and looks at its cache."""
+    few, many = (calls_before_the_first_round(layers) for layers in (2, 12))
+    assert many - few <= 10 * 10
+
+
+@pytest.mark.takes(2)
+def test_more_calls_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where each module is asked whether it is compiled."""
+
+    def asks_each(models: Any, seen: Any = None) -> Any:
+        return (module for model in models for module in model.modules() if cpu_products._recompiles(module))
+
+    few = calls_before_the_first_round(12)
+    monkeypatch.setattr(cpu_products, "large_layers", asks_each)
+    assert calls_before_the_first_round(12) > few + 200

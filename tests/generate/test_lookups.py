@@ -1,7 +1,5 @@
 """Candidates that are looked up, alone and beside drafts: texts are plain ones, under every door, rule and cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,6 +7,7 @@ import torch
 from support.fuzz.arguments import Counting
 from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
 from support.multimodal import multimodal
+from support.watchers import heard
 from support.zoo import tiny_of
 from torch import Tensor
 
@@ -23,11 +22,9 @@ COSTS = {"draft": 0.2, "verify": [1.0, 1.02, 1.04, 1.06, 1.1, 1.2]}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 60, "pad_token_id": 0}
 SAMPLED: dict[str, Any] = {**GREEDY, "do_sample": True, "temperature": 0.7}
 SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {},
-    "dyspec": {"tree": "dyspec", "tree_budget": 16},
-    "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 16},
-    "static": {"tree": [2, 2, 1]},
-}
+    "chain": {}, "dyspec": {"tree": "dyspec", "tree_budget": 16},
+    "dyspec-exact": {"tree": "dyspec-exact", "tree_budget": 16}, "static": {"tree": [2, 2, 1]},
+}  # fmt: skip
 RULES: dict[str, dict[str, Any]] = {
     "throughput": {"rule": "throughput", "costs": COSTS},
     "fixed": {"rule": "fixed", "num_tokens": 4},
@@ -71,15 +68,13 @@ def test_alone_the_text_is_the_very_text_of_plain_generation(family: str, shape:
     assert torch.equal(generate(target, assistant, seed=3, **options), plain)
     stats = assistant.stats
     assert stats.looked_up == stats.drafted > stats.accepted == stats.accepted_lookups > 20
-    assert stats.draft_passes == 0
-    assert stats.lookup_rounds == stats.rounds - stats.idle_rounds
+    assert (stats.draft_passes, stats.lookup_rounds) == (0, stats.rounds - stats.idle_rounds)
     assert stats.generated + stats.discarded == stats.drafted + stats.target_passes
 
 
 def test_it_finds_what_the_text_itself_repeats() -> None:
     target = tiny("llama", initializer_range=0.05)
-    plain = generate(target, max_new_tokens=100)
-    assistant = lookup_for(target)
+    plain, assistant = generate(target, max_new_tokens=100), lookup_for(target)
     assert torch.equal(generate(target, assistant, max_new_tokens=100), plain)
     assert assistant.stats.tokens_per_pass > 2.0
     assert "looked up" in str(assistant.stats)
@@ -89,8 +84,7 @@ def test_it_finds_what_the_text_itself_repeats() -> None:
 @pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
 def test_targets_with_recurrent_layers(family: str) -> None:
     target = tiny_of(family)
-    plain = generate(target, eos_token_id=None)
-    assistant = lookup_for(target)
+    plain, assistant = generate(target, eos_token_id=None), lookup_for(target)
     inform(assistant, plain)
     assert torch.equal(generate(target, assistant, eos_token_id=None), plain)
     assert assistant.stats.discarded > 0
@@ -132,14 +126,9 @@ def test_special_tokens_are_never_proposed() -> None:
     assistant = lookup_for(target)
     inform(assistant, plain)
     proposed: list[int] = []
-    take = LookingUp.take
-
-    def noting(self: LookingUp, count: int) -> Any:
-        proposed.extend(self.found.tokens[:count])
-        return take(self, count)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LookingUp, "take", noting)
+        heard(patch, LookingUp, "take", lambda self, count: proposed.extend(self.found.tokens[:count]))
         ours = generate(target, assistant)
     assert torch.equal(ours, generate(target))
     assert proposed
@@ -153,8 +142,7 @@ def test_special_tokens_are_never_proposed() -> None:
 def test_a_chain_goes_on_with_what_follows_what_was_drafted() -> None:
     """Nothing matches the text before the round's first candidate, which the draft guesses; after it all does."""
     target = tiny("llama")
-    plain = generate(target)
-    assistant = assistant_for(target, mix=1.0, lookup=True, **RULES["throughput"])
+    plain, assistant = generate(target), assistant_for(target, mix=1.0, lookup=True, **RULES["throughput"])
     answer = plain[0].tolist()
     assistant.speculation.lookup = "history"
     assistant.memory.answers.most = 1000
@@ -203,8 +191,7 @@ def test_without_the_setting_nothing_is_looked_up() -> None:
 
 def test_a_draft_that_is_better_is_used() -> None:
     """The draft is always right, and the text repeats nothing."""
-    target = tiny("llama")
-    options = {"no_repeat_ngram_size": 2}
+    target, options = tiny("llama"), {"no_repeat_ngram_size": 2}
     assistant = assistant_for(target, mix=1.0, lookup=True, **RULES["throughput"])
     assert torch.equal(generate(target, assistant, **options), generate(target, **options))
     assert assistant.stats.drafted - assistant.stats.looked_up > 20
@@ -264,8 +251,7 @@ def test_batches(rule: str, drafts: bool) -> None:
 @pytest.mark.parametrize("drafts", [True, False], ids=["beside a draft", "alone"])
 def test_in_transformers_own_loop(drafts: bool) -> None:
     target = tiny("llama", initializer_range=0.05)
-    plain = generate(target, max_new_tokens=100)
-    speculation = SpeculationConfig(rule="threshold", lookup=True)
+    plain, speculation = generate(target, max_new_tokens=100), SpeculationConfig(rule="threshold", lookup=True)
     if drafts:
         assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=speculation)
     else:
@@ -282,8 +268,7 @@ def test_in_transformers_own_loop(drafts: bool) -> None:
 def test_a_request_that_comes_again_is_answered_from_memory() -> None:
     target = tiny("llama")
     assistant = lookup_for(target, **RULES["throughput"], lookup="history")
-    first = generate(target, assistant)
-    before = assistant.stats
+    first, before = generate(target, assistant), assistant.stats
     again = generate(target, assistant)
     assert torch.equal(first, again)
     assert assistant.stats.target_passes < 0.5 * before.target_passes
@@ -306,18 +291,15 @@ def test_its_costs_are_measured_without_a_draft() -> None:
 
 
 def test_the_example_of_the_choice() -> None:
-    choice = Choice(0.01, 150.0)
-    seconds = torch.tensor([10.0, 11.0, 12.0, 13.0]).numpy() / 1000
-    assert choice.length([[0.9, 0.8, 0.7]], seconds) == 3
-    assert choice.length([[0.1, 0.1, 0.1]], seconds) == 0
+    choice, seconds = Choice(0.01, 150.0), torch.tensor([10.0, 11.0, 12.0, 13.0]).numpy() / 1000
+    assert (choice.length([[0.9, 0.8, 0.7]], seconds), choice.length([[0.1, 0.1, 0.1]], seconds)) == (3, 0)
     assert choice.length([[0.9, 0.8, 0.7], [], [], []], seconds * 4) < 3, "rows that find nothing pay as well"
     assert choice.further(0.9, [0.9, 0.9, 0.1], seconds - seconds[0]) == 2
     assert choice.further(0.05, [0.9, 0.9, 0.1], seconds - seconds[0]) == 0
 
 
 def test_a_draft_that_brings_more_goes_first() -> None:
-    choice = Choice(0.01, 150.0)
-    seconds = torch.tensor([10.0, 11.0]).numpy() / 1000
+    choice, seconds = Choice(0.01, 150.0), torch.tensor([10.0, 11.0]).numpy() / 1000
     assert choice.length([[0.9]], seconds) == 1
     for _ in range(200):
         choice.observe(4.0, 0.015)
@@ -328,8 +310,7 @@ def test_a_draft_that_brings_more_goes_first() -> None:
 
 
 def test_by_estimate() -> None:
-    assert by_estimate([0.9, 0.8, 0.5, 0.5], 0.7) == 3
-    assert by_estimate([0.6, 0.8], 0.7) == 0
+    assert (by_estimate([0.9, 0.8, 0.5, 0.5], 0.7), by_estimate([0.6, 0.8], 0.7)) == (3, 0)
     assert by_estimate([], 0.0) == 0
 
 

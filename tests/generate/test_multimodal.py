@@ -1,7 +1,5 @@
 """Targets that read images or sound: texts are plain ones, side outputs too. The draft sees the prompt's text only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`pipeline("text-generation", ..., assistant_model=...)`: an assistant object, or the name of one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,7 @@ from support.families import IMAGE
 from support.hub_server import HubServer
 from support.models import assistant_for, partly_agreeing, tiny
 from support.multimodal import multimodal
-from support.repos import (
-    TEXT,
-    WORDS,
-    files_of,
-    head_for,
-    publish_pair,
-    save_adapter,
-    save_model,
-    tokenizer,
-)
+from support.repos import TEXT, WORDS, files_of, head_for, publish_pair, save_adapter, save_model, tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -97,7 +86,7 @@ class TestObject:
 
 def publish(hub: HubServer, folder: Path, kind: str) -> str:
     """Publish a target with an assistant for it; the name of the assistant."""
-    publish_pair(hub, folder)
+    publish_pair(hub)
     target = AutoModelForCausalLM.from_pretrained("org/target")
     if kind == "independent":
         adapter = save_adapter(AutoModelForCausalLM.from_pretrained("org/draft"), folder / "peft")
@@ -175,8 +164,7 @@ def test_dtype_of_the_target(hub: HubServer, tmp_path: Path) -> None:
         target = AutoModelForCausalLM.from_pretrained("org/target", dtype=dtype)
         assisted: Any = pipe(target, "org/head")
         assistant = assisted.assistant_model
-        assert dtypes(assistant.drafter) == {dtype}
-        assert dtypes(assistant.head) == {torch.float32}
+        assert (dtypes(assistant.drafter), dtypes(assistant.head)) == ({dtype}, {torch.float32})
         say(assisted)
         assert assistant.stats.drafted > 0
 

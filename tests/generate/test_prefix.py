@@ -1,7 +1,5 @@
 """Where the text goes on after the prompt: positions, masked rows, and the cache after an exception."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -63,8 +61,7 @@ def test_the_whole_prompt_is_in_the_cache_already(held: int) -> None:
         return found
 
     def texts(cropped: int | None, **speculation: Any) -> list[Tensor]:
-        assistant = assistant_for(target, **speculation)
-        found = []
+        assistant, found = assistant_for(target, **speculation), []
         for options_of in ({}, {"assistant_model": assistant}):
             own = cache()
             if cropped is not None:

@@ -1,10 +1,7 @@
 """Targets with quantised weights: the text of plain generation, nothing copied, and what cannot work is refused.
 
 `make test-quantised` installs torchao and bitsandbytes in a folder of their own: wherever torchao is installed, every
-import of transformers loads it, too, with several lines of warnings.
-"""
-
-from __future__ import annotations
+import of transformers loads it, too, with several lines of warnings."""
 
 import logging
 from collections.abc import Callable
@@ -92,8 +89,7 @@ def assistant_of(kind: str, target: CausalLM, build: Any, folder: Path, speculat
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_the_text_of_plain_generation(kind: str, setting: str, name: str, tmp_path: Path) -> None:
-    plain = generate(TARGETS[name]())
-    target = TARGETS[name]()
+    plain, target = generate(TARGETS[name]()), TARGETS[name]()
     assistant = assistant_of(kind, target, TARGETS[name], tmp_path / "adapter", SETTINGS[setting])
     assert torch.equal(generate(target, assistant), plain)  # attached before its first pass
     assert assistant.stats.accepted > 0
@@ -108,8 +104,7 @@ def test_the_text_of_plain_generation(kind: str, setting: str, name: str, tmp_pa
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_unattached(name: str) -> None:
-    target = TARGETS[name]()
-    assistant = SpecDecPPAssistant.from_draft(TARGETS[name](), speculation=CHAIN)
+    target, assistant = TARGETS[name](), SpecDecPPAssistant.from_draft(TARGETS[name](), speculation=CHAIN)
     assert torch.equal(generate(target, assistant), generate(target))
     assert assistant.stats.accepted > 0
 
@@ -258,16 +253,14 @@ def test_a_quantised_lm_head(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
 def test_an_adapter_for_quantised_embeddings_is_refused(module: str, tmp_path: Path) -> None:
-    target = with_torchao(kinds=(nn.Linear, nn.Embedding))
-    folder = adapter_in(tmp_path, ("q_proj", module))
+    target, folder = with_torchao(kinds=(nn.Linear, nn.Embedding)), adapter_in(tmp_path, ("q_proj", module))
     with pytest.raises(ValueError, match="or for one that is not quantised there"):
         SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, speculation=CHAIN)
 
 
 def test_an_adapter_cannot_stand_beside_quantised_embeddings(tmp_path: Path) -> None:
     """Where the adapter's folder holds no embeddings that could be compared."""
-    folder = adapter_in(tmp_path, ("q_proj", "embed_tokens"))
-    path = tmp_path / "adapter_model.safetensors"
+    folder, path = adapter_in(tmp_path, ("q_proj", "embed_tokens")), tmp_path / "adapter_model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if "base_layer" not in name}, path)
     SpecDecPPAssistant.from_early_exit(with_torchao(), 2, adapter=folder, speculation=CHAIN)
     target = with_torchao(kinds=(nn.Linear, nn.Embedding))
@@ -289,8 +282,7 @@ ACTIVATIONS: dict[str, Callable[[], CausalLM]] = {
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_quantised_activations_are_refused(name: str) -> None:
     target = ACTIVATIONS[name]()
-    plain = generate(target)
-    layer = random_layer(ordinary())
+    plain, layer = generate(target), random_layer(ordinary())
     for make in (
         lambda: SpecDecPPAssistant.from_early_exit(target, 2),
         lambda: SpecDecPPAssistant.from_conditioned(target, 1),
@@ -324,8 +316,7 @@ def test_why_quantised_activations_are_refused() -> None:
     """Each token has its own scale here, and layer by layer its own product."""
     ids = torch.cat((prompt(), prompt(seed=5)), dim=1)
     assert difference(with_torchao(), ids) < 1e-4
-    target = with_torchao("Int8DynamicActivationInt8WeightConfig")
-    states = torch.randn(5, SHAPE["hidden_size"])
+    target, states = with_torchao("Int8DynamicActivationInt8WeightConfig"), torch.randn(5, SHAPE["hidden_size"])
     rows = torch.cat([target.lm_head(row) for row in states.split(1)])
     assert torch.equal(target.lm_head(states), rows)
     assert difference(target, ids) > 1e-3
@@ -355,8 +346,7 @@ def test_how_far_passes_of_smollm2_differ(how: str, least: float, most: float) -
 
 def test_a_draft_may_quantise_its_activations() -> None:
     """Whatever it says is verified."""
-    target = ordinary()
-    draft = with_torchao("Int8DynamicActivationInt8WeightConfig")
+    target, draft = ordinary(), with_torchao("Int8DynamicActivationInt8WeightConfig")
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=CHAIN)
     assert torch.equal(generate(target, assistant), generate(target))
     assert assistant.stats.accepted > 0
@@ -397,8 +387,7 @@ def test_multi_token_layers_of_the_original(how: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "first_k_dense_replace": 3}
     Files("glm4_moe", 1, seed=7, dtype=torch.float32, overrides=sizes).save(tmp_path)
     target: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=config)
-    assistant = assist(target, "mtp", speculation=CHAIN, default=False)
-    ids = 1 + prompt() % 11
+    assistant, ids = assist(target, "mtp", speculation=CHAIN, default=False), 1 + prompt() % 11
     assert torch.equal(generate(target, assistant, ids), generate(target, None, ids))
     assert assistant.stats.drafted > 0
     layer = assistant.drafter.model.model.layers[0]

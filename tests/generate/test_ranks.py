@@ -1,7 +1,5 @@
 """A target that is spread over two processes (tensor parallelism, gloo): both say what one process says."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

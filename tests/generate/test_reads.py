@@ -1,7 +1,5 @@
 """How often verification reads from the device: once a round."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,18 +10,14 @@ from support.reads import pretend_that_reads_are_slow, reads
 from hf_specdecpp.generation.text import Text
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 5}
-TREES: list[dict[str, Any]] = [
-    {"tree": "dyspec", "tree_budget": 16, "tree_depth": 4},
-    {"tree": [3, 2, 1]},
-]
+TREES: list[dict[str, Any]] = [{"tree": "dyspec", "tree_budget": 16, "tree_depth": 4}, {"tree": [3, 2, 1]}]
 # Without temperature and top-k, with processors that see no prefix, and with one that does.
 PROCESSING: list[dict[str, Any]] = [{"top_k": 0}, {"temperature": 0.7, "top_k": 20}, {"repetition_penalty": 1.2}]
 
 
 def reads_of_rounds(monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any], **options: Any) -> set[int]:
     """The numbers of reads by which the rounds of a generation choose what to emit."""
-    found = set()
-    verify = Text.verify
+    found, verify = set(), Text.verify
 
     def counted(text: Text, *args: Any) -> Any:
         with reads() as counter:
@@ -64,8 +58,7 @@ def test_the_counter_counts() -> None:
     numbers = torch.arange(3.0)
     with reads() as counter:
         assert bool(numbers[0] < 1.0)
-        assert int(numbers[1]) + float(numbers[2]) == 3.0
-        assert numbers.tolist() == numbers.numpy().tolist()
+        assert (int(numbers[1]) + float(numbers[2]), numbers.tolist()) == (3.0, numbers.numpy().tolist())
     assert counter.count == 5
 
 
@@ -79,8 +72,7 @@ def test_rounds_on_a_device_are_right(speculation: dict[str, Any], monkeypatch: 
     """A seed gives the same text again; greedy text is that of plain generation."""
     pretend_that_reads_are_slow(monkeypatch)
     target = tiny("llama")
-    assistant = assistant_for(target, mix=0.9, **speculation)
-    texts = []
+    assistant, texts = assistant_for(target, mix=0.9, **speculation), []
     for _ in range(2):
         torch.manual_seed(3)
         assistant.memory.clear()

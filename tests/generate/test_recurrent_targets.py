@@ -1,7 +1,5 @@
 """Targets and drafts with recurrent layers: their states go back after a rejection, and texts are plain ones."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -58,16 +56,12 @@ def assert_same_states(cache: Any, expected: Any) -> None:
 # Texts. ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(3)
-@pytest.mark.parametrize(
-    ("family", "length"),
-    [
-        *((family, 200) for family in FAST),
-        ("qwen3_5_text", 24),
-        *(pytest.param(family, 200, marks=pytest.mark.slow) for family in FAMILIES if family not in FAST),
-    ],
-)
+@pytest.mark.every(3, takes=3)
+@pytest.mark.parametrize(("family", "length"), [
+    *((family, 200) for family in FAST),
+    ("qwen3_5_text", 24),
+    *(pytest.param(family, 200, marks=pytest.mark.slow) for family in FAMILIES if family not in FAST),
+])  # fmt: skip
 def test_texts_and_all_that_goes_with_them(family: str, length: int) -> None:
     """Hundreds of tokens, in rounds that accept none, some and all of their candidates."""
     target = tiny_of(family)
@@ -98,8 +92,7 @@ def test_a_text_may_end_with_tokens_pending(length: int) -> None:
     assert_same_states(ours.past_key_values, plain.past_key_values)
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=2)
 @pytest.mark.parametrize("rule", ["threshold", "throughput"])
 def test_every_rule(rule: str) -> None:
     target = tiny_of("granitemoehybrid")
@@ -122,8 +115,7 @@ def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.Monk
     def check(self: Prefix, *arguments: Any) -> None:
         settle(self, *arguments)
         pending.add(self.text.pending)
-        held = self.cache.get_seq_length()
-        expected = DynamicCache(config=target.config)
+        held, expected = self.cache.get_seq_length(), DynamicCache(config=target.config)
         with torch.no_grad():
             target(plain[:, :held], past_key_values=expected, use_cache=True)
         assert_same_states(self.cache, expected)
@@ -136,22 +128,26 @@ def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.Monk
     assert max(pending) > 4, "rejections followed one another"
 
 
-@pytest.mark.takes(3)
-def test_a_cache_is_carried_on_and_goes_back_after_an_interruption() -> None:
+@pytest.mark.every(11, takes=3)
+@pytest.mark.parametrize("length", [30, *range(4, 25)])
+def test_a_cache_is_carried_on_and_goes_back_after_an_interruption(length: int) -> None:
+    """As plain generation carries its own on, which after some lengths is another text than without a pause."""
     target = tiny_of("granitemoehybrid")
-    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=80)
-    assistant = assistant_of(target, plain)
-    for layer in (None, target.model.layers[-1]):
-        cache = DynamicCache(config=target.config)
-        first = {**PLAIN, "max_new_tokens": 30, "past_key_values": cache}
-        text = target.generate(PROMPT, **first, assistant_model=assistant)
+
+    def carried_on(assistant: Any = None, layer: Any = None) -> Tensor:
+        options = {**PLAIN, "past_key_values": DynamicCache(config=target.config), "assistant_model": assistant}
+        text = target.generate(PROMPT, **options, max_new_tokens=length)
         if layer is not None:
             handle = layer.register_forward_pre_hook(lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                target.generate(text, **{**first, "max_new_tokens": 10}, assistant_model=assistant)
+                target.generate(text, **options, max_new_tokens=10)
             handle.remove()
-        rest = {**first, "max_new_tokens": 50}
-        assert torch.equal(target.generate(text, **rest, assistant_model=assistant), plain)
+        return target.generate(text, **options, max_new_tokens=80 - length)
+
+    plain = carried_on()
+    assistant = assistant_of(target, plain)
+    for layer in (None, target.model.layers[-1]):
+        assert torch.equal(carried_on(assistant, layer), plain)
 
 
 @pytest.mark.takes(2)
@@ -178,8 +174,7 @@ def shaken(model: CausalLM) -> CausalLM:
     return other
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 def test_drafts_with_recurrent_layers(kind: str) -> None:
     target = tiny_of("granitemoehybrid")
@@ -207,8 +202,7 @@ def test_a_recurrent_draft_for_a_transformer(attached: bool, family: str) -> Non
     assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=30, assistant_model=assistant), plain)
 
 
-@pytest.mark.every(2)
-@pytest.mark.takes(2)
+@pytest.mark.every(2, takes=2)
 @pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
 def test_a_recurrent_draft_goes_back(family: str) -> None:
     """It drafts after every round what it would draft after reading the text anew."""

@@ -1,21 +1,12 @@
 """What assisted generation cannot serve is refused with the reason, before the target does any work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
 from support.watchers import no_work
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    RwkvConfig,
-    RwkvForCausalLM,
-    StaticCache,
-    SynthIDTextWatermarkingConfig,
-)
 from transformers.cache_utils import QuantizedCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
@@ -42,13 +33,13 @@ def target() -> CausalLM:
     return tiny("llama", num_hidden_layers=2)
 
 
-def offloaded_cache(target: CausalLM) -> StaticCache:
-    cache = StaticCache(config=target.config, max_cache_len=64)
+def offloaded_cache(target: CausalLM) -> transformers.StaticCache:
+    cache = transformers.StaticCache(config=target.config, max_cache_len=64)
     cache.offloading = True  # whose own constructor wants a GPU
     return cache
 
 
-SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
+SYNTH_ID = transformers.SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
 # Arguments (or how to make them from the target), and what the refusal says with and without attaching. `None`: it is
 # right without attaching, since transformers then does not use the assistant.
 REFUSALS: dict[str, tuple[Any, str, str | None]] = {
@@ -113,16 +104,13 @@ def test_unattached(name: str, target: CausalLM) -> None:
 EMBEDDINGS = {"input_ids": None, "inputs_embeds": torch.zeros(1, 6, 32, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize(
-    ("attached", "arguments", "message"),
-    [
-        (False, {"input_ids": PROMPT.repeat(2, 1)}, "A batch of 2 sequences"),
-        (False, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to be 1"),
-        (False, EMBEDDINGS, "given as inputs_embeds"),
-        (True, EMBEDDINGS, "given as inputs_embeds"),
-        (True, {"synced_gpus": True}, "synced_gpus=True: ranks would run different numbers"),
-    ],
-)
+@pytest.mark.parametrize(("attached", "arguments", "message"), [
+    (False, {"input_ids": PROMPT.repeat(2, 1)}, "A batch of 2 sequences"),
+    (False, {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to be 1"),
+    (False, EMBEDDINGS, "given as inputs_embeds"),
+    (True, EMBEDDINGS, "given as inputs_embeds"),
+    (True, {"synced_gpus": True}, "synced_gpus=True: ranks would run different numbers"),
+])  # fmt: skip
 def test_at_one_door(target: CausalLM, attached: bool, arguments: dict[str, Any], message: str) -> None:
     assistant = assistant_for(target, attached)
     with no_work(target), pytest.raises(ValueError, match=message):
@@ -131,8 +119,7 @@ def test_at_one_door(target: CausalLM, attached: bool, arguments: dict[str, Any]
 
 
 def test_a_failed_call_leaves_nothing_behind(target: CausalLM) -> None:
-    assistant = assistant_for(target)
-    plain = target.generate(PROMPT, max_new_tokens=20, do_sample=False)
+    assistant, plain = assistant_for(target), target.generate(PROMPT, max_new_tokens=20, do_sample=False)
     with pytest.raises(ValueError, match="num_beams=2"):
         target.generate(PROMPT, assistant_model=assistant, num_beams=2)
     assert torch.equal(target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False), plain)
@@ -144,32 +131,27 @@ def test_a_failed_call_leaves_nothing_behind(target: CausalLM) -> None:
 
 def encoder_decoder() -> CausalLM:
     size: dict[str, Any] = {
-        "d_model": 16,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-    }
+        "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
+    }  # fmt: skip
     heads: dict[str, Any] = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": VOCAB_SIZE}
-    return BartForConditionalGeneration(BartConfig(**size, **heads, max_position_embeddings=32)).eval()
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**size, **heads, max_position_embeddings=32)
+    ).eval()
 
 
 def stateful() -> CausalLM:
-    return RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2)).eval()
+    return transformers.RwkvForCausalLM(
+        transformers.RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2)
+    ).eval()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (encoder_decoder, "transformers itself takes a smaller model of its kind"),
-        (stateful, "does not use a key-value cache of transformers"),
-    ],
-    ids=["encoder-decoder", "stateful"],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (encoder_decoder, "transformers itself takes a smaller model of its kind"),
+    (stateful, "does not use a key-value cache of transformers"),
+], ids=["encoder-decoder", "stateful"])  # fmt: skip
 def test_targets(make: Any, message: str, target: CausalLM) -> None:
     model = make()
-    kind = type(model)
-    assistant = assistant_for(target, attached=False)
+    kind, assistant = type(model), assistant_for(target, attached=False)
     with no_work(model), pytest.raises(ValueError, match=message):
         assistant.attach(model)
     assert type(model) is kind

@@ -1,7 +1,5 @@
 """`SpeculationConfig(reproducible=True)`: a seed repeats a sampled text, whatever was generated or measured before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -48,14 +46,12 @@ def test_a_seed_repeats_a_text_whatever_was_before(target: CausalLM, way: str, r
         pytest.skip("batches draft chains")
     ids = torch.cat([prompt(12, seed) for seed in range(rows)])
     assistant = assistant_of("conditioned", target, **settings, reproducible=True)
-    first = generate(target, assistant, ids, seed=1)
-    drafted = assistant.stats.drafted
+    first, drafted = generate(target, assistant, ids, seed=1), assistant.stats.drafted
     told(assistant, **settings)
     for seed in (2, 3):
         generate(target, assistant, ids, seed)  # learns costs, estimates, successors and answers
     told(assistant, **settings, reproducible=True)
-    assert generate(target, assistant, ids, seed=1) == first
-    assert assistant.stats.drafted == drafted
+    assert (generate(target, assistant, ids, seed=1), assistant.stats.drafted) == (first, drafted)
     again = assistant_of("conditioned", target, **settings, reproducible=True)
     assert generate(target, again, ids, seed=1) == first
 
@@ -73,8 +69,7 @@ def test_nothing_is_kept_and_nothing_timed(target: CausalLM) -> None:
     before = dict(known_costs._known)
     generate(target, assistant, prompt(), seed=1)
     assert assistant.stats.decided["costs"] == "assumed"
-    assert assistant.stats.decided["products"].split()[0] == "own"
-    assert known_costs._known == before
+    assert (assistant.stats.decided["products"].split()[0], known_costs._known) == ("own", before)
     assert not len(assistant.memory.learned)
     assert not len(assistant.memory.answers)
 

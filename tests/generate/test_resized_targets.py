@@ -1,7 +1,5 @@
 """Targets whose embeddings are resized while an assistant is attached: the same draft, plain `generate()`'s texts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The real thing: SmolLM2-135M-Instruct in float32, from `.models/smollm2` (`make demo` leaves it there)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

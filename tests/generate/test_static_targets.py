@@ -1,7 +1,5 @@
 """Targets with a static cache: the text of plain `generate()`, the rows that are held, and widths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +17,8 @@ from support.static_caches import (
     OPTIONS,
     RULES,
     STATIC,
-    assert_held_rows_are_those_of_the_text,
-    assert_other_rows_are_never_attended_to,
+    assert_held_rows_are_text,
+    assert_others_unattended,
     assert_prefilled,
     attached,
     held,
@@ -44,8 +42,7 @@ EACH = pytest.mark.parametrize("how", ["fixed", "dyspec"])  # a chain and a tree
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes(4)
-@pytest.mark.every(89)
+@pytest.mark.every(89, takes=4)
 @pytest.mark.parametrize("how", [*RULES, *GROWTHS])
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gpt2"])
@@ -69,13 +66,10 @@ def test_rounds_of_all_kinds_take_place(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 OTHERS: dict[str, Callable[[], Any]] = {
-    "shared keys": lambda: model_of("gemma3n"),
-    "chunks": lambda: model_of("llama4"),
-    "no positions": lambda: tiny_of("bloom"),
-    "latent attention": lambda: tiny_of("deepseek_v3"),
-    "images": lambda: multimodal("qwen2.5 vl"),
-    "sinks and experts": lambda: tiny("gpt_oss"),
-}
+    "shared keys": lambda: model_of("gemma3n"), "chunks": lambda: model_of("llama4"),
+    "no positions": lambda: tiny_of("bloom"), "latent attention": lambda: tiny_of("deepseek_v3"),
+    "images": lambda: multimodal("qwen2.5 vl"), "sinks and experts": lambda: tiny("gpt_oss"),
+}  # fmt: skip
 
 
 @pytest.mark.every(2)
@@ -93,17 +87,13 @@ def test_other_targets(name: str) -> None:
     assert assistant.stats.accepted > 0
 
 
-@pytest.mark.every(3)
-@pytest.mark.takes(3)
-@pytest.mark.parametrize(
-    ("how", "family", "kind", "attention"),
-    [
-        ("fixed", "llama", "independent", "sdpa"),
-        ("threshold", "llama", "independent", "sdpa"),
-        ("dyspec", "gemma3_text", "conditioned", "sdpa"),
-        ("static", "gemma3_text", "conditioned", "eager"),
-    ],
-)
+@pytest.mark.every(3, takes=3)
+@pytest.mark.parametrize(("how", "family", "kind", "attention"), [
+    ("fixed", "llama", "independent", "sdpa"),
+    ("threshold", "llama", "independent", "sdpa"),
+    ("dyspec", "gemma3_text", "conditioned", "sdpa"),
+    ("static", "gemma3_text", "conditioned", "eager"),
+])  # fmt: skip
 def test_sampled_text_is_that_of_a_dynamic_cache(how: str, family: str, kind: str, attention: str) -> None:
     """The same seed, candidates and distributions, however many dummies are read with them."""
     window: dict[str, Any] = {"sliding_window": 192} if family == "gemma3_text" else {}
@@ -139,8 +129,7 @@ def test_up_to_the_last_position(how: str) -> None:
         assert torch.equal(ours, plain)
 
 
-@pytest.mark.every(3)
-@pytest.mark.takes(3)
+@pytest.mark.every(3, takes=3)
 @EACH
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_turns_with_a_users_cache(family: str, how: str) -> None:
@@ -155,8 +144,7 @@ def test_turns_with_a_users_cache(family: str, how: str) -> None:
         return found
 
     for _ in range(2):
-        plain = generate()
-        text = generate(assistant_model=assistant, past_key_values=cache)
+        plain, text = generate(), generate(assistant_model=assistant, past_key_values=cache)
         assert torch.equal(text, plain)
         assert_prefilled(held(cache), target, text[:, :-1])
         text = torch.cat((text, turn), dim=1)
@@ -167,16 +155,13 @@ def test_turns_with_a_users_cache(family: str, how: str) -> None:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize(
-    ("family", "how"),
-    [
-        ("llama", "fixed"),
-        ("gemma3_text", "fixed"),
-        ("mistral", "fixed"),
-        ("llama", "dyspec"),
-        ("gemma3_text", "dyspec"),
-    ],
-)
+@pytest.mark.parametrize(("family", "how"), [
+    ("llama", "fixed"),
+    ("gemma3_text", "fixed"),
+    ("mistral", "fixed"),
+    ("llama", "dyspec"),
+    ("gemma3_text", "dyspec"),
+])  # fmt: skip
 def test_records(family: str, how: str) -> None:
     target = quiet_later_layers(tiny(family, attn_implementation="eager"))
     arguments = {**STATIC, "return_dict_in_generate": True, **{f"output_{name}": True for name in RECORDS}}
@@ -196,17 +181,15 @@ def test_records(family: str, how: str) -> None:
 @pytest.mark.every(5)
 @EACH
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
-def test_held_rows_are_those_of_the_text_after_every_round(
-    family: str, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_held_rows_are_the_texts_after_every_round(family: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny(family))
-    assert_held_rows_are_those_of_the_text(target, attached(target, how), monkeypatch)
+    assert_held_rows_are_text(target, attached(target, how), monkeypatch)
 
 
 @EACH
 def test_rows_that_are_not_held_are_never_attended_to(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assert_other_rows_are_never_attended_to(target, attached(target, how), monkeypatch)
+    assert_others_unattended(target, attached(target, how), monkeypatch)
 
 
 def no_roll_back(text: StaticText, count: int, of: int, path: Any) -> None:
@@ -365,14 +348,11 @@ def batch() -> tuple[CausalLM, dict[str, Any]]:
     return tiny("llama"), {**STATIC, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (hybrid, "keeps LinearAttentionLayer in it"),
-        (windows, "has windows of 8 tokens in it, the text may grow to 52"),
-        (batch, "the 2 rows of a batch"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (hybrid, "keeps LinearAttentionLayer in it"),
+    (windows, "has windows of 8 tokens in it, the text may grow to 52"),
+    (batch, "the 2 rows of a batch"),
+])  # fmt: skip
 def test_refusals(make: Callable[[], tuple[CausalLM, dict[str, Any]]], message: str) -> None:
     target, options = make()
     text = prompt(12)

@@ -1,7 +1,5 @@
 """Trees on targets with a static cache: mutants, and widths. Their texts are in `test_static_targets.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,13 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import prompt, quiet_later_layers, tiny
-from support.static_caches import (
-    GROWTHS,
-    OPTIONS,
-    STATIC,
-    attached,
-    static_cache,
-)
+from support.static_caches import GROWTHS, OPTIONS, STATIC, attached, static_cache
 from support.tree_generation import TREES, assert_trees_mattered
 from torch import Tensor
 from transformers import StaticCache
@@ -75,24 +67,18 @@ def one_place_behind(tree_pass: TreePass, *args: Any) -> Any:
 
 kept, uploaded = StaticText.keep, TreePass.upload
 MUTANTS: list[tuple[Any, str, Callable[..., Any]]] = [
-    (texts, "move", stays),
-    (texts, "move", one_off),
-    (texts, "move", from_the_start),
-    (StaticText, "keep", keeps_one_too_many),
-    (StaticText, "keep", unmoved_past),
-    (TreePass, "upload", sees_dummies),
+    (texts, "move", stays), (texts, "move", one_off), (texts, "move", from_the_start),
+    (StaticText, "keep", keeps_one_too_many), (StaticText, "keep", unmoved_past), (TreePass, "upload", sees_dummies),
     (TreePass, "upload", one_place_behind),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS, ids=[mutant.__name__ for *_, mutant in MUTANTS])
 def test_trees_that_are_read_or_kept_wrongly_are_noticed(
     owner: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tiny("llama")
-    options = {**STATIC, "max_new_tokens": 50}
-    plain = target.generate(prompt(), **options)
-    assistant = attached(target, "dyspec")
+    target, options = tiny("llama"), {**STATIC, "max_new_tokens": 50}
+    plain, assistant = target.generate(prompt(), **options), attached(target, "dyspec")
     monkeypatch.setattr(owner, name, mutant)
     try:
         ours = target.generate(prompt(), assistant_model=assistant, **options)
@@ -125,8 +111,7 @@ def noted_passes(target: CausalLM) -> Iterator[list[tuple[int, int, tuple[int, .
 def test_passes_have_few_shapes_and_end_within_the_cache(growth: str) -> None:
     """Trees are drafted up to the end of the text: a cache that `generate()` makes has room for one after it."""
     target, length = quiet_later_layers(tiny("llama")), 12 + 40
-    assistant = attached(target, growth)
-    rooms = set()
+    assistant, rooms = attached(target, growth), set()
     with noted_passes(target) as passes:
         target.generate(prompt(), assistant_model=assistant, **STATIC)
     for begin, width, mask in passes:
@@ -144,8 +129,7 @@ def test_passes_have_few_shapes_and_end_within_the_cache(growth: str) -> None:
 def test_a_users_cache_that_is_almost_full() -> None:
     """Where a tree might not fit there is none; the text is the same."""
     target = quiet_later_layers(tiny("llama"))
-    cache = static_cache(target, room=12 + 40 - 1)
-    plain = target.generate(prompt(), **OPTIONS)
+    cache, plain = static_cache(target, room=12 + 40 - 1), target.generate(prompt(), **OPTIONS)
     with noted_passes(target) as passes:
         ours = target.generate(prompt(), assistant_model=attached(target, "dyspec"), past_key_values=cache, **OPTIONS)
     assert torch.equal(ours, plain)
@@ -162,15 +146,12 @@ def test_the_nodes_of_a_pass_and_its_dummies() -> None:
     assert depths.tolist() == [0, 1, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "most"),
-    [
-        ({"tree": "dyspec", "tree_budget": 9}, 9),
-        ({"tree": [3, 2, 1]}, 15),
-        ({"tree": [2, 1], "lookup": True, "tree_budget": 9}, 9),
-        ({"tree": "static", "tree_budget": 9}, 9),
-        ({"rule": "fixed", "num_tokens": 3}, 3),
-    ],
-)
+@pytest.mark.parametrize(("settings", "most"), [
+    ({"tree": "dyspec", "tree_budget": 9}, 9),
+    ({"tree": [3, 2, 1]}, 15),
+    ({"tree": [2, 1], "lookup": True, "tree_budget": 9}, 9),
+    ({"tree": "static", "tree_budget": 9}, 9),
+    ({"rule": "fixed", "num_tokens": 3}, 3),
+])  # fmt: skip
 def test_the_most_candidates_of_a_round(settings: dict[str, Any], most: int) -> None:
     assert Decisions().most_tokens(SpeculationConfig(**settings)) == most

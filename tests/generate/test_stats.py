@@ -1,7 +1,5 @@
 """Counters, rates and verdicts of `SpeculationStats`."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from itertools import pairwise, product
@@ -12,6 +10,7 @@ import pytest
 import torch
 from support.eagle3_files import VARIANTS
 from support.models import Rounds, assistant_for, prompt, random_layer, tiny
+from support.watchers import heard
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
 from hf_specdecpp.generation.setup import DraftSetup
@@ -45,8 +44,7 @@ def made(**values: object) -> SpeculationStats:
 @pytest.mark.parametrize("attached", [True, False])
 def test_counts_match_the_rounds(monkeypatch: pytest.MonkeyPatch, num_tokens: int, attached: bool) -> None:
     """Against a record kept beside them, for both doors; and the constant-K identity of the paper's cost model."""
-    rounds = Rounds(monkeypatch)
-    target = tiny("llama")
+    rounds, target = Rounds(monkeypatch), tiny("llama")
     assistant = assistant_for(target, attached, rule="fixed", num_tokens=num_tokens)
     text = target.generate(prompt(), assistant_model=assistant, max_new_tokens=64, do_sample=False)
     stats = assistant.stats
@@ -101,42 +99,39 @@ MANY = {"same_pass_seconds": 0.2, "target_seconds": 3.0}
 OF_A_TREE: dict[str, object] = {**BAD, "tree_depths": [0, 0, 10]}
 
 
-@pytest.mark.parametrize(
-    ("values", "remedies", "says", "never"),
-    [
-        ({}, set(), "It pays: about 2.14 times", "products"),
-        ({"same_pass_seconds": 0.099}, set(), "It pays", "products"),
-        ({"overhead_seconds": 3.0}, set(), "too fast for the overhead", "It pays"),
-        ({"target_seconds": 2.8}, set(), "about as fast as plain", "It pays"),
-        ({"plain_pass_seconds": None}, set(), "was not measured", "times"),
-        ({"accepted": 0, "generated": 11}, set(), "It does not pay: none of 40 candidates was accepted.", "times"),
-        ({"accepted": 0, "drafted": 1, "generated": 11}, set(), "the only candidate was not accepted.", "times"),
-        # What the products gained.
-        ({"same_pass_seconds": 0.05}, set(), "It pays: about 1.07 times the speed of plain generate() with the", "not"),
-        ({"same_pass_seconds": 0.05}, set(), "The CPU products alone run at 2.00 times the speed of plain", "not"),
-        ({"same_pass_seconds": 0.05}, set(), "with speculation it is 2.14 times, most of which comes from the", "not"),
-        ({"same_pass_seconds": 0.08}, set(), "The CPU products alone run at 1.25 times", "most of which"),
-        ({"same_pass_seconds": 0.04}, set(), "Speculating does not pay here: about 0.86 times the speed of", "It pays"),
-        (MANY, set(), "alone run at 0.50 times", "It pays"),
-        (MANY, set(), "with speculation it is 0.94 times.", "It pays"),
-        # What a first call took to prepare.
-        ({"preparing_seconds": 0.05}, set(), "It pays: about 1.94 times the speed of plain generate(), ", "longer"),
-        ({"preparing_seconds": 0.4}, set(), "and copy weights: it ran at 1.60 times", "Later"),
-        ({"preparing_seconds": 3.0}, set(), "Later calls pay: about 2.00 times", "It pays"),
-        ({"preparing_seconds": 3.0}, set(), "This call took 3.00 s longer", "It pays"),
-        # What the assistant does already is no advice.
-        (BAD, {"training", "head", "throughput"}, "Train it and a head: specdecpp train. Spec", "Another"),
-        (BAD, {"head"}, "Train a head: specdecpp train.", "it and"),
-        (BAD, {"throughput"}, "SpeculationConfig(rule='throughput') drafts only as far as that pays.", "rain"),
-        (BAD, {"draft", "throughput"}, "The text is not good enough for this target. SpeculationConfig", "rain"),
-        (BAD, set(), "The draft is not good enough for this target. Another one may be, or one that is tr", "rain it"),
-        (OF_A_TREE, set(), "", "not good enough"),
-        ({**OF_A_TREE, "accepted_at": [4, 0, 0, 0]}, set(), "not good enough", "It pays"),
-        (SLOW, set(), "The draft is too slow: one of its tokens costs 1.00 target passes.", "SpeculationConfig"),
-        (WIDE, {"throughput", "training"}, "SpeculationConfig(rule='throughput')", "rain it"),
-        (WIDE, set(), "Verifying several tokens at once is expensive on this device.", "SpeculationConfig"),
-    ],
-)
+@pytest.mark.parametrize(("values", "remedies", "says", "never"), [
+    ({}, set(), "It pays: about 2.14 times", "products"),
+    ({"same_pass_seconds": 0.099}, set(), "It pays", "products"),
+    ({"overhead_seconds": 3.0}, set(), "too fast for the overhead", "It pays"),
+    ({"target_seconds": 2.8}, set(), "about as fast as plain", "It pays"),
+    ({"plain_pass_seconds": None}, set(), "was not measured", "times"),
+    ({"accepted": 0, "generated": 11}, set(), "It does not pay: none of 40 candidates was accepted.", "times"),
+    ({"accepted": 0, "drafted": 1, "generated": 11}, set(), "the only candidate was not accepted.", "times"),
+    # What the products gained.
+    ({"same_pass_seconds": 0.05}, set(), "It pays: about 1.07 times the speed of plain generate() with the", "not"),
+    ({"same_pass_seconds": 0.05}, set(), "The CPU products alone run at 2.00 times the speed of plain", "not"),
+    ({"same_pass_seconds": 0.05}, set(), "with speculation it is 2.14 times, most of which comes from the", "not"),
+    ({"same_pass_seconds": 0.08}, set(), "The CPU products alone run at 1.25 times", "most of which"),
+    ({"same_pass_seconds": 0.04}, set(), "Speculating does not pay here: about 0.86 times the speed of", "It pays"),
+    (MANY, set(), "alone run at 0.50 times", "It pays"),
+    (MANY, set(), "with speculation it is 0.94 times.", "It pays"),
+    # What a first call took to prepare.
+    ({"preparing_seconds": 0.05}, set(), "It pays: about 1.94 times the speed of plain generate(), ", "longer"),
+    ({"preparing_seconds": 0.4}, set(), "and copy weights: it ran at 1.60 times", "Later"),
+    ({"preparing_seconds": 3.0}, set(), "Later calls pay: about 2.00 times", "It pays"),
+    ({"preparing_seconds": 3.0}, set(), "This call took 3.00 s longer", "It pays"),
+    # What the assistant does already is no advice.
+    (BAD, {"training", "head", "throughput"}, "Train it and a head: specdecpp train. Spec", "Another"),
+    (BAD, {"head"}, "Train a head: specdecpp train.", "it and"),
+    (BAD, {"throughput"}, "SpeculationConfig(rule='throughput') drafts only as far as that pays.", "rain"),
+    (BAD, {"draft", "throughput"}, "The text is not good enough for this target. SpeculationConfig", "rain"),
+    (BAD, set(), "The draft is not good enough for this target. Another one may be, or one that is tr", "rain it"),
+    (OF_A_TREE, set(), "", "not good enough"),
+    ({**OF_A_TREE, "accepted_at": [4, 0, 0, 0]}, set(), "not good enough", "It pays"),
+    (SLOW, set(), "The draft is too slow: one of its tokens costs 1.00 target passes.", "SpeculationConfig"),
+    (WIDE, {"throughput", "training"}, "SpeculationConfig(rule='throughput')", "rain it"),
+    (WIDE, set(), "Verifying several tokens at once is expensive on this device.", "SpeculationConfig"),
+])  # fmt: skip
 def test_verdict(values: dict[str, object], remedies: set[str], says: str, never: str) -> None:
     prompt_seconds = 0.2 if "preparing_seconds" in values else 0.0
     verdict = made(**values, prompt_seconds=prompt_seconds, remedies=frozenset(remedies)).verdict
@@ -221,16 +216,14 @@ def test_remedies_are_what_the_assistant_lacks(kind: str, rows: int, monkeypatch
     monkeypatch.setattr(DraftSetup, "products", lambda *_: FasterProducts())
     target = tiny("llama").float()
     if kind == "lookup":
-        assistant = assist(target, "lookup", default=False)
-        lacks = {"draft"}
+        assistant, lacks = assist(target, "lookup", default=False), {"draft"}
     elif kind == "trained":
         head = AcceptanceHead(32, inputs="before", num_blocks=1, embedding_size=32)
         knobs = SpeculationConfig("threshold")
         assistant = SpecDecPPAssistant.from_draft(random_layer(target).float(), target, head=head, speculation=knobs)
         lacks = {"throughput"}
     else:
-        assistant = assistant_for(target, rule="fixed")
-        lacks = {"training", "head", "throughput"}
+        assistant, lacks = assistant_for(target, rule="fixed"), {"training", "head", "throughput"}
     ids = prompt().repeat(rows, 1)
     target.generate(ids, assistant_model=assistant, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert assistant.stats.remedies == lacks
@@ -265,8 +258,7 @@ def test_what_is_said_of_graphs_is_not_summed() -> None:
     first = SpeculationStats(rounds=1, graphs=3, graph_seconds=0.5, graph_bytes=100, uncaptured="no graphs")
     total = first + SpeculationStats(rounds=1, graphs=5, graph_seconds=0.75, graph_bytes=300, uncaptured="no graphs")
     assert (total.graphs, total.graph_seconds, total.graph_bytes, total.uncaptured) == (5, 0.75, 300, "no graphs")
-    assert (first + SpeculationStats()).uncaptured == "no graphs"
-    assert total.rounds == 2
+    assert ((first + SpeculationStats()).uncaptured, total.rounds) == ("no graphs", 2)
 
 
 def test_suspicions_add_up() -> None:
@@ -280,8 +272,7 @@ def test_suspicions_add_up() -> None:
 
 @pytest.mark.parametrize(("tree", "rows"), [(None, 1), (None, 2), ("dyspec", 1)])
 def test_generations_know_whose_draft_it_is(tmp_path: Path, tree: Any, rows: int) -> None:
-    target = tiny("llama")
-    knobs = SpeculationConfig("fixed", num_tokens=2, tree=tree, tree_budget=4)
+    target, knobs = tiny("llama"), SpeculationConfig("fixed", num_tokens=2, tree=tree, tree_budget=4)
     folder = VARIANTS["plain"].save(tmp_path)
     assistant = SpecDecPPAssistant.from_pretrained(folder, target=target, speculation=knobs)
     ids = prompt().repeat(rows, 1)
@@ -333,13 +324,8 @@ def test_sum_of_two_calls() -> None:
 
 
 def test_making_products_is_no_time_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = DraftSetup.products
 
-    def slow(setup: DraftSetup, target: Any) -> FasterProducts:
-        time.sleep(0.5)
-        return theirs(setup, target)
-
-    monkeypatch.setattr(DraftSetup, "products", slow)
+    heard(monkeypatch, DraftSetup, "products", lambda *_: time.sleep(0.5))
     target = tiny("llama")
     assistant = assistant_for(target)
     target.generate(prompt(12), assistant_model=assistant, max_new_tokens=8, pad_token_id=0)

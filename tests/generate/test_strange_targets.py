@@ -1,7 +1,5 @@
 """Targets that read several tokens at once otherwise than one by one, or generate in a way of their own: refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -165,8 +163,7 @@ def test_bark_s_tokens_of_meaning() -> None:
     """It is its own decoder, and has no attribute that most models call it by."""
     config = BarkSemanticConfig(input_vocab_size=48, output_vocab_size=48, num_layers=2, num_heads=4, hidden_size=32)
     target = BarkSemanticModel(config).double().eval()
-    plain = GenerationMixin.generate(target, BATCH, **GREEDY)
-    assistant = assist(target, "lookup", default=True)
+    plain, assistant = GenerationMixin.generate(target, BATCH, **GREEDY), assist(target, "lookup", default=True)
     assert torch.equal(GenerationMixin.generate(target, BATCH, **GREEDY), plain)
     with pytest.raises(ValueError, match="has no LM head"):
         SpecDecPPAssistant.from_draft(target)
@@ -241,8 +238,7 @@ def test_the_longest_text(family: str, most: float) -> None:
 
 def test_costs_where_there_are_few_positions() -> None:
     target = tiny_of("bart", max_position_embeddings=20)
-    plain = target.generate(PROMPT[:, :4], **GREEDY)
-    draft = tiny_of("codegen", n_positions=24)
+    plain, draft = target.generate(PROMPT[:, :4], **GREEDY), tiny_of("codegen", n_positions=24)
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig("throughput"))
     assert torch.equal(target.generate(PROMPT[:, :4], **GREEDY, assistant_model=assistant), plain)
 
@@ -280,8 +276,7 @@ def test_windows_shrink_again_in_later_turns_without_an_assistant() -> None:
 def test_a_static_cache_of_a_batch_is_left_as_it_is() -> None:
     target = tiny_of("mistral")
     arguments = {**GREEDY, "cache_implementation": "static", "return_dict_in_generate": True}
-    plain = target.generate(BATCH, **arguments)
-    assistant = assist(target, "lookup", default=True)
+    plain, assistant = target.generate(BATCH, **arguments), assist(target, "lookup", default=True)
     ours = target.generate(BATCH, **arguments)
     assert assistant.stats.refusal is not None
     for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):

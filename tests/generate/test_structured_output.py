@@ -1,17 +1,17 @@
 """Grammars that now and then allow only tokens that the draft cannot say: the target decides alone there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, partly_agreeing, tiny
+from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
 from support.tree_generation import PROMPT, sharp
+from support.watchers import no_work
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.models.causal_lm import CausalLM
 
 COMMON, RARE = list(range(36)), list(range(36, VOCAB_SIZE))
 COSTS = {"draft": 0.05, "verify": [1.0, 1.0, 1.1, 1.2]}
@@ -57,8 +57,7 @@ def with_small_vocabulary(target: Any, way: str, attached: bool = True) -> SpecD
 @pytest.mark.parametrize("way", WAYS)
 def test_a_grammar_gives_the_plain_text(target: Any, way: str, arguments: dict[str, Any]) -> None:
     arguments = {**arguments, "max_new_tokens": 32, "logits_processor": [Grammar()]}
-    plain = target.generate(PROMPT, **arguments)
-    assistant = with_small_vocabulary(target, way)
+    plain, assistant = target.generate(PROMPT, **arguments), with_small_vocabulary(target, way)
     text = target.generate(PROMPT, assistant_model=assistant, **arguments)
     assistant.detach()
     assert torch.equal(text, plain)
@@ -91,8 +90,7 @@ def test_unattached_chains_end_where_the_draft_can_say_nothing(target: Any) -> N
 @pytest.mark.parametrize("way", ["fixed", "dyspec"])
 def test_the_grammar_of_transformers(target: Any, way: str) -> None:
     arguments = {"do_sample": False, "max_new_tokens": 32, "prefix_allowed_tokens_fn": grammar}
-    plain = target.generate(PROMPT, **arguments)
-    assistant = with_small_vocabulary(target, way)
+    plain, assistant = target.generate(PROMPT, **arguments), with_small_vocabulary(target, way)
     assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
     assistant.detach()
 
@@ -106,3 +104,86 @@ def test_tokens_that_are_suppressed_altogether(target: Any) -> None:
         assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
         assert assistant.stats.drafted == 0
         assistant.detach()
+
+
+# Logits processors that keep state from call to call, as grammars do, are called as plain `generate()` calls them. ----
+
+
+IDS = prompt(12)
+EOS = 7
+SHAPES: dict[str, dict[str, Any]] = {"chain": {"rule": "fixed", "num_tokens": 4}, "tree": {"tree": [3, 2, 1]}}
+
+
+class Matcher(LogitsProcessor):
+    """Takes the last token at each call but the first, and says which may follow: what xgrammar's processor does.
+
+    Allowed are a quarter of the tokens, which depend on all tokens so far, and from the 25th token on the end."""
+
+    def __init__(self) -> None:
+        self.prefilled = False
+        self.taken: list[int] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.prefilled:
+            self.taken.append(int(input_ids[0, -1]))
+        self.prefilled = True
+        state = sum((place + 1) * token for place, token in enumerate(self.taken))
+        allowed = [token for token in range(VOCAB_SIZE) if (token + state) % 4 == 0]
+        if len(self.taken) > 24:
+            allowed = [EOS]
+        mask = torch.full_like(scores, float("-inf"))
+        mask[:, allowed] = 0.0
+        return scores + mask
+
+
+class Plain(Matcher):
+    """The same function of the text, without a state. Says so."""
+
+    reads_prefix_only = True
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.taken = input_ids[0, IDS.shape[1] :].tolist()
+        self.prefilled = False
+        return super().__call__(input_ids, scores)
+
+
+def generate(target: CausalLM, processor: LogitsProcessor, **arguments: Any) -> Any:
+    arguments = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 0, **arguments}
+    return target.generate(
+        IDS, logits_processor=[processor], return_dict_in_generate=True, output_scores=True, **arguments
+    )
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_call_for_each_token(shape: str, sampling: dict[str, Any]) -> None:
+    target = tiny("llama")
+    theirs, ours = Matcher(), Matcher()
+    plain, assistant = generate(target, theirs, **sampling), assistant_for(target, mix=0.98, **SHAPES[shape])
+    text = generate(target, ours, assistant_model=assistant, **sampling)
+    assistant.detach()
+    assert (plain.sequences.shape[1], plain.sequences[0, -1]) == (IDS.shape[1] + 26, EOS)
+    assert torch.equal(text.sequences, plain.sequences)
+    torch.testing.assert_close(text.scores, plain.scores)
+    assert ours.taken == theirs.taken
+    assert 0 < assistant.stats.accepted < assistant.stats.drafted
+
+
+def test_what_reads_its_arguments_only_guides_the_draft() -> None:
+    target = tiny("llama")
+    plain, rates = generate(target, Matcher()), []
+    for processor in (Matcher(), Plain()):
+        assistant = assistant_for(target, mix=0.98)
+        text = generate(target, processor, assistant_model=assistant)
+        assistant.detach()
+        assert torch.equal(text.sequences, plain.sequences)
+        rates.append(assistant.stats.accepted / assistant.stats.rounds)
+    assert rates[1] > rates[0]
+
+
+def test_state_is_noticed_without_attaching() -> None:
+    target = tiny("llama", num_hidden_layers=1)
+    assistant = assistant_for(target, attached=False)
+    with no_work(target), pytest.raises(ValueError, match="Matcher: keeps count of its calls.*Attach"):
+        generate(target, Matcher(), assistant_model=assistant)

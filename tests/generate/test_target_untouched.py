@@ -1,7 +1,5 @@
 """Attaching changes nothing about a target but what our own calls do, and detaching and failing leave no trace."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -37,8 +35,7 @@ def test_before_during_and_after(family: str, kind: str) -> None:
     target = of_own_class(tiny(family).train(False))
     target.generation_config.temperature = 0.7
     target.get_input_embeddings().requires_grad_(False)
-    before = snapshot(target)
-    plain = generate(target)
+    before, plain = snapshot(target), generate(target)
     assistant = attached(target, kind)
     assert has_our_methods(target)
     for _ in range(2):
@@ -53,8 +50,7 @@ def test_before_during_and_after(family: str, kind: str) -> None:
 
 def test_training_mode_is_left_alone() -> None:
     target = tiny("llama").train()
-    before = snapshot(target)
-    assistant = attached(target, "early exit")
+    before, assistant = snapshot(target), attached(target, "early exit")
     generate(target, assistant_model=assistant)
     assistant.detach()
     assert snapshot(target) == before
@@ -113,14 +109,12 @@ def break_target(target: CausalLM, call: int) -> Any:
 def test_an_exception_in_a_round(family: str, where: str, style: str) -> None:
     """The user's cache goes back to the text that was emitted, so that the text can be continued from it."""
     target = tiny(family)
-    before = snapshot(target)
-    first = prompt(9, seed=5)
+    before, first = snapshot(target), prompt(9, seed=5)
     cache: Any = DynamicCache(config=target.config)
     with torch.no_grad():
         target(first, past_key_values=cache)
     ids = torch.cat((first, PROMPT), dim=1)
-    mask = torch.ones_like(ids)
-    plain = target.generate(ids, do_sample=False, max_new_tokens=24)
+    mask, plain = torch.ones_like(ids), target.generate(ids, do_sample=False, max_new_tokens=24)
     assistant = assistant_for(target)
     streamer = BreakingStreamer(last=5 if where == "streamer" else 1000)
     hook = {"draft": lambda: break_draft(assistant, 7), "target": lambda: break_target(target, 4)}.get(where)
@@ -150,8 +144,7 @@ def test_an_exception_in_a_round(family: str, where: str, style: str) -> None:
 
 def test_an_exception_before_the_first_round() -> None:
     target = tiny("llama")
-    before = snapshot(target)
-    assistant = assistant_for(target)
+    before, assistant = snapshot(target), assistant_for(target)
     for last in (1, 2):  # the prompt, the first token
         with pytest.raises(BrokenError):
             generate(target, assistant_model=assistant, streamer=BreakingStreamer(last))
@@ -167,17 +160,10 @@ def test_an_exception_before_the_first_round() -> None:
 def test_other_calls_on_an_attached_target_are_plain() -> None:
     target, stock = tiny("llama"), partly_agreeing(tiny("llama"))
     calls: list[dict[str, Any]] = [
-        {},
-        {"do_sample": True},
-        {"num_beams": 3},
-        {"num_beams": 2, "do_sample": True},
-        {"do_sample": True, "num_return_sequences": 3},
-        {"cache_implementation": "static"},
-        {"use_cache": False},
-        {"prompt_lookup_num_tokens": 3},
-        {"assistant_model": stock},
-        {"assistant_model": stock, "do_sample": True},
-    ]
+        {}, {"do_sample": True}, {"num_beams": 3}, {"num_beams": 2, "do_sample": True},
+        {"do_sample": True, "num_return_sequences": 3}, {"cache_implementation": "static"}, {"use_cache": False},
+        {"prompt_lookup_num_tokens": 3}, {"assistant_model": stock}, {"assistant_model": stock, "do_sample": True},
+    ]  # fmt: skip
 
     def run(arguments: dict[str, Any]) -> Tensor:
         torch.manual_seed(0)
@@ -224,8 +210,7 @@ def test_copies_of_an_attached_target_are_ordinary(way: Any) -> None:
 def test_a_deep_copy_of_an_assistant_is_the_assistant() -> None:
     """Harnesses such as lm-eval copy the arguments of `generate()`: the copy must be attached to the same targets."""
     target = tiny("llama")
-    plain = generate(target)
-    assistant = assistant_for(target)
+    plain, assistant = generate(target), assistant_for(target)
     arguments = copy.deepcopy({"assistant_model": assistant, "max_new_tokens": 24})
     assert torch.equal(generate(target, **arguments), plain)
     assert assistant.stats.complete, "by our own loop"
@@ -234,8 +219,7 @@ def test_a_deep_copy_of_an_assistant_is_the_assistant() -> None:
 
 def test_saving_an_attached_target(tmp_path: Path) -> None:
     target = tiny("llama")
-    original = type(target)
-    assistant = assistant_for(target)
+    original, assistant = type(target), assistant_for(target)
     target.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     loaded = original.from_pretrained(tmp_path, dtype=torch.float64)
@@ -254,8 +238,7 @@ def wrapped(seed: int = 0) -> PeftModel:
 
 def test_an_early_exit_of_a_target_inside_a_peft_wrapper() -> None:
     target = wrapped()
-    plain = generate(target)
-    assistant = SpecDecPPAssistant.from_early_exit(target, [0, 2], speculation=FIXED)
+    plain, assistant = generate(target), SpecDecPPAssistant.from_early_exit(target, [0, 2], speculation=FIXED)
     assert torch.equal(generate(target, assistant_model=assistant), plain)
     with target.disable_adapter():
         bare = generate(target)

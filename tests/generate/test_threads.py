@@ -1,7 +1,5 @@
 """Attaching, detaching and assisted calls while other threads generate with the same models."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools
@@ -82,12 +80,9 @@ CALLS = ("plain", "another's", "by default", "by name")
 @pytest.mark.every(7)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(
-    ("change", "call"),
-    [*itertools.product(("attach", "detach"), CALLS), ("delete", "plain"), ("delete", "another's")],
+    ("change", "call"), [*itertools.product(("attach", "detach"), CALLS), ("delete", "plain"), ("delete", "another's")]
 )
-def test_a_call_in_which_an_assistant_comes_or_goes(
-    change: str, call: str, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_assistants_come_or_go_in_a_call(change: str, call: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = of_own_class(tiny("llama"))
     plain = generate(target)
     helpers: list[Any] = [assistant_for(target)]
@@ -208,8 +203,7 @@ def test_another_default_for_this_thread_s_calls(monkeypatch: pytest.MonkeyPatch
     target = tiny("llama")
     own, other = assistant_for(target), assistant_for(target)
     own.attach(target, default=True)
-    plain = generate(target, assistant_model=own)
-    ran = runs_of(monkeypatch)
+    plain, ran = generate(target, assistant_model=own), runs_of(monkeypatch)
 
     def drafter() -> Any:
         ran.clear()
@@ -217,8 +211,7 @@ def test_another_default_for_this_thread_s_calls(monkeypatch: pytest.MonkeyPatch
         return [each for each, _ in ran]
 
     with other.as_default(target):
-        assert drafter() == [other.drafter]
-        assert in_a_thread(drafter) == [own.drafter]
+        assert (drafter(), in_a_thread(drafter)) == ([other.drafter], [own.drafter])
         with own.paused():
             assert drafter() == [other.drafter]
     with pytest.raises(KeyError), other.as_default(target):
@@ -270,8 +263,7 @@ def test_products_are_this_thread_s() -> None:
         assert other.layers, "what another context does is no forward of a stranger"
         assert in_a_thread(product) == own
         with other:
-            assert product()[0] == {"onednn": 1}
-            assert in_a_thread(product) == own
+            assert (product()[0], in_a_thread(product)) == ({"onednn": 1}, own)
         assert product() == ({"int8": 1}, False)
         with int8:
             pass
@@ -319,8 +311,7 @@ def test_a_draft_in_int8_is_in_float32_elsewhere() -> None:
 def test_pickling_a_target_whose_states_were_read(kind: str) -> None:
     """While it is attached, in the middle of a text, and afterwards."""
     target = tiny("llama")
-    plain = generate(target)
-    assistant = assistant_of(kind, target, rule="fixed", num_tokens=3)
+    plain, assistant = generate(target), assistant_of(kind, target, rule="fixed", num_tokens=3)
     meanwhile = elsewhere(lambda: pickle.dumps(target))
     assert torch.equal(generate(target, assistant_model=assistant, logits_processor=[meanwhile]), plain)
     made = [meanwhile.found[0], pickle.dumps(target)]

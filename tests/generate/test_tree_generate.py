@@ -1,34 +1,17 @@
 """`generate()` with token trees on an attached target: the tokens, records, caches and errors of plain `generate()`."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
 import pytest
 import torch
 from support.exact_distribution import exact_distribution, worst_error
-from support.models import (
-    FAMILIES,
-    NEWER,
-    assistant_for,
-    partly_agreeing,
-    tiny,
-    told,
-)
+from support.models import FAMILIES, NEWER, assistant_for, partly_agreeing, tiny, told
 from support.outputs import assert_same, assert_same_cache, prefill
 from support.repos import head_for
 from support.stock_rounds import PROMPT as SHORT
 from support.stock_rounds import small, target_distribution
-from support.tree_generation import (
-    ARGUMENTS,
-    PROMPT,
-    TREES,
-    assert_trees_mattered,
-    generate,
-    plain_text,
-    target_of,
-)
+from support.tree_generation import ARGUMENTS, PROMPT, TREES, assert_trees_mattered, generate, plain_text, target_of
 from support.watchers import Recorder, tokenizer
 from transformers import StoppingCriteriaList
 
@@ -61,8 +44,7 @@ def test_greedy_equality(family: str) -> None:
 @pytest.mark.parametrize("kind", TREES)
 @pytest.mark.parametrize("family", NEWER)
 def test_more_families(family: str, kind: str) -> None:
-    target = target_of(family)
-    arguments = {**ARGUMENTS, "max_new_tokens": 60}
+    target, arguments = target_of(family), {**ARGUMENTS, "max_new_tokens": 60}
     assistant = assistant_for(target, mix=0.9, **TREES[kind])
     assert torch.equal(generate(target, assistant, **arguments), generate(target, **arguments))
     assert_trees_mattered(assistant.stats)
@@ -84,8 +66,7 @@ def test_a_head_values_slots() -> None:
     assert assistant.stats.tree_widths != with_head, "the head had nothing to say"
 
 
-@pytest.mark.every(2)
-@pytest.mark.takes(2)
+@pytest.mark.every(2, takes=2)
 @pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact", [[0], [1], [0, 0]]], ids=str)
 def test_generate_emits_exactly_p(kind: Any, enumerate_torch: Any) -> None:
     """The distribution of a whole `generate()`, by enumeration: rounds, caches, processors on each node's own path."""
@@ -112,8 +93,7 @@ def test_generate_emits_exactly_p(kind: Any, enumerate_torch: Any) -> None:
 @pytest.mark.parametrize("end", ["eos", "stop string", "criterion"])
 def test_ends_and_caches(end: str, index: int) -> None:
     """Wherever in a path the text ends, the cache holds the text but its last token."""
-    target = target_of("gemma3_text")
-    text = plain_text("gemma3_text")[0, 20:].tolist()
+    target, text = target_of("gemma3_text"), plain_text("gemma3_text")[0, 20:].tolist()
     token = text[index]
     arguments: dict[str, dict[str, Any]] = {
         "eos": {"eos_token_id": token, "pad_token_id": 0},
@@ -128,8 +108,7 @@ def test_ends_and_caches(end: str, index: int) -> None:
 
 
 def test_nothing_is_drafted_below_an_end_of_sequence() -> None:
-    target = target_of("llama")
-    eos = plain_text("llama")[0, 20:].tolist()[10]
+    target, eos = target_of("llama"), plain_text("llama")[0, 20:].tolist()[10]
     assistant = assistant_for(target, mix=1.0, **{**TREES["dyspec"], "tree_budget": 40})
     generate(target, assistant, **{**ARGUMENTS, "eos_token_id": eos, "pad_token_id": 0})
     tree = assistant.stats.last_tree.tree
@@ -146,8 +125,7 @@ def test_caches_after_every_round(family: str, monkeypatch: pytest.MonkeyPatch) 
     from hf_specdecpp.generation.decoding import AssistedDecoding
 
     target = target_of(family)
-    assistant = assistant_for(target, mix=0.9, **TREES["dyspec"])
-    checked = []
+    assistant, checked = assistant_for(target, mix=0.9, **TREES["dyspec"]), []
     original = AssistedDecoding.round
 
     def check(self: Any) -> None:
@@ -183,8 +161,7 @@ def test_repeated_calls_and_the_last_tree() -> None:
     assert torch.equal(*texts)
     drawn: Any = assistant.stats.last_tree
     lines = str(drawn).splitlines()
-    assert len(lines) == 1 + len(drawn.tree)
-    assert sum("─*" in line for line in lines) == len(drawn.path)
+    assert (len(lines), sum("─*" in line for line in lines)) == (1 + len(drawn.tree), len(drawn.path))
 
 
 def test_statistics_of_trees() -> None:
@@ -192,8 +169,7 @@ def test_statistics_of_trees() -> None:
     assistant = assistant_for(target, mix=0.9, **TREES["dyspec"])
     generate(target, assistant, **ARGUMENTS)
     stats = assistant.stats
-    assert stats.generated == 150
-    assert sum(stats.drafted_at) == stats.drafted
+    assert (stats.generated, sum(stats.drafted_at)) == (150, stats.drafted)
     assert sum(stats.accepted_at) == sum(stats.accepted_by_rank) == stats.accepted
     assert sum(stats.tree_widths) == sum(stats.tree_depths) == stats.rounds
     assert stats.tested_by_rank == sorted(stats.tested_by_rank, reverse=True)

@@ -1,9 +1,6 @@
 """Token trees on real models in float32: SmolLM2-135M (`make demo` leaves it in `.models/smollm2`) and Gemma 3 270M.
 
-Gemma is in `.models/gemma3` (`examples/prepare_gemma3.py` makes it) or where `SPECDECPP_GEMMA3` says.
-"""
-
-from __future__ import annotations
+Gemma is in `.models/gemma3` (`examples/prepare_gemma3.py` makes it) or where `SPECDECPP_GEMMA3` says."""
 
 import os
 from functools import lru_cache

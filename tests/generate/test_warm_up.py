@@ -1,7 +1,5 @@
 """After `assistant.warm_up` nothing is captured any more, and nothing else has changed; on pretended graphs."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any
@@ -10,6 +8,7 @@ import pytest
 import torch
 from support.capturing import generate
 from support.models import assistant_of, quiet_later_layers, tiny, told
+from support.watchers import heard
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.captured.rooms import RoomCache
@@ -46,8 +45,7 @@ def made(kind: str, name: str, **further: Any) -> tuple[CausalLM, SpecDecPPAssis
     return target, assistant_of(kind, target, **{**SETTINGS[name], **further})
 
 
-@pytest.mark.takes(5)
-@pytest.mark.every(23)
+@pytest.mark.every(23, takes=5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_nothing_is_captured_afterwards(name: str, kind: str, pretended: Counter[str]) -> None:
@@ -91,22 +89,15 @@ def test_nothing_is_learned() -> None:
     answers, speculation = len(assistant.memory.answers.seen), assistant.speculation
     assistant.warm_up(SHORT, do_sample=True)
     assert torch.equal(torch.get_rng_state(), before)
-    assert assistant.stats == stats
-    assert assistant.memory.calibrations() == learned
-    assert list(assistant.memory.learned[target]) == keys
-    assert len(assistant.memory.answers.seen) == answers
+    assert (assistant.stats, assistant.memory.calibrations()) == (stats, learned)
+    assert (list(assistant.memory.learned[target]), len(assistant.memory.answers.seen)) == (keys, answers)
     assert assistant.speculation is speculation
 
 
 def test_rooms_are_made_once(pretended: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     made_rooms: list[int] = []
-    init = RoomCache.__init__
 
-    def note(cache: RoomCache, num_layers: int, room: int, *rest: Any) -> None:
-        made_rooms.append(room)
-        init(cache, num_layers, room, *rest)
-
-    monkeypatch.setattr(RoomCache, "__init__", note)
+    heard(monkeypatch, RoomCache, "__init__", lambda cache, layers, room, *rest: made_rooms.append(room))
     target, assistant = made("independent", "fixed")
     assistant.warm_up(250)  # a pass with its dummies may reach beyond 256
     assert sorted(made_rooms) == [256, 256, 512, 512]

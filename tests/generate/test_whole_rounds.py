@@ -1,10 +1,7 @@
 """Rounds that are captured whole, of every kind of draft, in chains, trees and batches; on pretended graphs.
 
 A graph is replayed with the contents of later rounds, so one that is wrong for other contents changes texts or what is
-drafted.
-"""
-
-from __future__ import annotations
+drafted."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,15 +13,15 @@ import torch
 from support.capturing import CHAIN, Drawn, generate
 from support.models import quiet_later_layers, tiny
 from support.outputs import PROCESSORS
+from support.watchers import heard
 from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, assist
 from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundShape
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.captured import rounds as captured_rounds
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing
@@ -72,11 +69,9 @@ def test_other_rules(rule: str, kind: str, tmp_path: Path, pretended: Counter[st
     target, assistant = made(kind, tmp_path, **settings)
     for how in ({}, SAMPLED):
         for turn in range(2):
-            before = pretended["captured"]
-            text = generate(target, assistant, 9, **how)
+            before, text = pretended["captured"], generate(target, assistant, 9, **how)
             stats = assistant.stats
-            assert stats.decided["rounds"] == "captured"
-            assert stats.generated == 24
+            assert (stats.decided["rounds"], stats.generated) == ("captured", 24)
             assert how or torch.equal(text, generate(target, None, 9))
             if rule != "throughput":  # which may choose another shape
                 assert (pretended["captured"] > before) == (turn == 0)
@@ -383,9 +378,7 @@ def test_rows_that_go_on_after_their_end_are_noticed(tmp_path: Path, monkeypatch
     assert int(kept[-1][0]) > ids.shape[1] + 4
 
 
-def test_a_round_that_cannot_be_captured_in_the_middle_of_a_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_that_cannot_be_captured_in_mid_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory ends: it runs as it is."""
     target, assistant = made("conditioned", tmp_path, **CHAIN)
     plain, capture = generate(target, None, 240), Graphs._capture
@@ -430,13 +423,8 @@ def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monke
     monkeypatch.setattr(tiers, "PROBED", (2, 2))
     target, assistant = made("independent", tmp_path, rule="throughput")
     shapes: list[RoundShape] = []
-    run = captured_rounds.CapturedRounds.run
 
-    def noted(rounds: Any, shape: RoundShape, *rest: Any) -> Any:
-        shapes.append(shape)
-        return run(rounds, shape, *rest)
-
-    monkeypatch.setattr(captured_rounds.CapturedRounds, "run", noted)
+    heard(monkeypatch, captured_rounds.CapturedRounds, "run", lambda _, shape, *rest: shapes.append(shape))
     text = generate(target, assistant, max_new_tokens=60)
     assert torch.equal(text, generate(target, None, max_new_tokens=60))
     assert shapes[-12:].count(cheap) > 6

@@ -1,8 +1,6 @@
 """Rounds that are captured whole with processors that ask which tokens there were, and with others that no graph can
 run, which are called between the graphs; on pretended graphs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -51,14 +49,10 @@ def knows_no_path(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
     return text[:, None].expand(-1, seen.shape[1], -1)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "mutant"),
-    [
-        (captured_rounds.CapturedRounds, "_write", knows_the_prompt_alone),
-        (captured_rounds, "with_paths", knows_no_path),
-    ],
-    ids=["emitted", "path"],
-)
+@pytest.mark.parametrize(("owner", "name", "mutant"), [
+    (captured_rounds.CapturedRounds, "_write", knows_the_prompt_alone),
+    (captured_rounds, "with_paths", knows_no_path),
+], ids=["emitted", "path"])  # fmt: skip
 def test_a_penalty_that_misses_tokens_is_noticed(
     owner: Any, name: str, mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,15 +99,11 @@ def one_text_for_all(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize(
-    ("owner", "name", "mutant"),
-    [
-        (Processing, "shown", padding_counts),
-        (captured_rounds, "with_paths", one_text_for_all),
-        (captured_rounds.CapturedRounds, "_write", knows_the_prompt_alone),
-    ],
-    ids=["padding", "rows", "emitted"],
-)
+@pytest.mark.parametrize(("owner", "name", "mutant"), [
+    (Processing, "shown", padding_counts),
+    (captured_rounds, "with_paths", one_text_for_all),
+    (captured_rounds.CapturedRounds, "_write", knows_the_prompt_alone),
+], ids=["padding", "rows", "emitted"])  # fmt: skip
 def test_a_batch_whose_rows_are_mistaken_is_noticed(
     owner: Any, name: str, mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

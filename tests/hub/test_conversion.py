@@ -1,7 +1,5 @@
 """Released SpecDec++ heads judge the same after conversion, and nothing unsafe or ambiguous is converted."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path
@@ -123,8 +121,7 @@ def test_the_folder_and_its_config(tmp_path: Path) -> None:
 
 
 def test_an_assistant_with_a_converted_head_generates(tmp_path: Path) -> None:
-    target = tiny("llama")
-    released = ReleasedHead(2, hidden_size=32)
+    target, released = tiny("llama"), ReleasedHead(2, hidden_size=32)
     draft = partly_agreeing(target)
     draft.save_pretrained(tmp_path / "draft")
     convert(save_bin(released, tmp_path / "released"), tmp_path / "out", draft_id=str(tmp_path / "draft"))
@@ -220,21 +217,18 @@ def test_too_large_for_float32(tmp_path: Path) -> None:
     assert_refused(save_bin(released, tmp_path / "in"), r"NaN or infinite values in model\.0\.bias")
 
 
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("{", "not valid JSON"),
-        ("[]", "hidden_size=None and num_layers=None"),
-        ('{"hidden_size": 6}', "hidden_size=6 and num_layers=None"),
-        ('{"hidden_size": "6", "num_layers": 3}', "hidden_size='6'"),
-        ('{"hidden_size": 6, "num_layers": true}', "num_layers=True"),
-        ('{"hidden_size": 0, "num_layers": 3}', "hidden_size=0"),
-        ('{"hidden_size": 6, "num_layers": -1}', "num_layers=-1"),
-        ('{"hidden_size": 6, "num_layers": 10000000}', "num_layers=10000000; .* from 0 to 64"),
-        ('{"model_type": "specdecpp"}', "in our format already"),
-        ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-    ],
-)
+@pytest.mark.parametrize(("text", "match"), [
+    ("{", "not valid JSON"),
+    ("[]", "hidden_size=None and num_layers=None"),
+    ('{"hidden_size": 6}', "hidden_size=6 and num_layers=None"),
+    ('{"hidden_size": "6", "num_layers": 3}', "hidden_size='6'"),
+    ('{"hidden_size": 6, "num_layers": true}', "num_layers=True"),
+    ('{"hidden_size": 0, "num_layers": 3}', "hidden_size=0"),
+    ('{"hidden_size": 6, "num_layers": -1}', "num_layers=-1"),
+    ('{"hidden_size": 6, "num_layers": 10000000}', "num_layers=10000000; .* from 0 to 64"),
+    ('{"model_type": "specdecpp"}', "in our format already"),
+    ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+])  # fmt: skip
 def test_config_of_something_else(tmp_path: Path, text: str, match: str) -> None:
     folder = save_bin(ReleasedHead(3), tmp_path / "in")
     (folder / "config.json").write_text(text)
@@ -338,16 +332,12 @@ def test_pointers(tmp_path: Path) -> None:
         assert_refused(folder, rf"{name} is a git-LFS pointer.*git lfs pull")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        [torch.zeros(2)],
-        {"model": {"model.0.weight": torch.zeros(2, SIZE)}},
-        {"model.0.weight": torch.zeros(2, SIZE, device="meta"), "model.0.bias": torch.zeros(2)},
-        {"model.0.weight": torch.zeros(2, SIZE).to_sparse(), "model.0.bias": torch.zeros(2)},
-    ],
-    ids=["list", "nested", "meta", "sparse"],
-)
+@pytest.mark.parametrize("content", [
+    [torch.zeros(2)],
+    {"model": {"model.0.weight": torch.zeros(2, SIZE)}},
+    {"model.0.weight": torch.zeros(2, SIZE, device="meta"), "model.0.bias": torch.zeros(2)},
+    {"model.0.weight": torch.zeros(2, SIZE).to_sparse(), "model.0.bias": torch.zeros(2)},
+], ids=["list", "nested", "meta", "sparse"])  # fmt: skip
 def test_pickles_of_something_else(tmp_path: Path, content: Any) -> None:
     folder = write_config(tmp_path / "in", hidden_size=SIZE, num_layers=0)
     torch.save(content, folder / "pytorch_model.bin")

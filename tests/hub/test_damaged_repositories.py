@@ -1,7 +1,5 @@
 """A repository is data: whatever its fields and tensors say, it is refused in a sentence or drafts, and soon."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -121,14 +119,11 @@ def test_a_draft_that_an_assistant_names_is_checked_as_well(sound: dict[str, Sou
         SpecDecPPAssistant.from_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": 10**6}, "has num_hidden_layers=1000000, and its files have 12 tensors"),
-        ({"intermediate_size": 7}, "cannot be loaded as a model: RuntimeError.*Download it again"),
-        ({"use_cache": [1]}, "cannot be loaded as a model: Strict.*use_cache.*Download it again"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"num_hidden_layers": 10**6}, "has num_hidden_layers=1000000, and its files have 12 tensors"),
+    ({"intermediate_size": 7}, "cannot be loaded as a model: RuntimeError.*Download it again"),
+    ({"use_cache": [1]}, "cannot be loaded as a model: Strict.*use_cache.*Download it again"),
+])  # fmt: skip
 def test_an_independent_draft(sound: dict[str, Sound], tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     folder = copied(sound["independent"], tmp_path / "damaged")
     change_json(folder / "draft" / "config.json", **changes)
@@ -139,20 +134,17 @@ def test_an_independent_draft(sound: dict[str, Sound], tmp_path: Path, changes: 
 ORDER = "masked_embedding.token_ordering"
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "change", "message"),
-    [
-        ("Gemma 4, clusters", ORDER, lambda order: order.view(3, 4), r"12 numbers, \[3, 4\] of int64, and must list"),
-        ("Gemma 4, clusters", ORDER, lambda order: order.to(torch.uint8), None),
-        ("EAGLE-3", "t2d", lambda kept: kept.to(torch.uint16), None),
-        (
-            "EAGLE-3",
-            "norm.weight",
-            lambda norm: norm.to(torch.float8_e4m3fn),
-            "float8_e4m3fn in norm.weight. Quantised",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name", "change", "message"), [
+    ("Gemma 4, clusters", ORDER, lambda order: order.view(3, 4), r"12 numbers, \[3, 4\] of int64, and must list"),
+    ("Gemma 4, clusters", ORDER, lambda order: order.to(torch.uint8), None),
+    ("EAGLE-3", "t2d", lambda kept: kept.to(torch.uint16), None),
+    (
+        "EAGLE-3",
+        "norm.weight",
+        lambda norm: norm.to(torch.float8_e4m3fn),
+        "float8_e4m3fn in norm.weight. Quantised",
+    ),
+])  # fmt: skip
 def test_tensors_of_another_type(
     sound: dict[str, Sound], tmp_path: Path, kind: str, name: str, change: Any, message: str | None
 ) -> None:
@@ -176,13 +168,10 @@ def test_many_tensors(sound: dict[str, Sound], tmp_path: Path) -> None:
             sound["EAGLE-3"].load(folder, sound["EAGLE-3"].target)
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(5)
+@pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_damaged_repository_is_refused_in_a_sentence(
-    sound: dict[str, Sound], tmp_path: Path, kind: str, is_whole: bool
-) -> None:
+def test_damage_is_refused_in_a_sentence(sound: dict[str, Sound], tmp_path: Path, kind: str, is_whole: bool) -> None:
     whole = sound[kind]
     count = 2000 if is_whole else 25  # as many as take about a second
     assert not check(whole, whole.folder, "as it is"), "it is sound before it is damaged"

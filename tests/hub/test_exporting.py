@@ -1,7 +1,5 @@
 """`export`: an assistant's draft as a folder that drafts the same elsewhere, in full or not at all."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -132,14 +130,13 @@ def test_layers_of_several_kinds_that_are_not_the_first_are_noted(tmp_path: Path
 
 
 def test_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
-    commit, _ = publish_pair(hub, tmp_path / "models")
+    commit, _ = publish_pair(hub)
     target = AutoModelForCausalLM.from_pretrained("org/target")
     SpecDecPPAssistant.from_early_exit(target, 2).push_to_hub("org/assistant")
     newer = tiny("llama", seed=5)
     hub.commit("org/target", files_of(save_model(newer, tmp_path / "newer", ["<unk>", *reversed(WORDS[1:])])))
     shutil.rmtree(tmp_path / "cache")
-    exported = export("org/assistant", tmp_path / "out")
-    again = load_model(tmp_path / "out")
+    exported, again = export("org/assistant", tmp_path / "out"), load_model(tmp_path / "out")
     assert torch.equal(again.lm_head.weight, target.lm_head.weight), f"the target's commit is {commit}"
     assert exported.commands["vLLM"][0].startswith("vllm serve org/target ")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab()["w7"] == 7
@@ -165,14 +162,11 @@ def test_the_target_elsewhere(tmp_path: Path) -> None:
 # How many tokens. -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("speculation", "count"),
-    [
-        (SpeculationConfig("fixed", num_tokens=6), 6),
-        (SpeculationConfig("threshold", num_tokens=6), 3),
-        (SpeculationConfig("fixed", num_tokens=6, tree="dyspec"), 3),
-    ],
-)
+@pytest.mark.parametrize(("speculation", "count"), [
+    (SpeculationConfig("fixed", num_tokens=6), 6),
+    (SpeculationConfig("threshold", num_tokens=6), 3),
+    (SpeculationConfig("fixed", num_tokens=6, tree="dyspec"), 3),
+])  # fmt: skip
 def test_tokens_a_round(speculation: SpeculationConfig, count: int, tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     SpecDecPPAssistant.from_early_exit(target, 2, speculation=speculation).save_pretrained(tmp_path / "assistant")

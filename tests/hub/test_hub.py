@@ -1,7 +1,5 @@
 """One Hub id is a whole assistant: downloads, offline use, Auto classes, uploads. Against a Hub of our own."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -13,19 +11,9 @@ import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from support import repos
 from support.hub_server import HubServer, hub_env, point_client_at
 from support.models import partly_agreeing, tiny
-from support.repos import (
-    PROMPT,
-    estimates,
-    files_of,
-    greedy,
-    head_for,
-    publish_pair,
-    save_adapter,
-    save_assistant,
-    save_model,
-)
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
@@ -37,7 +25,7 @@ SPECULATION = SpeculationConfig("threshold", threshold=0.3, max_tokens=7)
 @pytest.fixture
 def target(hub: HubServer, tmp_path: Path) -> PreTrainedModel:
     """The target of a published pair."""
-    publish_pair(hub, tmp_path / "models")
+    repos.publish_pair(hub)
     AutoTokenizer.from_pretrained("org/target")
     return AutoModelForCausalLM.from_pretrained("org/target")
 
@@ -45,12 +33,12 @@ def target(hub: HubServer, tmp_path: Path) -> PreTrainedModel:
 @pytest.fixture
 def assistant(target: PreTrainedModel, tmp_path: Path) -> SpecDecPPAssistant:
     """One with everything that a repository can hold."""
-    adapter = save_adapter(AutoModelForCausalLM.from_pretrained("org/draft"), tmp_path / "peft")
+    adapter = repos.save_adapter(AutoModelForCausalLM.from_pretrained("org/draft"), tmp_path / "peft")
     return SpecDecPPAssistant.from_draft(
         "org/draft",
         target,
         adapter=adapter,
-        head=head_for(target),
+        head=repos.head_for(target),
         draft_vocab=list(range(40)),
         speculation=SPECULATION,
     )
@@ -70,31 +58,32 @@ def test_push_and_load(
     hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path, attached: bool
 ) -> None:
     assistant.push_to_hub("org/head")
-    before, tokens = estimates(assistant), greedy(target, assistant)
+    before, tokens = repos.estimates(assistant), repos.greedy(target, assistant)
     counts = assistant.stats.drafted, assistant.stats.accepted
     shutil.rmtree(tmp_path / "cache")  # another machine
     shutil.rmtree(tmp_path / "peft")
 
     again = SpecDecPPAssistant.from_pretrained("org/head", target if attached else None)
-    assert torch.equal(estimates(again), before)
+    assert torch.equal(repos.estimates(again), before)
     assert again.speculation == SPECULATION
-    assert greedy(target, again) == tokens == greedy(target)
+    assert repos.greedy(target, again) == tokens == repos.greedy(target)
     if attached:
         assert (again.stats.drafted, again.stats.accepted) == counts
-    assert again.config.target_id == "org/target"
-    assert again.config.name_or_path == "org/head"
+    assert (again.config.target_id, again.config.name_or_path) == ("org/target", "org/head")
 
 
 def test_early_exit(hub: HubServer, target: PreTrainedModel, tmp_path: Path) -> None:
-    adapter = save_adapter(AutoModelForCausalLM.from_pretrained("org/target", num_hidden_layers=2), tmp_path / "peft")
+    adapter = repos.save_adapter(
+        AutoModelForCausalLM.from_pretrained("org/target", num_hidden_layers=2), tmp_path / "peft"
+    )
     assistant = SpecDecPPAssistant.from_early_exit(
-        target, 2, adapter=adapter, head=head_for(target), speculation=SPECULATION
+        target, 2, adapter=adapter, head=repos.head_for(target), speculation=SPECULATION
     )
     assistant.push_to_hub("org/exit")
     hub.requests.clear()
     again = SpecDecPPAssistant.from_pretrained("org/exit", target)
-    assert torch.equal(estimates(again), estimates(assistant))
-    assert greedy(target, again) == greedy(target, assistant) == greedy(target)
+    assert torch.equal(repos.estimates(again), repos.estimates(assistant))
+    assert repos.greedy(target, again) == repos.greedy(target, assistant) == repos.greedy(target)
     assert {path.split("/resolve")[0] for _, path, _ in hub.requests} == {"/org/exit"}, "it needs no other repository"
 
 
@@ -111,7 +100,7 @@ def test_revision(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPA
     for threshold, branch in ((0.1, "main"), (0.2, "dev")):
         assistant.speculation = SpeculationConfig(rule="threshold", threshold=threshold)
         assistant.save_pretrained(tmp_path / branch)
-        commit = hub.commit("org/head", files_of(tmp_path / branch), branch)
+        commit = hub.commit("org/head", repos.files_of(tmp_path / branch), branch)
     hub.tag("org/head", "v1", "main")
     for revision, threshold in ((None, 0.1), ("main", 0.1), ("v1", 0.1), ("dev", 0.2), (commit, 0.2)):
         hub.requests.clear()
@@ -119,7 +108,7 @@ def test_revision(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPA
         assert again.speculation.threshold == threshold
         asked = {path.split("/")[4] for path in paths(hub, "org/head") if "/resolve/" in path}
         assert asked <= {revision or "main", commit if revision == "dev" else revision or "main"}
-        assert {name for name in files_of(tmp_path / "main") if name != "README.md"} == {
+        assert {name for name in repos.files_of(tmp_path / "main") if name != "README.md"} == {
             path.split("/", 5)[5] for path in paths(hub, "org/head") if "/resolve/" in path
         }
         wanted = {path.split("/")[4] for path in paths(hub, "org/draft") if "/resolve/" in path}
@@ -128,22 +117,22 @@ def test_revision(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPA
 
 def test_subfolder(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
     assistant.save_pretrained(tmp_path / "heads/small")
-    hub.commit("org/heads", files_of(tmp_path / "heads"))
+    hub.commit("org/heads", repos.files_of(tmp_path / "heads"))
     for name in ("org/heads", tmp_path / "heads"):
         again = SpecDecPPAssistant.from_pretrained(name, target, subfolder="small")
-        assert torch.equal(estimates(again), estimates(assistant))
+        assert torch.equal(repos.estimates(again), repos.estimates(assistant))
 
 
 def test_an_ordinary_draft_in_a_folder_of_a_repository(hub: HubServer, target: PreTrainedModel, tmp_path: Path) -> None:
-    save_model(partly_agreeing(target), tmp_path / "drafts/small")
-    hub.commit("org/drafts", files_of(tmp_path / "drafts"))
+    repos.save_model(partly_agreeing(target), tmp_path / "drafts/small")
+    hub.commit("org/drafts", repos.files_of(tmp_path / "drafts"))
     assistant = SpecDecPPAssistant.from_draft("org/drafts/small", target, speculation=SpeculationConfig("fixed"))
     assert assistant.config.draft_id == "org/drafts/small"
-    expected = greedy(target)
-    assert greedy(target, assistant) == expected
+    expected = repos.greedy(target)
+    assert repos.greedy(target, assistant) == expected
     assistant.save_pretrained(tmp_path / "ours")
     again = SpecDecPPAssistant.from_pretrained(tmp_path / "ours", target)
-    assert greedy(target, again) == expected
+    assert repos.greedy(target, again) == expected
     assert (again.stats.drafted, again.stats.accepted) == (assistant.stats.drafted, assistant.stats.accepted)
     assert load_tokenizer("org/drafts/small").vocab_size == target.config.vocab_size
     assert load_model_config("org/drafts/small").vocab_size == target.config.vocab_size
@@ -178,7 +167,7 @@ def test_hub_is_down(hub: HubServer, target: PreTrainedModel, assistant: SpecDec
     SpecDecPPAssistant.from_pretrained("org/head", target)
     hub.__exit__()
     again = SpecDecPPAssistant.from_pretrained("org/head", target)
-    assert torch.equal(estimates(again), estimates(assistant))
+    assert torch.equal(repos.estimates(again), repos.estimates(assistant))
 
 
 @pytest.mark.apart
@@ -197,7 +186,7 @@ def test_offline(hub: HubServer, assistant: SpecDecPPAssistant, target: PreTrain
         from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
         from hf_specdecpp import SpecDecPPAssistant
         target = AutoModelForCausalLM.from_pretrained("org/target")
-        ids = torch.tensor({PROMPT.tolist()})
+        ids = torch.tensor({repos.PROMPT.tolist()})
         for assistant in (SpecDecPPAssistant.from_pretrained("org/head", target),
                           SpecDecPPAssistant.from_pretrained("org/head"),
                           AutoModelForCausalLM.from_pretrained("org/head")):
@@ -211,7 +200,7 @@ def test_offline(hub: HubServer, assistant: SpecDecPPAssistant, target: PreTrain
         [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == [str(greedy(target))] * 3
+    assert run.stdout.splitlines() == [str(repos.greedy(target))] * 3
 
 
 # --- Auto classes ---
@@ -224,9 +213,9 @@ def test_auto_model(hub: HubServer, target: PreTrainedModel, assistant: SpecDecP
     for arguments in ({}, {"revision": "dev"}, {"revision": commit}, {"dtype": torch.float64}, {"dtype": "auto"}):
         loaded: Any = AutoModelForCausalLM.from_pretrained("org/head", **arguments)
         assert type(loaded) is SpecDecPPAssistant
-        assert greedy(target, loaded) == greedy(target)
+        assert repos.greedy(target, loaded) == repos.greedy(target)
         assert loaded.stats.drafted > 0
-        assert torch.equal(estimates(loaded), estimates(assistant))
+        assert torch.equal(repos.estimates(loaded), repos.estimates(assistant))
     from_folder: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert type(from_folder) is SpecDecPPAssistant
     assert AutoModelForCausalLM.from_pretrained("org/head", dtype=torch.float32).dtype == torch.float32
@@ -235,10 +224,10 @@ def test_auto_model(hub: HubServer, target: PreTrainedModel, assistant: SpecDecP
 def test_auto_tokenizer(hub: HubServer, target: PreTrainedModel, tmp_path: Path) -> None:
     """It is the draft's, or the target's for an early exit; at the commit that this revision of the assistant names."""
     words = [f"v{i}" for i in range(8)]
-    hub.commit("org/small", files_of(save_model(tiny("llama", vocab_size=8), tmp_path / "small", words)))
-    small = save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/small")
-    hub.commit("org/head", files_of(small), "dev")
-    hub.commit("org/head", files_of(save_assistant(tmp_path / "b")))
+    hub.commit("org/small", repos.files_of(repos.save_model(tiny("llama", vocab_size=8), tmp_path / "small", words)))
+    small = repos.save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/small")
+    hub.commit("org/head", repos.files_of(small), "dev")
+    hub.commit("org/head", repos.files_of(repos.save_assistant(tmp_path / "b")))
     target_words = AutoTokenizer.from_pretrained("org/target").get_vocab()
     assert AutoTokenizer.from_pretrained("org/head").get_vocab() == target_words
     assert AutoTokenizer.from_pretrained(tmp_path / "b").get_vocab() == target_words
@@ -260,8 +249,7 @@ def test_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
     assistant.push_to_hub("org/head")
     card = ModelCard.load("org/head")
     card.validate()
-    assert card.data.library_name == "hf_specdecpp"
-    assert card.data.base_model == ["org/target", "org/draft"]
+    assert (card.data.library_name, card.data.base_model) == ("hf_specdecpp", ["org/target", "org/draft"])
     assert {"speculative-decoding", "assisted-generation", "specdecpp"} <= set(card.data.tags)
     assert card.data.pipeline_tag == "text-generation"
     for text in (
@@ -278,9 +266,11 @@ def test_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
 
 
 def test_nothing_that_is_pushed_names_a_folder_of_this_machine(hub: HubServer, tmp_path: Path) -> None:
-    target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "my-target"))
-    adapter = save_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "my-target", num_hidden_layers=2), tmp_path)
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=adapter, head=head_for(target))
+    target = AutoModelForCausalLM.from_pretrained(repos.save_model(tiny("llama"), tmp_path / "my-target"))
+    adapter = repos.save_adapter(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "my-target", num_hidden_layers=2), tmp_path
+    )
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=adapter, head=repos.head_for(target))
     assistant.save_pretrained(tmp_path / "saved")
     assistant.push_to_hub("org/head")
     for name in ("README.md", "adapter/adapter_config.json", "config.json"):
@@ -290,7 +280,7 @@ def test_nothing_that_is_pushed_names_a_folder_of_this_machine(hub: HubServer, t
         if name != "config.json":  # a local folder may: there the tokenizer is
             assert str(tmp_path) not in (tmp_path / "saved" / name).read_text()
     assert ModelCard.load("org/head").data.base_model is None, "a folder's name is no Hub id"
-    assert greedy(target, SpecDecPPAssistant.from_pretrained("org/head", target)) == greedy(target)
+    assert repos.greedy(target, SpecDecPPAssistant.from_pretrained("org/head", target)) == repos.greedy(target)
 
 
 def test_card_that_is_there_is_kept(hub: HubServer, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
@@ -335,13 +325,13 @@ def test_saving_over_an_old_assistant(target: PreTrainedModel, assistant: SpecDe
     assert assistant.config.to_dict() == before
     again = SpecDecPPAssistant.from_pretrained(folder, target)
     again.save_pretrained(folder)  # over the very files that it was loaded from
-    assert torch.equal(estimates(SpecDecPPAssistant.from_pretrained(folder, target)), estimates(assistant))
+    assert torch.equal(repos.estimates(SpecDecPPAssistant.from_pretrained(folder, target)), repos.estimates(assistant))
 
     plain = SpecDecPPAssistant.from_draft("org/draft", target)
     plain.save_pretrained(folder)
     loaded = SpecDecPPAssistant.from_pretrained(folder, target)
     assert (loaded.head, loaded.parts.adapter, loaded.parts.draft_vocab) == (None, None, None)
-    assert torch.equal(estimates(loaded), estimates(plain))
+    assert torch.equal(repos.estimates(loaded), repos.estimates(plain))
 
 
 def test_pushing_over_an_old_assistant(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant) -> None:
@@ -350,4 +340,4 @@ def test_pushing_over_an_old_assistant(hub: HubServer, target: PreTrainedModel, 
     assistant.push_to_hub("org/head")
     loaded = SpecDecPPAssistant.from_pretrained("org/head", target)
     assert loaded.head is None
-    assert torch.equal(estimates(loaded), estimates(assistant))
+    assert torch.equal(repos.estimates(loaded), repos.estimates(assistant))

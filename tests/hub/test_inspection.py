@@ -1,7 +1,5 @@
 """`inspect` finds what a repository holds, every file that is damaged, and what could surprise somebody."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -36,8 +34,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_sound_assistant(folder: Path) -> None:
     report = look(folder)
     assert report.sound
-    assert problems(report) == {}
-    assert report.traps == []
+    assert (problems(report), report.traps) == ({}, [])
     contents = {file.name: file.content for file in report.files}
     assert sorted(contents) == FILES
     assert contents["acceptance_head.safetensors"].endswith("bytes, 162 parameters")  # 2 (8 * 8 + 8) + 2 * 8 + 2
@@ -66,19 +63,16 @@ def test_files_are_checked_even_if_the_config_cannot_be_read(folder: Path) -> No
     assert sorted(problems(look(folder))) == ["acceptance_head.safetensors", "config.json"]
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"kasa_config": {"beta": 1e-4}}, "has kasa_config=.*overwrites the model's own weights"),
-        ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa"),
-        ({"peft_type": "PROMPT_TUNING"}, "describes a 'PROMPT_TUNING' adapter"),
-        ({"r": 5_000_000}, "adapter_model.safetensors has rank 2 .* says r=5000000"),
-        ({"r": "8"}, r"has ranks \['8'\]"),
-        ({"lora_alpha": [8]}, r"has lora_alpha \[\[8\]\]"),
-        ({"alpha_pattern": {"(x+x+)+y": 8}}, "Regular expressions are not read"),
-        ({"rank_pattern": [8]}, "must map names"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"kasa_config": {"beta": 1e-4}}, "has kasa_config=.*overwrites the model's own weights"),
+    ({"init_lora_weights": "pissa"}, "has init_lora_weights=pissa"),
+    ({"peft_type": "PROMPT_TUNING"}, "describes a 'PROMPT_TUNING' adapter"),
+    ({"r": 5_000_000}, "adapter_model.safetensors has rank 2 .* says r=5000000"),
+    ({"r": "8"}, r"has ranks \['8'\]"),
+    ({"lora_alpha": [8]}, r"has lora_alpha \[\[8\]\]"),
+    ({"alpha_pattern": {"(x+x+)+y": 8}}, "Regular expressions are not read"),
+    ({"rank_pattern": [8]}, "must map names"),
+])  # fmt: skip
 def test_an_adapter_that_no_draft_takes(folder: Path, changed: dict[str, Any], message: str) -> None:
     path = folder / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
@@ -86,15 +80,12 @@ def test_an_adapter_that_no_draft_takes(folder: Path, changed: dict[str, Any], m
     assert re.search(message, problem)
 
 
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {"A.weight": torch.ones(2, 8)},
-        {"A.weight": torch.ones(2, 8), "B.weight": torch.ones(8, 3)},
-        {"A.weight": torch.ones(2), "B.weight": torch.ones(2)},
-        {"A.weight": torch.ones(2, 8).int(), "B.weight": torch.ones(8, 2).int()},
-    ],
-)
+@pytest.mark.parametrize("tensors", [
+    {"A.weight": torch.ones(2, 8)},
+    {"A.weight": torch.ones(2, 8), "B.weight": torch.ones(8, 3)},
+    {"A.weight": torch.ones(2), "B.weight": torch.ones(2)},
+    {"A.weight": torch.ones(2, 8).int(), "B.weight": torch.ones(8, 2).int()},
+])  # fmt: skip
 def test_an_adapter_of_other_matrices(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     path = folder / "adapter" / "adapter_model.safetensors"
     place = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
@@ -115,9 +106,7 @@ def test_an_adapter_in_the_root_hijacks_auto_classes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "adapter/adapter_model.bin"])
-def test_pickles_are_named_and_not_opened(
-    folder: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickles_are_named_not_opened(folder: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(Payload(tmp_path / "proof"), folder / name)
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("opened a pickle"))
     report = look(folder)
@@ -148,16 +137,13 @@ def test_unused_files(folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"draft_id": None, "draft_revision": None}, "config.json has no draft_id, but a head fits one draft only."),
-        (
-            {"draft_kind": "early_exit", "draft_layers": [0], "target_id": None},
-            "config.json has no target_id, but a head fits one target only.",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"draft_id": None, "draft_revision": None}, "config.json has no draft_id, but a head fits one draft only."),
+    (
+        {"draft_kind": "early_exit", "draft_layers": [0], "target_id": None},
+        "config.json has no target_id, but a head fits one target only.",
+    ),
+])  # fmt: skip
 def test_models_without_a_name(folder: Path, changed: dict[str, Any], message: str) -> None:
     edit_config(folder, **changed)
     (trap,) = look(folder).traps

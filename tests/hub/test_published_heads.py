@@ -2,10 +2,7 @@
 
 The prompts in `data/test_prompts.jsonl` are from the test sets GSM8K and HumanEval (both MIT). The slow tests need the
 models: SmolLM2 is in `.models/smollm2` after `make demo`; `SPECDECPP_QWEN=TARGET_FOLDER:DRAFT_FOLDER` names the two of
-Qwen2.5-Coder.
-"""
-
-from __future__ import annotations
+Qwen2.5-Coder."""
 
 import json
 import os

@@ -1,7 +1,5 @@
 """Assistants on an EAGLE-3 draft of others: saved as a pinned reference, loaded again, shared, with a card."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -11,15 +9,22 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
+from safetensors.torch import load_file
+from support.checkpoints import in_shards
 from support.eagle3_files import VARIANTS, Checkpoint
 from support.eagle3_loading import DIALECTS, drafted, publish
 from support.hub_server import HubServer
 from support.models import tiny
 from support.repos import files_of, greedy, save_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import Decisions
+from hf_specdecpp.files import Repository
+from hf_specdecpp.hub.conversion import convert
+from hf_specdecpp.hub.inspection import Report, inspect
 
 FIXED = SpeculationConfig("fixed", num_tokens=3)
 OURS = {"README.md", "config.json", "acceptance_head.safetensors"}
@@ -68,8 +73,7 @@ def test_overrides_are_saved(tmp_path: Path) -> None:
 @pytest.mark.every(2)
 @DIALECTS
 def test_both_repositories_are_read_at_their_commits(hub: HubServer, tmp_path: Path, dialect: str) -> None:
-    target = tiny("llama")
-    commit = publish(hub, VARIANTS["plain"].save(tmp_path / "draft", dialect))
+    target, commit = tiny("llama"), publish(hub, VARIANTS["plain"].save(tmp_path / "draft", dialect))
     before = with_head("org/eagle", target)
     expected = drafted(before, target)
     before.push_to_hub("org/ours")
@@ -157,3 +161,150 @@ def test_card(hub: HubServer, tmp_path: Path) -> None:
     assert f"| draft | EAGLE-3 org/eagle at {commit}, read with norm_output=True |" in card.text
     assert "None" not in card.text
     assert "draft vocabulary" not in card.text
+
+
+# Repositories of EAGLE-3 drafts that others trained: inspected, and their pickles converted. --------------------------
+
+
+def look(folder: Path) -> Report:
+    return inspect(Repository(str(folder)))
+
+
+def contents(report: Report) -> dict[str, str]:
+    return {file.name: file.problem or file.content for file in report.files}
+
+
+# Inspected ------------------------------------------------------------------------------------------------------------
+
+
+@DIALECTS
+def test_inspected(tmp_path: Path, dialect: str) -> None:
+    report = look(VARIANTS["eagle-3.1"].save(tmp_path, dialect))
+    assert report.sound
+    assert report.traps == []
+    assert report.is_foreign
+    assert list(contents(report)) == ["config.json", "model.safetensors"]
+    assert contents(report)["config.json"].endswith("of a draft that others trained")
+    count = sum(t.numel() for name, t in VARIANTS["eagle-3.1"].tensors().items() if name not in ("d2t", "t2d"))
+    assert contents(report)["model.safetensors"].endswith(f"bytes, {count:,} parameters")
+    assert report.facts == {
+        "draft": "EAGLE-3, 1 x llama, 32 wide",
+        "reads of the target": "outputs of layers 1, 0, 2, counted from 0",
+        "flags": "norm_before_residual, fc_norm, norm_output",
+        "rope_theta": "10000",
+        "draft vocabulary": "20 of 48 token ids",
+        "embeddings, LM head": "the target's, its own",
+    }
+
+
+def test_what_ids_mean_is_said_as_far_as_it_is_known(tmp_path: Path) -> None:
+    for ids, said in (
+        (None, "outputs of the usual three layers, since its config names none"),
+        ([1, 15, 28], "outputs of layers 1, 15, 28, counted from 0"),
+        ([2, 18, 30], "layers [2, 18, 30], where it depends on the target whether these are inputs or outputs"),
+    ):
+        folder = VARIANTS["plain"].save(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+        assert look(folder).facts["reads of the target"].startswith(said)
+    assert look(VARIANTS["final state"].save(tmp_path)).facts["reads of the target"] == "its final state"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_inspected_on_the_hub(hub: HubServer, tmp_path: Path, sharded: bool) -> None:
+    folder = VARIANTS["plain"].save(tmp_path / "draft", "speculators")
+    commit = publish(hub, in_shards(folder) if sharded else folder)
+    report = inspect(Repository("org/eagle"))
+    assert report.sound, contents(report)
+    assert (report.name, report.commit) == ("org/eagle", commit)
+    weights = "model.safetensors.index.json" if sharded else "model.safetensors"
+    assert list(contents(report)) == ["config.json", weights]
+    assert report.facts["draft vocabulary"] == "20 of 48 token ids"
+
+
+def test_weights_of_other_models_are_not_downloaded(hub: HubServer, tmp_path: Path) -> None:
+    hub.commit("org/model", files_of(save_model(tiny("llama"), tmp_path / "model", None)))
+    assert not inspect(Repository("org/model")).sound
+    assert not any("safetensors" in path for _, path, _ in hub.requests if "/resolve/" in path)
+
+
+# Converted ------------------------------------------------------------------------------------------------------------
+
+
+def as_pickle(checkpoint: Checkpoint, folder: Path, dialect: str = "original", **others: Any) -> Path:
+    """As EAGLE's own repositories are: no safetensors."""
+    path = checkpoint.save(folder, dialect) / "model.safetensors"
+    torch.save({**load_file(path), **others}, folder / "pytorch_model.bin")
+    path.unlink()
+    return folder
+
+
+@DIALECTS
+def test_a_pickle_is_converted(tmp_path: Path, dialect: str) -> None:
+    target, out = tiny("llama"), tmp_path / "out"
+    folder = as_pickle(VARIANTS["fc_norm"], tmp_path / "pickle", dialect)
+    report = look(folder)
+    assert contents(report)["model.safetensors"] == "Missing, but config.json promises it. Download it again."
+    assert report.traps == [
+        "pytorch_model.bin looks like a pickle, which can run code. We never open it. "
+        f"Convert its tensors: specdecpp inspect {folder} --convert OUT."
+    ]
+    convert(folder, out)
+    assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
+    assert (out / "config.json").read_text() == (folder / "config.json").read_text()
+    assert look(out).sound
+    original = SpecDecPPAssistant.from_pretrained(VARIANTS["fc_norm"].save(tmp_path / "a", dialect), target=target)
+    converted = SpecDecPPAssistant.from_pretrained(out, target=target)
+    assert torch.equal(drafted(original, target), drafted(converted, target))
+
+
+def test_tensors_that_share_memory_are_converted(tmp_path: Path) -> None:
+    one = torch.ones(32)
+    shared: dict[str, Any] = {"norm.weight": one, "midlayer.hidden_norm.weight": one}
+    convert(as_pickle(VARIANTS["plain"], tmp_path / "in", **shared), tmp_path / "out")
+    assert look(tmp_path / "out").sound
+
+
+@pytest.mark.parametrize(("others", "match"), [
+    ({"norm.weight": torch.full((32,), torch.inf)}, "NaN or infinite values in norm.weight"),
+    ({"more.weight": torch.ones(2)}, "pytorch_model.bin has unknown more.weight"),
+    ({"fc.weight": torch.ones(32, 95)}, r"fc.weight has shape \[32, 95\]"),
+    ({"nested": {"a": torch.ones(2)}}, "something else than named tensors"),
+])  # fmt: skip
+def test_what_is_no_draft_is_not_converted(tmp_path: Path, others: dict[str, Any], match: str) -> None:
+    folder = as_pickle(VARIANTS["plain"], tmp_path / "in", **others)
+    with pytest.raises(ValueError, match=match):
+        convert(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_relatives_are_not_converted(tmp_path: Path) -> None:
+    folder = as_pickle(VARIANTS["plain"], tmp_path / "in", mask_hidden=torch.ones(1, 1, 96))
+    with pytest.raises(ValueError, match="pytorch_model.bin is of P-EAGLE; it is no EAGLE-3 draft"):
+        convert(folder, tmp_path / "out")
+
+
+def test_nothing_to_convert(tmp_path: Path) -> None:
+    folder = VARIANTS["plain"].save(tmp_path / "in")
+    with pytest.raises(FileNotFoundError, match=r"no pytorch_model\.bin.*Weights in safetensors files are loaded"):
+        convert(folder, tmp_path / "out")
+    with pytest.raises(ValueError, match="is of a draft: --tied, --draft and --target are for SpecDec"):
+        convert(as_pickle(VARIANTS["plain"], folder), tmp_path / "out", target_id="org/target")
+    with pytest.raises(FileExistsError, match="Choose a new folder"):
+        convert(folder, folder)
+
+
+def test_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
+    """As the message says, and then beside a target of the Hub at a commit."""
+    publish(hub, as_pickle(VARIANTS["plain"], tmp_path / "in"))
+    said = " ".join(CliRunner().invoke(app, ["inspect", "org/eagle"]).stdout.split())
+    assert "Convert its tensors: specdecpp inspect org/eagle --convert OUT." in said
+    result = CliRunner().invoke(app, ["inspect", "org/eagle", "--convert", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    publish(hub, tmp_path / "out")
+    target = tiny("llama")
+    commit = hub.commit("org/target", files_of(save_model(target, tmp_path / "target")))
+    hub.commit("org/target", {"config.json": b"{}"})
+    shutil.rmtree(tmp_path / "cache")
+    result = CliRunner().invoke(app, ["inspect", "org/eagle", "--target", f"org/target@{commit}"])
+    assert result.exit_code == 0, result.output
+    assert "as read" in result.stdout
+    assert "it is probably for another target" in " ".join(result.stdout.split())

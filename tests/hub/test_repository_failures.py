@@ -1,7 +1,5 @@
 """A damaged, foreign or hostile repository is refused with the file, what is wrong with it, and what to do."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -15,29 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import errors
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from support import repos
 from support.assistant_files import FILES
 from support.hub_server import HubServer, point_client_at
 from support.models import tiny
-from support.repos import (
-    WORDS,
-    change_json,
-    files_of,
-    greedy,
-    head_for,
-    publish_pair,
-    save_adapter,
-    save_assistant,
-    save_model,
-)
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -53,11 +35,10 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An assistant with every kind of file."""
-    root = tmp_path_factory.mktemp("sound")
-    target = tiny("llama")
-    adapter = save_adapter(early_exit(target, 2), root / "peft")
+    root, target = tmp_path_factory.mktemp("sound"), tiny("llama")
+    adapter = repos.save_adapter(early_exit(target, 2), root / "peft")
     assistant = SpecDecPPAssistant.from_early_exit(
-        target, 2, adapter=adapter, head=head_for(target), draft_vocab=list(range(40))
+        target, 2, adapter=adapter, head=repos.head_for(target), draft_vocab=list(range(40))
     )
     assistant.config.target_id = "org/target"
     assistant.save_pretrained(root / "assistant")
@@ -100,8 +81,7 @@ def test_the_folder_is_sound_before_it_is_damaged(folder: Path) -> None:
     target = tiny("llama")
     assistant = load(folder, target=target)
     assert assistant.head is not None
-    assert greedy(target, assistant) == greedy(target)
-    assert problems(folder) == {}
+    assert (repos.greedy(target, assistant), problems(folder)) == (repos.greedy(target), {})
 
 
 BROKEN = "is incomplete or not a safetensors file.*Delete it.*force_download=True|is not valid JSON"
@@ -132,8 +112,8 @@ def test_a_missing_file(hub: HubServer, folder: Path, name: str) -> None:
     found = problems(folder)
     assert list(found) == [name]
     assert found[name].startswith("Missing, but ")
-    hub.commit("org/head", files_of(folder))
-    with pytest.raises(EntryNotFoundError, match=name):
+    hub.commit("org/head", repos.files_of(folder))
+    with pytest.raises(errors.EntryNotFoundError, match=name):
         load("org/head")
 
 
@@ -159,11 +139,11 @@ def test_other_tensors(folder: Path, name: str, changes: dict[str, Any], message
 
 
 def test_blocks_are_tied_as_the_config_says(folder: Path) -> None:
-    tied = head_for(tiny("llama"), tied=True)
-    change_json(folder / "config.json", head={**head_for(tiny("llama")).to_config(), "tied": True})
+    tied = repos.head_for(tiny("llama"), tied=True)
+    repos.change_json(folder / "config.json", head={**repos.head_for(tiny("llama")).to_config(), "tied": True})
     assert_refused(folder, HEAD, r"has unexpected blocks\.1\.linear\.bias")
     save_file(tied.state_dict(), folder / HEAD)
-    change_json(folder / "config.json", head=head_for(tiny("llama")).to_config())
+    repos.change_json(folder / "config.json", head=repos.head_for(tiny("llama")).to_config())
     assert_refused(folder, HEAD, r"lacks blocks\.1\.linear\.bias, blocks\.1\.linear\.weight")
 
 
@@ -177,7 +157,7 @@ def test_not_finite(folder: Path, name: str, value: float) -> None:
     assert_refused(folder, name, f"holds NaN or infinite values in {re.escape(broken)}")
 
 
-@pytest.mark.parametrize("token_id", [-1, 0, len(WORDS), 2**40])
+@pytest.mark.parametrize("token_id", [-1, 0, len(repos.WORDS), 2**40])
 def test_draft_vocab_out_of_bounds_or_twice(folder: Path, token_id: int) -> None:
     change_tensors(folder / VOCAB, token_ids=torch.tensor([*range(39), token_id]))
     with pytest.raises(ValueError, match="draft_vocab must list distinct token ids from 0 to 47"):
@@ -188,7 +168,7 @@ def test_draft_vocab_out_of_bounds_or_twice(folder: Path, token_id: int) -> None
 def test_head_of_another_draft(folder: Path) -> None:
     wide = AcceptanceHead(64, num_blocks=2)
     save_file(wide.state_dict(), folder / HEAD)
-    change_json(folder / "config.json", head=wide.to_config())
+    repos.change_json(folder / "config.json", head=wide.to_config())
     expected = r"trained for \{'hidden_size': 64\} but draft layers 0, 1 of 'org/target' has \{'hidden_size': 32\}"
     with pytest.raises(ValueError, match=expected):
         load(folder)
@@ -216,7 +196,7 @@ def test_config_of_something_else(folder: Path, content: str) -> None:
 
 
 def test_unknown_fields_are_named(folder: Path) -> None:
-    change_json(folder / "config.json", tree_budget=64, speculation={"rule": "fixed", "budget": 64})
+    repos.change_json(folder / "config.json", tree_budget=64, speculation={"rule": "fixed", "budget": 64})
     said = [r"config\.json has fields .* ignores: tree_budget\.", "speculation has fields .* ignores: budget"]
     with pytest.warns(UserWarning, match="pip install -U hf-specdecpp") as warned:
         assert load(folder).speculation.rule == "fixed"
@@ -229,13 +209,12 @@ def test_unknown_fields_are_named(folder: Path) -> None:
 def test_ignored_fields_have_no_effect(folder: Path) -> None:
     """transformers would load code from the Hub for the first, cast for the second, and make labels for the third."""
     fields = {"attn_implementation": "org/kernel", "dtype": "float16", "num_labels": 10**5, "architectures": ["GPT2"]}
-    change_json(folder / "config.json", **fields, experts_implementation="org/kernel", tie_word_embeddings=1)
+    repos.change_json(folder / "config.json", **fields, experts_implementation="org/kernel", tie_word_embeddings=1)
     target = tiny("llama")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*does not know and ignores")
-        assistant = load(folder, target=target)
-        config = AutoConfig.from_pretrained(folder)
-    assert greedy(target, assistant) == greedy(target)
+        assistant, config = load(folder, target=target), AutoConfig.from_pretrained(folder)
+    assert repos.greedy(target, assistant) == repos.greedy(target)
     for made in (assistant.config, config):
         assert made.architectures == ["SpecDecPPAssistant"]
         assert made.dtype is None
@@ -245,7 +224,7 @@ def test_ignored_fields_have_no_effect(folder: Path) -> None:
 
 
 def test_fields_of_earlier_versions_are_ignored(folder: Path) -> None:
-    change_json(
+    repos.change_json(
         folder / "config.json", learned={"tokens": 7, "texts": 1}, speculation={"rule": "fixed", "keep_texts": 9}
     )
     with warnings.catch_warnings():
@@ -255,14 +234,14 @@ def test_fields_of_earlier_versions_are_ignored(folder: Path) -> None:
 
 @pytest.mark.parametrize("rule", ["confidence", "svip", "adaedl"])
 def test_rules_of_earlier_versions_become_throughput(folder: Path, rule: str) -> None:
-    change_json(folder / "config.json", speculation={"rule": rule, f"{rule}_threshold": 0.2, "max_tokens": 7})
+    repos.change_json(folder / "config.json", speculation={"rule": rule, f"{rule}_threshold": 0.2, "max_tokens": 7})
     with pytest.warns(UserWarning, match=f"rule='{rule}', which this version does not have. \"throughput\""):
         assert load(folder).speculation == SpeculationConfig(rule="throughput", max_tokens=7)
 
 
 def test_newer_format(hub: HubServer, folder: Path) -> None:
-    change_json(folder / "config.json", format_version=2)
-    hub.commit("org/head", files_of(folder))
+    repos.change_json(folder / "config.json", format_version=2)
+    hub.commit("org/head", repos.files_of(folder))
     for read in (lambda: load(folder), lambda: load("org/head"), lambda: AutoConfig.from_pretrained("org/head")):
         with pytest.raises(ValueError, match=r"stored in format 2, .* reads up to 1.*pip install -U hf-specdecpp"):
             read()
@@ -313,22 +292,19 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "message"), SENSELESS)
 def test_a_config_that_makes_no_sense(folder: Path, changes: dict[str, Any], message: str) -> None:
-    change_json(folder / "config.json", **changes)
+    repos.change_json(folder / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         load(folder, target=None)
     (problem,) = problems(folder).values()
     assert re.search(message, problem)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"draft_layers": [0, 3]}, r"ascending layer indices from 0 to 2: the target has 3 layers"),
-        ({"draft_kind": "independent", "draft_id": None}, "names no draft model"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"draft_layers": [0, 3]}, r"ascending layer indices from 0 to 2: the target has 3 layers"),
+    ({"draft_kind": "independent", "draft_id": None}, "names no draft model"),
+])  # fmt: skip
 def test_a_config_that_does_not_fit_the_target(folder: Path, changes: dict[str, Any], message: str) -> None:
-    change_json(folder / "config.json", **changes)
+    repos.change_json(folder / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         load(folder)
 
@@ -400,50 +376,52 @@ def test_unknown_argument(folder: Path) -> None:
 
 def test_offline_and_not_cached(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
-    with pytest.raises(LocalEntryNotFoundError, match="offline|cache"):
+    with pytest.raises(errors.LocalEntryNotFoundError, match="offline|cache"):
         load("org/head")
-    with pytest.raises(LocalEntryNotFoundError, match="cache"):
+    with pytest.raises(errors.LocalEntryNotFoundError, match="cache"):
         load("org/head", local_files_only=True)
     assert hub.requests == []
 
 
 def test_no_such_repository_or_revision(hub: HubServer, folder: Path) -> None:
-    with pytest.raises(RepositoryNotFoundError, match="org/head"):
+    with pytest.raises(errors.RepositoryNotFoundError, match="org/head"):
         load("org/head")
-    hub.commit("org/head", files_of(folder))
-    with pytest.raises(RevisionNotFoundError, match="v9"):
+    hub.commit("org/head", repos.files_of(folder))
+    with pytest.raises(errors.RevisionNotFoundError, match="v9"):
         load("org/head", revision="v9")
 
 
 def test_private_and_gated(hub: HubServer, folder: Path) -> None:
-    hub.commit("org/private", files_of(folder))
+    hub.commit("org/private", repos.files_of(folder))
     hub.private("org/private", "theirs")
-    with pytest.raises(RepositoryNotFoundError, match="org/private"):
+    with pytest.raises(errors.RepositoryNotFoundError, match="org/private"):
         load("org/private")
-    hub.commit("org/gated", files_of(folder))
+    hub.commit("org/gated", repos.files_of(folder))
     hub.gate("org/gated", "theirs")
-    with pytest.raises(GatedRepoError, match="org/gated"):
+    with pytest.raises(errors.GatedRepoError, match="org/gated"):
         load("org/gated")
-    with pytest.raises(GatedRepoError, match="org/gated"):
+    with pytest.raises(errors.GatedRepoError, match="org/gated"):
         SpecDecPPAssistant.from_early_exit(tiny("llama"), 2, adapter="org/gated")
     assert load("org/gated", token="theirs").head is not None  # noqa: S106
 
 
 def test_the_draft_is_gated(hub: HubServer, tmp_path: Path) -> None:
-    publish_pair(hub, tmp_path)
+    repos.publish_pair(hub)
     hub.gate("org/draft")
-    hub.commit("org/head", files_of(save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/draft")))
+    hub.commit(
+        "org/head", repos.files_of(repos.save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/draft"))
+    )
     with pytest.raises(OSError, match="gated repo.*org/draft") as caught:
         load("org/head")
-    assert isinstance(caught.value.__cause__, GatedRepoError)
+    assert isinstance(caught.value.__cause__, errors.GatedRepoError)
 
 
 # --- the wrong models ---
 
 
 def test_target_with_another_tokenizer(tmp_path: Path, folder: Path) -> None:
-    theirs = save_model(tiny("llama"), tmp_path / "theirs", WORDS[::-1])
-    ours = save_model(tiny("llama"), tmp_path / "ours")
+    theirs = repos.save_model(tiny("llama"), tmp_path / "theirs", repos.WORDS[::-1])
+    ours = repos.save_model(tiny("llama"), tmp_path / "ours")
     config = load(folder, target=AutoModelForCausalLM.from_pretrained(ours)).config
     assert config.vocab_hash is None, "the folder was saved without a tokenizer"
     assistant = SpecDecPPAssistant.from_early_exit(AutoModelForCausalLM.from_pretrained(ours), 2)
@@ -454,7 +432,7 @@ def test_target_with_another_tokenizer(tmp_path: Path, folder: Path) -> None:
 
 
 def test_target_of_another_commit(hub: HubServer, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    old, _ = publish_pair(hub, tmp_path)
+    old, _ = repos.publish_pair(hub)
     target = AutoModelForCausalLM.from_pretrained("org/target")
     SpecDecPPAssistant.from_early_exit(target, 2).save_pretrained(tmp_path / "a")
     load(tmp_path / "a", target=AutoModelForCausalLM.from_pretrained("org/target"))
@@ -465,7 +443,7 @@ def test_target_of_another_commit(hub: HubServer, tmp_path: Path, recwarn: pytes
     drifted = AutoModelForCausalLM.from_pretrained("org/target")
     with pytest.warns(UserWarning, match=f"'org/target' at commit {old}, but commit {new} was.*revision='{old}'"):
         assistant = load(tmp_path / "a", target=drifted)
-    assert greedy(drifted, assistant) == greedy(drifted)
+    assert repos.greedy(drifted, assistant) == repos.greedy(drifted)
 
     recwarn.clear()
     load(tmp_path / "a", target=AutoModelForCausalLM.from_pretrained("org/target", revision=old))
@@ -473,7 +451,7 @@ def test_target_of_another_commit(hub: HubServer, tmp_path: Path, recwarn: pytes
 
 
 def test_older_transformers_note_the_commit(folder: Path) -> None:
-    change_json(folder / "config.json", target_revision="a" * 40)
+    repos.change_json(folder / "config.json", target_revision="a" * 40)
     target = tiny("llama")
     target.config._name_or_path, target.config._commit_hash = "org/target", "b" * 40
     with pytest.warns(UserWarning, match=f"at commit {'a' * 40}, but commit {'b' * 40} was loaded"):

@@ -1,7 +1,5 @@
 """Nothing from a repository is run: no pickle, no code; no token is outside the vocabulary."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pickle
@@ -12,21 +10,10 @@ import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
+from support import repos
 from support.hub_server import HubServer
 from support.models import VOCAB_SIZE, assistant_for, prompt, tiny
 from support.released_heads import Payload
-from support.repos import (
-    TEXT,
-    change_json,
-    files_of,
-    greedy,
-    head_for,
-    publish_pair,
-    save_adapter,
-    save_assistant,
-    save_model,
-    tokenizer,
-)
 from support.snapshots import hash_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -109,16 +96,16 @@ def test_unsafe_calls_are_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["acceptance_head.safetensors", "adapter/adapter_model.safetensors"])
 def test_pickle_beside_a_missing_file(tmp_path: Path, hub: HubServer, bomb: bytes, mark: Path, name: str) -> None:
     target = tiny("llama")
-    adapter = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
-    folder = save_assistant(tmp_path / "a")
-    change_json(folder / "config.json", adapter=True)
+    adapter = Path(repos.save_adapter(early_exit(target, 2), tmp_path / "peft"))
+    folder = repos.save_assistant(tmp_path / "a")
+    repos.change_json(folder / "config.json", adapter=True)
     adapter.rename(folder / "adapter")
     (folder / name).unlink()
     names = ("pytorch_model.bin", "acceptance_head.bin", "acceptance_head.pt", "model.safetensors.bin")
     for each in (*names, "adapter/adapter_model.bin"):
         (folder / each).write_bytes(bomb)
-    hub.commit("org/head", files_of(folder))
-    hub.commit("org/adapter", files_of(folder / "adapter"))
+    hub.commit("org/head", repos.files_of(folder))
+    hub.commit("org/adapter", repos.files_of(folder / "adapter"))
     for repository, error in ((folder, FileNotFoundError), ("org/head", EntryNotFoundError)):
         with pytest.raises(error, match=name):
             SpecDecPPAssistant.from_pretrained(repository, target)
@@ -131,10 +118,12 @@ def test_pickle_beside_a_missing_file(tmp_path: Path, hub: HubServer, bomb: byte
 
 
 def test_pickle_in_the_repository_of_the_draft(tmp_path: Path, hub: HubServer, bomb: bytes, mark: Path) -> None:
-    files = files_of(save_model(tiny("llama"), tmp_path / "draft"))
+    files = repos.files_of(repos.save_model(tiny("llama"), tmp_path / "draft"))
     del files["model.safetensors"]
     hub.commit("org/draft", {**files, "pytorch_model.bin": bomb})
-    hub.commit("org/head", files_of(save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/draft")))
+    hub.commit(
+        "org/head", repos.files_of(repos.save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/draft"))
+    )
     with pytest.raises(OSError, match="safetensors"):
         SpecDecPPAssistant.from_pretrained("org/head")
     assert not mark.exists()
@@ -167,8 +156,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_adapter_cannot_change_the_target(tmp_path: Path, kind: str) -> None:
     target = tiny("qwen2").float()
-    folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
-    change_json(folder / "adapter_config.json", **HOSTILE[kind])
+    folder = Path(repos.save_adapter(early_exit(target, 2), tmp_path / "peft"))
+    repos.change_json(folder / "adapter_config.json", **HOSTILE[kind])
     before = hash_of(target)
     for merge in (False, True):
         with pytest.raises(ValueError, match=f"has .*{next(iter(HOSTILE[kind]))}=.* more than an ordinary LoRA"):
@@ -187,8 +176,8 @@ def test_adapter_could_not_change_the_target_if_it_were_not_refused(
     """None of its settings reaches code that writes to a model."""
     monkeypatch.setattr(adapters, "read_adapter_config", read_json)
     target = tiny("qwen2").float()
-    folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
-    change_json(folder / "adapter_config.json", **HOSTILE[kind])
+    folder = Path(repos.save_adapter(early_exit(target, 2), tmp_path / "peft"))
+    repos.change_json(folder / "adapter_config.json", **HOSTILE[kind])
     before = hash_of(target)
     assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=merge)
     assert hash_of(target) == before
@@ -203,7 +192,7 @@ def test_adapter_could_not_change_the_target_if_it_were_not_refused(
 def test_adapter_brings_no_foreign_tensors(tmp_path: Path, name: str, merge: bool) -> None:
     """PEFT loads any tensor whose name is in the model."""
     target = tiny("qwen2")
-    folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
+    folder = Path(repos.save_adapter(early_exit(target, 2), tmp_path / "peft"))
     path = folder / "adapter_model.safetensors"
     save_file({**load_file(path), name: torch.zeros(32, 48, dtype=torch.float64)}, path)
     before = hash_of(target)
@@ -216,11 +205,11 @@ def test_adapter_brings_no_foreign_tensors(tmp_path: Path, name: str, merge: boo
 def test_no_tensor_of_the_target_is_written_to(tmp_path: Path, merge: bool) -> None:
     """Nor while an adapter is used, detached, or found not to fit in the midst of its modules."""
     target = tiny("qwen2")
-    folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
-    before, expected = hash_of(target), greedy(target)
+    folder = Path(repos.save_adapter(early_exit(target, 2), tmp_path / "peft"))
+    before, expected = hash_of(target), repos.greedy(target)
     versions = {name: tensor._version for name, tensor in target.named_parameters()}
     assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=merge)
-    assert greedy(target, assistant) == expected
+    assert repos.greedy(target, assistant) == expected
     assistant.detach()
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -234,9 +223,7 @@ def test_no_tensor_of_the_target_is_written_to(tmp_path: Path, merge: bool) -> N
 
 @pytest.mark.parametrize("size", [1e20, 3e38])
 @pytest.mark.parametrize("tree", ["dyspec", "dyspec-exact"])
-def test_a_head_of_huge_weights_does_not_hang_the_growth_of_a_tree(
-    monkeypatch: pytest.MonkeyPatch, tree: str, size: float
-) -> None:
+def test_huge_weights_do_not_hang_tree_growth(monkeypatch: pytest.MonkeyPatch, tree: str, size: float) -> None:
     target, draws = tiny("llama"), []
     draw = Growth.draw_best
 
@@ -246,7 +233,7 @@ def test_a_head_of_huge_weights_does_not_hang_the_growth_of_a_tree(
         return draw(growth)
 
     monkeypatch.setattr(Growth, "draw_best", count)
-    head = head_for(target, inputs="before")
+    head = repos.head_for(target, inputs="before")
     with torch.no_grad():
         for place, parameter in enumerate(head.parameters()):
             parameter.copy_(size * (-1.0) ** torch.arange(place, place + parameter.numel()).view(parameter.shape))
@@ -263,7 +250,7 @@ def test_a_head_of_huge_weights_does_not_hang_the_growth_of_a_tree(
 @pytest.fixture
 def hostile(tmp_path: Path, mark: Path) -> Path:
     """An assistant with code in all the places where transformers looks for some."""
-    folder = save_assistant(tmp_path / "hostile")
+    folder = repos.save_assistant(tmp_path / "hostile")
     code = f"open({str(mark)!r}, 'w').write('run')\n"
     for name in ("configuration.py", "modeling.py", "tokenization.py", "custom_generate/generate.py"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -273,37 +260,37 @@ def hostile(tmp_path: Path, mark: Path) -> Path:
         "AutoModelForCausalLM": "modeling.Model",
         "AutoTokenizer": ["tokenization.Tokenizer", None],
     }
-    change_json(folder / "config.json", auto_map=auto_map)
+    repos.change_json(folder / "config.json", auto_map=auto_map)
     return folder
 
 
 @pytest.mark.parametrize("from_hub", [False, True])
 def test_code_is_not_run(hub: HubServer, hostile: Path, mark: Path, tmp_path: Path, from_hub: bool) -> None:
-    publish_pair(hub, tmp_path)
-    hub.commit("org/hostile", files_of(hostile))
+    repos.publish_pair(hub)
+    hub.commit("org/hostile", repos.files_of(hostile))
     name = "org/hostile" if from_hub else str(hostile)
     target = tiny("llama")
     for assistant in (SpecDecPPAssistant.from_pretrained(name, target), AutoModelForCausalLM.from_pretrained(name)):
         assert type(assistant) is SpecDecPPAssistant
         assistant.attach(target) if assistant.drafter is None else None
-        assert greedy(target, assistant) == greedy(target)
+        assert repos.greedy(target, assistant) == repos.greedy(target)
     AutoTokenizer.from_pretrained(name)
     with pytest.raises(ValueError, match="must be attached"):
-        pipeline("text-generation", model=target, tokenizer=tokenizer(), assistant_model=name)(TEXT)
+        pipeline("text-generation", model=target, tokenizer=repos.tokenizer(), assistant_model=name)(repos.TEXT)
     assert not mark.exists()
     assert not [path for _, path, _ in hub.requests if path.endswith(".py")]
 
 
 def test_code_beside_a_tokenizer_is_not_run(hub: HubServer, tmp_path: Path, mark: Path) -> None:
     """Nor asked about at the terminal, as transformers does where it is not told."""
-    files = files_of(save_model(tiny("llama"), tmp_path / "target"))
+    files = repos.files_of(repos.save_model(tiny("llama"), tmp_path / "target"))
     described = json.loads(files["tokenizer_config.json"]) | {
         "tokenizer_class": "Unheard", "auto_map": {"AutoTokenizer": ["tokenization.Tokenizer", None]}
     }  # fmt: skip
     code = f"open({str(mark)!r}, 'w').write('run')\n".encode()
     files |= {"tokenizer_config.json": json.dumps(described).encode(), "tokenization.py": code}
     hub.commit("org/target", files)
-    hub.commit("org/head", files_of(save_assistant(tmp_path / "a")))
+    hub.commit("org/head", repos.files_of(repos.save_assistant(tmp_path / "a")))
     with pytest.raises(ValueError, match="trust_remote_code"):
         AutoTokenizer.from_pretrained("org/head")
     with pytest.raises(ValueError, match="trust_remote_code"):
@@ -316,7 +303,9 @@ def test_code_of_the_draft_is_not_run(hub: HubServer, tmp_path: Path, mark: Path
     code = f"open({str(mark)!r}, 'w').write('run')\n".encode()
     config = json.dumps({"model_type": "unheard_of", "auto_map": auto_map}).encode()
     hub.commit("org/draft", {"config.json": config, "configuration.py": code, "modeling.py": code})
-    hub.commit("org/head", files_of(save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/draft")))
+    hub.commit(
+        "org/head", repos.files_of(repos.save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/draft"))
+    )
     for load in (SpecDecPPAssistant.from_pretrained, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(ValueError, match="trust_remote_code"):
             load("org/head")

@@ -1,9 +1,6 @@
 """lm-eval with an assistant among `gen_kwargs`, and with a default one: the answers are those of plain generation.
 
-It is no dependency: `make test-integrations` installs it beside this package.
-"""
-
-from __future__ import annotations
+It is no dependency: `make test-integrations` installs it beside this package."""
 
 import json
 from pathlib import Path
@@ -31,8 +28,7 @@ QUESTIONS = [" ".join(WORDS[1 + (i * 7 + j * j) % 40] for j in range(3 + i)) for
 
 @pytest.fixture
 def target(tmp_path: Path) -> Any:
-    words = [*WORDS[:-1], "</s>"]
-    model = tiny("llama", eos_token_id=47, pad_token_id=47).float()
+    words, model = [*WORDS[:-1], "</s>"], tiny("llama", eos_token_id=47, pad_token_id=47).float()
     folder = save_model(model, tmp_path / "target", words)
     return AutoModelForCausalLM.from_pretrained(folder)
 
@@ -79,14 +75,12 @@ def test_among_the_arguments(target: Any, tmp_path: Path, ran: list[Any]) -> Non
 def test_a_default_assistant(target: Any, tmp_path: Path, ran: list[Any]) -> None:
     plain = evaluate(target, tmp_path)
     assistant_for(target).attach(target, default=True)
-    assert evaluate(target, tmp_path) == plain
-    assert len(ran) == len(QUESTIONS)
+    assert (evaluate(target, tmp_path), len(ran)) == (plain, len(QUESTIONS))
 
 
 def test_batches_are_plain(target: Any, tmp_path: Path, ran: list[Any]) -> None:
     """lm-eval's criterion notes which rows have ended, so that no row can be asked about by itself."""
-    plain = evaluate(target, tmp_path, batch_size=3)
-    assistant = assistant_for(target)
+    plain, assistant = evaluate(target, tmp_path, batch_size=3), assistant_for(target)
     assistant.attach(target, default=True)
     assert evaluate(target, tmp_path, batch_size=3) == plain
     assert "MultiTokenEOSCriteria may keep state" in str(assistant.stats.refusal)

@@ -1,7 +1,5 @@
 """`examples/serve.py`: transformers' server, asked over HTTP, answers with the assistant as it does without."""
 
-from __future__ import annotations
-
 import runpy
 import socket
 import time
@@ -62,8 +60,7 @@ class Served:
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(model_manager, "ModelManager", model_manager.ModelManager)  # which the example replaces
-    verbosity = logging.get_verbosity()
-    folder = save_chat_model(tmp_path / "target")
+    verbosity, folder = logging.get_verbosity(), save_chat_model(tmp_path / "target")
     target = AutoModelForCausalLM.from_pretrained(folder)
     assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=SpeculationConfig("fixed", num_tokens=3))
     assistant.save_pretrained(tmp_path / "assistant")

@@ -1,9 +1,6 @@
 """smolagents' `TransformersModel` with a default assistant, and with one among its arguments.
 
-It is no dependency: `make test-integrations` installs it beside this package.
-"""
-
-from __future__ import annotations
+It is no dependency: `make test-integrations` installs it beside this package."""
 
 import json
 import runpy
@@ -48,8 +45,7 @@ def say(model: Any) -> str:
 
 
 def test_a_default_assistant(model: Any) -> None:
-    plain = say(model)
-    assistant = early_exit(model, default=True)
+    plain, assistant = say(model), early_exit(model, default=True)
     assert say(model) == plain
     assert assistant.stats.accepted > 0
     streamed = [part.content for part in model.generate_stream(MESSAGES)]
@@ -70,8 +66,7 @@ def say_until(model: Any, stop: str) -> str:
 
 def test_among_the_arguments(model: Any, folder: str) -> None:
     """They go on to `generate()`. The assistant is made for a model that is loaded already."""
-    plain = say(model)
-    assistant = early_exit(model)
+    plain, assistant = say(model), early_exit(model)
     model.kwargs["assistant_model"] = assistant
     assert say(model) == plain
     assert assistant.stats.accepted > 0
@@ -119,5 +114,4 @@ def test_the_example(
     assisted, Short.said = Short.said, []
     agent = smolagents.CodeAgent(tools=[], model=Short(folder, do_sample=False), max_steps=4, verbosity_level=0)
     agent.run("w1 w2 w3")
-    assert assisted == Short.said
-    assert len(assisted) == 5
+    assert (assisted, len(assisted)) == (Short.said, 5)

@@ -4,10 +4,7 @@ generation.
 Compared are greedy texts, since a sampled one differs from call to call. The two answers to a prompt are then the same,
 so that neither reward is above the other: GRPO's entropy bonus and, in online DPO, weight decay move the policy.
 
-It is no dependency: `make test-integrations` installs it beside this package.
-"""
-
-from __future__ import annotations
+It is no dependency: `make test-integrations` installs it beside this package."""
 
 import copy
 from collections.abc import Callable
@@ -61,13 +58,9 @@ OWN_LAYERS = ("early_exit", "part", "conditioned")
 class Run:
     """What a training brought.
 
-    Attributes:
-        texts: by step and prompt, the tokens of the two answers.
-        rewards: by step and prompt, theirs.
-        weights: of the policy after it.
-        drafted, accepted: candidates of each step.
-        errors: by step, how far the logits of a draft of the policy's own layers are from those of these layers now.
-    """
+    `texts`: by step and prompt, the tokens of the two answers. `rewards`: by step and prompt, theirs. `weights`: of the
+    policy after it. `drafted`, `accepted`: candidates of each step. `errors`: by step, how far the logits of a draft of
+    the policy's own layers are from those of these layers now."""
 
     texts: list[dict[str, list[list[int]]]] = field(default_factory=list)
     rewards: list[dict[str, list[float]]] = field(default_factory=list)
@@ -84,9 +77,8 @@ class Run:
         self.rewards.append({each: [reward for prompt, _, reward in pairs if prompt == each] for each in QUESTIONS})
         return rewards
 
-    def assert_same_as(self, other: Run) -> None:
-        assert self.texts == other.texts
-        assert self.rewards == other.rewards
+    def assert_same_as(self, other: "Run") -> None:
+        assert (self.texts, self.rewards) == (other.texts, other.rewards)
         for name, weight in self.weights.items():
             torch.testing.assert_close(weight, other.weights[name])
 
@@ -106,10 +98,8 @@ def train(
 ) -> Run:  # fmt: skip
     """Train a policy.
 
-    Args:
-        make: makes an assistant, which becomes the policy's default.
-        before: whether it is attached before the trainer is made.
-    """
+    `make`: makes an assistant, which becomes the policy's default. `before`: whether it is attached before the trainer
+    is made."""
     run, model, helpers = Run(), policy(), []
 
     def attach(model: Any) -> None:
@@ -207,9 +197,7 @@ def test_greedy_training_is_the_same(trainer: str, kind: str, tmp_path: Path, pl
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_a_wrong_verification_would_be_seen(
-    trainer: str, tmp_path: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_verification_is_seen(trainer: str, tmp_path: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant accepts everything."""
     expected = plain(trainer)
     accept_everything(monkeypatch)

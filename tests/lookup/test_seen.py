@@ -1,7 +1,5 @@
 """Where the end of a text stood before: compared with a search by hand, and what it costs."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from pathlib import Path
@@ -63,8 +61,7 @@ def by_hand(text: list[int], most: int, earlier: list[int], after: list[int], ne
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_found_is_what_a_search_finds(seed: int) -> None:
     draw = random.Random(seed)
-    size = draw.choice([2, 3, 5, 40])
-    earlier = Answers(1000)
+    size, earlier = draw.choice([2, 3, 5, 40]), Answers(1000)
     for _ in range(draw.choice([0, 3])):
         earlier.add([draw.randrange(size) for _ in range(12)])
     never = {1} if seed % 5 == 4 else set()
@@ -177,7 +174,6 @@ def like_text(length: int) -> list[int]:
 def test_memory_a_token() -> None:
     tokens = like_text(8000)
     tracemalloc.start()
-    seen = Seen(tokens)
-    taken = tracemalloc.get_traced_memory()[0]
+    seen, taken = Seen(tokens), tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert taken / len(seen) < 100

@@ -1,7 +1,5 @@
 """A draft with a LoRA adapter: what it says is the adapter's, and the target never notices."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -82,8 +80,7 @@ def test_adapter_that_does_not_fit(target: PreTrainedModel, draft: str, tmp_path
         ("deep", tiny("llama")), ("shallow", early_exit(tiny("llama"), 1))
     ))  # fmt: skip
     wide = save_adapter(early_exit(tiny("llama", intermediate_size=64), 2), tmp_path / "wide")
-    foreign = save_adapter(tiny("gpt2"), tmp_path / "foreign", targets=["c_attn"])
-    before = logits(target)
+    foreign, before = save_adapter(tiny("gpt2"), tmp_path / "foreign", targets=["c_attn"]), logits(target)
     for merge in (True, False):
         with pytest.raises(ValueError, match=r"does not fit LlamaForCausalLM: \d+ modules or .*layers\.2"):
             SpecDecPPAssistant.from_early_exit(target, 2, adapter=deep, merge=merge)
@@ -108,19 +105,15 @@ def test_other_kinds_of_adapter(target: PreTrainedModel, tmp_path: Path, changes
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("merge", [True, False])
-@pytest.mark.parametrize(
-    "lora",
-    [
-        {"use_rslora": True, "lora_alpha": 12},
-        {"target_modules": "all-linear"},
-        {"target_modules": r".*layers\.1\..*proj"},
-        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
-        {"rank_pattern": {"layers.0.self_attn.q_proj": 2}, "alpha_pattern": {"1.self_attn.q_proj": 9, "q_proj": 3}},
-        {"layers_to_transform": [1], "layers_pattern": "layers"},
-        {"exclude_modules": ["layers.0.self_attn.q_proj"]},
-    ],
-    ids=lambda lora: next(iter(lora)),
-)
+@pytest.mark.parametrize("lora", [
+    {"use_rslora": True, "lora_alpha": 12},
+    {"target_modules": "all-linear"},
+    {"target_modules": r".*layers\.1\..*proj"},
+    {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    {"rank_pattern": {"layers.0.self_attn.q_proj": 2}, "alpha_pattern": {"1.self_attn.q_proj": 9, "q_proj": 3}},
+    {"layers_to_transform": [1], "layers_pattern": "layers"},
+    {"exclude_modules": ["layers.0.self_attn.q_proj"]},
+], ids=lambda lora: next(iter(lora)))  # fmt: skip
 def test_ordinary_lora_is_what_peft_makes_of_it(tmp_path: Path, lora: dict[str, Any], merge: bool) -> None:
     folder = str(tmp_path)
     trained = get_peft_model(tiny("llama"), LoraConfig(**{"target_modules": ["q_proj"], **lora}))
@@ -152,8 +145,7 @@ def test_adapters_of_early_peft(tmp_path: Path, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_adapter_on_a_model_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
     """Merged it is rounded once, from the file's own precision."""
-    folder = Path(save_adapter(tiny("llama"), tmp_path))
-    model = tiny("llama").to(dtype)
+    folder, model = Path(save_adapter(tiny("llama"), tmp_path)), tiny("llama").to(dtype)
     expected = logits(add_adapter(tiny("llama"), folder, merge=True))
     for merge in (True, False):
         actual = logits(add_adapter(model, folder, merge))

@@ -1,7 +1,5 @@
 """Faster float32 products on a CPU: the same numbers up to rounding, only where they may be used, and never stale."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -283,8 +281,7 @@ def test_a_write_during_a_generation_is_noticed_where_torch_counts_it(calls: Cal
 
 def test_lora_merged_and_unmerged(target: CausalLM) -> None:
     lora = get_peft_model(target, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-    assistant = assistant_for(target, **FIXED, pack_weights=True)
-    texts = []
+    assistant, texts = assistant_for(target, **FIXED, pack_weights=True), []
     for change in (lambda: None, lora.merge_adapter, lora.unmerge_adapter):
         change()
         expected = target.generate(IDS, max_new_tokens=24, do_sample=False)
@@ -305,8 +302,7 @@ def logits_of(target: CausalLM, **arguments: Any) -> Tensor:
 
 
 def test_generate_packs_and_detach_gives_back(target: CausalLM, calls: Calls) -> None:
-    assistant = told(SpecDecPPAssistant.from_early_exit(target, 1), **FIXED)
-    expected = logits_of(target)
+    assistant, expected = told(SpecDecPPAssistant.from_early_exit(target, 1), **FIXED), logits_of(target)
     assert not calls
     for pack_weights in (False, True):
         assistant.decisions = Decisions(pack_weights=pack_weights)
@@ -340,8 +336,7 @@ def test_off_is_off(target: CausalLM, calls: Calls, attach: bool) -> None:
 
 
 def test_an_unattached_draft(target: CausalLM, calls: Calls) -> None:
-    assistant = assistant_for(target, attached=False, **FIXED, pack_weights=True)
-    expected = logits_of(target)
+    assistant, expected = assistant_for(target, attached=False, **FIXED, pack_weights=True), logits_of(target)
     assert torch.equal(logits_of(target, assistant_model=assistant).argmax(-1), expected.argmax(-1))
     assert not calls, "no pass of the target is timed there"
 

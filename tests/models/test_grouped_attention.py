@@ -1,13 +1,12 @@
 """Attention without copies of shared keys and values: the same bits, and only where PyTorch has a kernel for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.models import assistant_for, prompt, tiny
+from support.watchers import heard
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.integrations import sdpa_attention
@@ -26,13 +25,8 @@ Copies = list[tuple[int, ...]]
 def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     """Shapes of the keys and values that transformers copies."""
     seen: Copies = []
-    real = sdpa_attention.repeat_kv
 
-    def noted(states: Tensor, times: int) -> Tensor:
-        seen.append(tuple(states.shape))
-        return real(states, times)
-
-    monkeypatch.setattr(sdpa_attention, "repeat_kv", noted)
+    heard(monkeypatch, sdpa_attention, "repeat_kv", lambda states, *_: seen.append(tuple(states.shape)))
     return seen
 
 
@@ -58,8 +52,7 @@ def passes(target: CausalLM, mask: Tensor | None = None) -> list[Tensor]:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2", "gpt2"])
 @torch.inference_mode()
 def test_the_same_bits_without_copies(family: str, padded: bool, dtype: torch.dtype, copies: Copies) -> None:
-    target = tiny(family).to(dtype)
-    mask = torch.ones(3, IDS.shape[1], dtype=torch.long)
+    target, mask = tiny(family).to(dtype), torch.ones(3, IDS.shape[1], dtype=torch.long)
     mask[0, :2] = 0
     expected = passes(target, mask if padded else None)
     groups = getattr(target.config, "num_key_value_heads", None) not in (None, target.config.num_attention_heads)
@@ -104,16 +97,12 @@ def call(**changes: Any) -> tuple[Tensor, Any]:
     return grouped_attention(InPairs(), **arguments)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"position_bias": torch.ones(1, 4, 2, 5)},
-        {"dropout": 0.5},
-        {"attention_mask": None},
-        {"value": torch.ones(1, 2, 5, 4)},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
+@pytest.mark.parametrize("changes", [
+    {"position_bias": torch.ones(1, 4, 2, 5)},
+    {"dropout": 0.5},
+    {"attention_mask": None},
+    {"value": torch.ones(1, 2, 5, 4)},
+], ids=lambda changes: next(iter(changes)))  # fmt: skip
 @torch.inference_mode()
 def test_whatever_is_unusual_is_left_to_transformers(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []

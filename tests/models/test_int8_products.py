@@ -1,7 +1,5 @@
 """Drafts that compute in int8: the target's output is as ever, and its layers are left alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,7 @@
 """An early exit shares its target's tensors: it costs the memory of its adapter and heads, and changes none of them."""
 
-from __future__ import annotations
-
 import copy
+import threading
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -12,11 +11,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
-from support.models import tiny
-from support.snapshots import FIXED, generate, snapshot
+from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.snapshots import FIXED, generate, has_our_methods, of_own_class, snapshot
+from support.watchers import heard
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting import draft_model
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
@@ -66,8 +67,7 @@ def test_an_early_exit_shares_the_targets_tensors(tmp_path: Path) -> None:
 
 def test_moving_an_early_exit_assistant_leaves_the_target(tmp_path: Path) -> None:
     target = tiny("llama")
-    before = snapshot(target)
-    folder = lora_folder(target, tmp_path)
+    before, folder = snapshot(target), lora_folder(target, tmp_path)
     assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, speculation=FIXED, merge=False)
     assistant.half()
     assistant.train()
@@ -124,13 +124,8 @@ def test_rows_of_the_head_are_copied_once_a_step(monkeypatch: pytest.MonkeyPatch
     target = tiny("llama")
     copied: list[Tensor] = []
     assistant = SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(2, 40), speculation=FIXED)
-    slice_head = draft_model._slice_head
 
-    def noted(head: Any, ids: Tensor) -> Any:
-        copied.append(ids)
-        return slice_head(head, ids)
-
-    monkeypatch.setattr(draft_model, "_slice_head", noted)
+    heard(monkeypatch, draft_model, "_slice_head", lambda _, ids: copied.append(ids))
     rows = assistant.drafter.small_head.weight
     for steps in (0, 1):
         for _ in range(steps):
@@ -150,9 +145,125 @@ def test_forwards_that_trainers_set_are_left_to_the_target() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         Accelerator(mixed_precision="bf16", cpu=True).prepare(target)
-        set_by_them = vars(target)["forward"]
-        assistant = SpecDecPPAssistant.from_early_exit(target, 2)
+        set_by_them, assistant = vars(target)["forward"], SpecDecPPAssistant.from_early_exit(target, 2)
         assert torch.equal(logits_of(assistant.drafter), expected)
         assert vars(target)["forward"] is set_by_them
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# An assistant has no state of a generation: repeated calls, several targets, several assistants, several threads. -----
+
+
+FOUR = SpeculationConfig("fixed", num_tokens=4)
+PROMPTS = [prompt(length, seed=length) for length in (1, 5, 9, 20)]
+KINDS = ["attached", "unattached", "early exit"]
+
+
+def said(target: CausalLM, ids: Tensor, **arguments: Any) -> Tensor:
+    return target.generate(ids, **{"do_sample": False, "max_new_tokens": 30, **arguments})
+
+
+def make(target: CausalLM, kind: str) -> Any:
+    if kind == "early exit":
+        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=FOUR)
+    return assistant_for(target, kind == "attached")
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", ["fixed", "threshold"])
+def test_repeated_calls(kind: str, rule: str) -> None:
+    """Without `adapt` what one call learned does not reach the next."""
+    target = tiny("llama")
+    assistant = make(target, kind)
+    assistant.speculation.rule, assistant.decisions = rule, Decisions(adapt=False)
+    config, speculation = assistant.generation_config.to_dict(), assistant.speculation.to_dict()
+    described = assistant.config.to_dict()
+    texts, counts = [], []
+    for _ in range(3):
+        texts.append(said(target, PROMPTS[2], assistant_model=assistant))
+        counts.append((assistant.stats.rounds, assistant.stats.drafted_at, assistant.stats.accepted_at))
+        said(target, PROMPTS[1], assistant_model=assistant)
+    assert all(torch.equal(text, texts[0]) for text in texts)
+    assert counts[0] == counts[1] == counts[2]
+    assert (assistant.generation_config.to_dict(), assistant.speculation.to_dict()) == (config, speculation)
+    assert assistant.config.to_dict() == described
+
+
+@pytest.mark.every(2, takes=2)
+@pytest.mark.parametrize("attached", [True, False], ids=["attached", "unattached"])
+def test_two_targets_share_an_assistant(attached: bool) -> None:
+    targets = [tiny("llama"), tiny("mistral", seed=3)]
+    assistant = SpecDecPPAssistant.from_draft(partly_agreeing(targets[0]), speculation=FOUR)
+    if attached:
+        for target in targets:
+            assistant.attach(target)
+    for target in (*targets, *targets):
+        plain = said(target, PROMPTS[3])
+        assert torch.equal(said(target, PROMPTS[3], assistant_model=assistant), plain)
+        assert assistant.stats.complete is attached
+    assistant.detach(targets[0])
+    for target in targets:
+        assert torch.equal(said(target, PROMPTS[3], assistant_model=assistant), said(target, PROMPTS[3]))
+        assert assistant.stats.complete is (attached and target is targets[1])
+
+
+def test_two_assistants_on_a_target() -> None:
+    target = of_own_class(tiny("llama"))
+    plain = said(target, PROMPTS[3])
+    independent, early = make(target, "attached"), make(target, "early exit")
+    for assistant in (independent, early, independent):
+        assert torch.equal(said(target, PROMPTS[3], assistant_model=assistant), plain)
+        assert assistant.stats.complete
+    independent.detach()
+    assert has_our_methods(target), "the early exit is still attached"
+    for assistant in (independent, early):
+        assert torch.equal(said(target, PROMPTS[3], assistant_model=assistant), plain)
+        assert assistant.stats.complete is (assistant is early)
+    early.detach()
+    assert not has_our_methods(target)
+
+
+def test_attaching_twice_counts_once() -> None:
+    target = of_own_class(tiny("llama"))
+    assistant = make(target, "attached")
+    assistant.attach(target)
+    assistant.detach()
+    assert not has_our_methods(target)
+
+
+def test_the_stats_of_a_call_stay_as_they_are() -> None:
+    target = tiny("llama")
+    assistant = make(target, "attached")
+    said(target, PROMPTS[0], assistant_model=assistant)
+    first = assistant.stats
+    kept = str(first)
+    said(target, PROMPTS[1], assistant_model=assistant)
+    assert assistant.stats is not first
+    assert str(first) == kept
+
+
+@pytest.mark.every(3, takes=2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_threads(family: str, kind: str) -> None:
+    target = tiny(family)
+    plain = [said(target, ids) for ids in PROMPTS]
+    assistant = make(target, kind)
+    results: dict[int, list[Tensor]] = {i: [] for i in range(len(PROMPTS))}
+    start = threading.Barrier(len(PROMPTS))
+
+    def work(i: int) -> None:
+        start.wait(timeout=20)
+        for _ in range(2):
+            results[i].append(said(target, PROMPTS[i], assistant_model=assistant))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    for i, texts in results.items():
+        assert len(texts) == 2, "a thread failed"
+        assert all(torch.equal(text, plain[i]) for text in texts)

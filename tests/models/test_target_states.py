@@ -1,7 +1,5 @@
 """The states that a draft reads are those that hooks see, whichever way they come, and forwards number them as here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +8,13 @@ import torch
 from support.families import model_of
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
 from support.outputs import assert_same
+from support.zoo import tiny_of
 from torch import Tensor, nn
 
 from hf_specdecpp.models import target_states
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
-from hf_specdecpp.models.early_exit import layer_stack
+from hf_specdecpp.models.early_exit import early_exit, layer_stack
+from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN, StateReader, TargetStates, state_numbers
 
 FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "opt", "phi3", "cohere")
@@ -150,3 +150,17 @@ def test_several_states_a_token_are_refused() -> None:
     states = TargetStates(target, reader_of(target, [0], False))
     with pytest.raises(ValueError, match="returns 4-dimensional states"):
         states.catch(target, **states.asked_for({"input_ids": prompt()}))
+
+
+# Models whose hidden states, or layers, cannot be taken by themselves are refused with the reason. --------------------
+
+
+@pytest.mark.parametrize("family", ["electra", "rembert"])
+def test_layers_between_hidden_states_and_head(family: str) -> None:
+    with pytest.raises(ValueError, match="reads vectors of [0-9]+ numbers and its hidden states have 32.*in between"):
+        Reader(tiny_of(family))
+
+
+def test_a_target_that_reads_one_token_at_a_time() -> None:
+    with pytest.raises(ValueError, match="ProphetNetForCausalLM reads one token at a time"):
+        early_exit(tiny_of("prophetnet"), 1)

@@ -1,7 +1,5 @@
 """A model that is tried is in eval mode and told positions, is left as it was, and no exception decides anything."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

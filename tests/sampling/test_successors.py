@@ -1,7 +1,5 @@
 """The table of the target's latest successors, against a dictionary of plain numbers; and what it makes of logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -155,8 +153,7 @@ def test_contexts_that_share_a_place_are_not_mistaken_for_each_other(monkeypatch
 
 def test_how_far_it_is_trusted_follows_what_came_true() -> None:
     """By length of the context and by how sure it was: here always certain, and right after 5 6 8 only."""
-    table = Successors(VOCAB, CPU)
-    sure = BUCKETS - 1
+    table, sure = Successors(VOCAB, CPU), BUCKETS - 1
     before = table.odds.clone()
     for place in range(60):
         table.learn(contexts(9), logits_of(**{f"_{place % 2}": 1.0}))
@@ -238,8 +235,7 @@ def test_the_numbers_of_the_docstring() -> None:
 @given(st.integers(0, 1000), st.floats(0.1, 300.0), st.booleans())
 def test_logits_of_any_size_stay_numbers(seed: int, scale: float, greedy: bool) -> None:
     scores = scale * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed))
-    before = scores.clone()
-    q = taught().mixed(contexts(7, 8, 1), scores, greedy).softmax(-1)
+    before, q = scores.clone(), taught().mixed(contexts(7, 8, 1), scores, greedy).softmax(-1)
     assert torch.equal(scores, before), "a block draft gives its logits to several nodes"
     assert_close(q, mixture(scores, greedy), atol=1e-4, rtol=0.0)
 

@@ -1,7 +1,5 @@
 """The complete repository of an assistant, written by hand: no model is needed to check files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -13,12 +11,9 @@ from hf_specdecpp import AcceptanceHead, SpecDecPPConfig, __version__
 from hf_specdecpp.files import save_tensors
 
 FILES = [
-    "acceptance_head.safetensors",
-    "adapter/adapter_config.json",
-    "adapter/adapter_model.safetensors",
-    "config.json",
+    "acceptance_head.safetensors", "adapter/adapter_config.json", "adapter/adapter_model.safetensors", "config.json",
     "draft_vocab.safetensors",
-]
+]  # fmt: skip
 
 
 def write_assistant(folder: Path, **changed: Any) -> Path:
@@ -31,16 +26,10 @@ def write_assistant(folder: Path, **changed: Any) -> Path:
     save_tensors(head.state_dict(), folder / "acceptance_head.safetensors")
     save_tensors({"token_ids": torch.arange(10)}, folder / "draft_vocab.safetensors")
     values: dict[str, Any] = {
-        "target_id": "org/target",
-        "target_revision": "a" * 40,
-        "draft_id": "org/draft",
-        "draft_revision": "b" * 40,
-        "adapter": True,
-        "head": head.to_config(),
-        "draft_vocab_size": 10,
-        "vocab_size": 16,
+        "target_id": "org/target", "target_revision": "a" * 40, "draft_id": "org/draft", "draft_revision": "b" * 40,
+        "adapter": True, "head": head.to_config(), "draft_vocab_size": 10, "vocab_size": 16,
         "specdecpp_version": __version__,
-    }
+    }  # fmt: skip
     SpecDecPPConfig(**{**values, **changed}).save_pretrained(folder)
     return folder
 

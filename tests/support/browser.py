@@ -1,7 +1,5 @@
 """A headless Chromium of the system (`apt-get install chromium`) driven by playwright, or the test is skipped."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

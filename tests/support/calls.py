@@ -1,7 +1,5 @@
 """Which functions of the package are called, which no clock disturbs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Captured texts beside those of the same assistant uncaptured, and of plain generation; on a CPU or on a GPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 from support.models import Rounds, assistant_of, prompt
@@ -99,8 +96,7 @@ def assert_captured_as_uncaptured(kind: str, target: CausalLM, **settings: Any) 
     captured for a room a second time.
 
     Rounds that are captured whole draw other numbers, and are not cut where the text ends; those whose rule stops may
-    be shorter.
-    """
+    be shorter."""
     assistant = assistant_of(kind, target, adapt=False, draft_successors=False, **settings)
     is_whole = "tree" not in settings and "lookup" not in settings
     found, rounds = drawn(target, assistant, sampled=not is_whole)

@@ -1,7 +1,5 @@
 """Files of drafts that others trained: written, changed, spread over several."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -33,8 +31,7 @@ def edited(folder: Path, **changed: Any) -> Path:
 def in_shards(folder: Path, last: str = "$^") -> Path:
     """Two files and an index in the place of one, and a third of the tensors whose names match `last`.
 
-    Example: of `a.0`, `b` and `c` the first file has `a.0` and `c`, and with `last=r"a\\.\\d"` the third has `a.0`.
-    """
+    Example: of `a.0`, `b` and `c` the first file has `a.0` and `c`, and with `last=r"a\\.\\d"` the third has `a.0`."""
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     apart = {name for name in tensors if re.search(last, name)}

@@ -1,7 +1,5 @@
 """Repositories of every kind of draft, ways to damage them at random, and what becomes of a damaged one."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -277,8 +275,7 @@ def damaged(sound: Sound, folder: Path, chance: random.Random) -> str:
     """Write a copy with one thing or two that are wrong; what they are."""
     copied(sound, folder)
     configs = sorted(path for path in folder.rglob("*config.json") if path.name != "generation_config.json")
-    weights = sorted(folder.rglob("*.safetensors"))
-    done = []
+    weights, done = sorted(folder.rglob("*.safetensors")), []
     for _ in range(chance.choice([1, 1, 2])):
         if weights and chance.random() < 0.2:
             done.append(damage_tensors(path := chance.choice(weights), chance))

@@ -1,7 +1,5 @@
 """Small random DFlash checkpoints in three dialects, and transformers' own draft class with the same weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +27,8 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 class Checkpoint:
     """What is written to a folder.
 
-    Attributes:
-        reads: layers of the target whose outputs are read.
-        is_causal: of the original dialect's config; `None` leaves it out.
-        scale, multiplier, cap: of embeddings and logits.
-    """
+    `reads`: layers of the target whose outputs are read. `is_causal`: of the original dialect's config; `None` leaves
+    it out. `scale`, `multiplier`, `cap`: of embeddings and logits."""
 
     layer_types: tuple[str, ...] = (FULL, FULL)
     window: int = 6
@@ -95,11 +90,8 @@ class Checkpoint:
             names = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
             return {**names, **layer, **rope, **block, **reads}
         qwen3 = {
-            "model_type": "qwen3",
-            "vocab_size": VOCAB,
-            "use_sliding_window": WINDOWED in self.layer_types,
-            **layer,
-        }
+            "model_type": "qwen3", "vocab_size": VOCAB, "use_sliding_window": WINDOWED in self.layer_types, **layer,
+        }  # fmt: skip
         if dialect == "speculators":
             return {
                 "speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"], "draft_vocab_size": VOCAB,

@@ -1,7 +1,5 @@
 """Rollouts and tiny models on disk for the tests of distillation, and a run of the stage as a process."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys
@@ -95,8 +93,7 @@ def check_that_training_helps(config: TrainingConfig, repo: Path) -> tuple[SpecD
     """Run the stage: three steps of a round get better, and what was measured is what is loaded, saved, loaded again.
 
     Returns:
-        The assistant of `repo`, into which it was saved, and its target, which is untouched.
-    """
+        The assistant of `repo`, into which it was saved, and its target, which is untouched."""
     distillation.run(config)
     report = report_of(config)
     before, after = report["before"]["all"], report["after"]["all"]

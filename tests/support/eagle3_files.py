@@ -1,7 +1,5 @@
 """Small random EAGLE-3 checkpoints, in both dialects and all variants."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,8 @@ READS = [1, 0, 2]  # not in order: it is kept
 class Checkpoint:
     """What is written to a folder: a variant by its flags, then the two files.
 
-    Attributes:
-        flags: `norm_before_residual`, `norm_before_fc`, `fc_norm`, `norm_output`.
-        target_size: of the target's states.
-        num_reads: states that it reads; 0 for the final one.
-        vocab: tokens that it may propose.
-    """
+    `flags`: `norm_before_residual`, `norm_before_fc`, `fc_norm`, `norm_output`. `target_size`: of the target's states.
+    `num_reads`: states that it reads; 0 for the final one. `vocab`: tokens that it may propose."""
 
     flags: dict[str, bool] = field(default_factory=dict)
     layers: int = 1

@@ -1,7 +1,5 @@
 """Load small EAGLE-3 checkpoints, see them refused, and what they draft."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

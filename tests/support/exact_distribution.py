@@ -1,10 +1,7 @@
 """The exact distribution of what a program with random choices emits: it runs once for every outcome, weighted.
 
 A program takes a `hf_specdecpp.randomness.TreeRandomness` and returns what it emitted. In production that draws from
-torch's generators; here it is a `Replay`, which replays a list of choices and notes which other choices there were.
-"""
-
-from __future__ import annotations
+torch's generators; here it is a `Replay`, which replays a list of choices and notes which other choices there were."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -21,10 +18,8 @@ VISIBLE = 1e-3  # an error that is no rounding
 class Replay:
     """One path through a program's choices.
 
-    Attributes:
-        weight: the probability of the path.
-        untried: the paths that branch off this one, for every choice made for the first time.
-    """
+    `weight`: the probability of the path. `untried`: the paths that branch off this one, for every choice made for the
+    first time."""
 
     def __init__(self, choices: list[int]) -> None:
         self.choices = choices
@@ -50,7 +45,7 @@ class Replay:
         probs = row(torch.tensor([index]))[0]
         return index, int(self.categorical(probs if bool(probs.any()) else otherwise(torch.tensor([index]))[0]))
 
-    def siblings(self, q: Tensor) -> ReplayedSiblings:
+    def siblings(self, q: Tensor) -> "ReplayedSiblings":
         return ReplayedSiblings(self, q)
 
     def _choose(self, weights: list[float]) -> int:

@@ -1,7 +1,5 @@
 """Tiny random models of families that need special care, each built once, and a draft that knows its text."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 
@@ -103,8 +101,7 @@ def informed_draft(text: Tensor, vocab_size: int = VOCAB_SIZE) -> CausalLM:
     """A draft that reads `text` `[1, length]` off its table of positions, and guesses every fourth token wrongly.
 
     Its second guess is then the right one, so that trees accept what chains do not. It works for targets of every
-    family, and rejects as often as it accepts whatever they say.
-    """
+    family, and rejects as often as it accepts whatever they say."""
     width = vocab_size + -vocab_size % 4
     config = GPT2Config(vocab_size=vocab_size, n_embd=width, n_layer=1, n_head=4, n_positions=512, bos_token_id=None,
                         eos_token_id=None, tie_word_embeddings=False)  # fmt: skip

@@ -1,7 +1,5 @@
 """Parts of formulas on plain tensors, and the states that drafts read of a target."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -32,10 +30,7 @@ def rotated(x: Tensor, places: Tensor, theta: float) -> Tensor:
 def attended(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """What heads that share keys and values find, `[rows, heads * size]`.
 
-    Args:
-        q: `[rows, heads, size]`; `k`, `v`: `[places, shared heads, size]`.
-        seen: bool `[rows, places]`.
-    """
+    `q`: `[rows, heads, size]`; `k`, `v`: `[places, shared heads, size]`. `seen`: bool `[rows, places]`."""
     k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v).flatten(1)

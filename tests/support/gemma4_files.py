@@ -1,7 +1,5 @@
 """Tiny random Gemma 4 targets and assistants of transformers' own classes, and what an assistant reads of a text."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -105,12 +103,9 @@ WITH_GENERATOR = pytest.mark.skipif(
     reason="in this version transformers' own generate() calls its generator without arguments that it needs",
 )
 VARIANTS = {
-    "plain": Variant(),
-    "clusters": Variant(clusters=True),
-    "several layers": Variant((SLIDING, SLIDING, FULL)),
-    "shares its own": Variant(of="shares its own"),
-    "values are keys": Variant(of="values are keys"),
-}
+    "plain": Variant(), "clusters": Variant(clusters=True), "several layers": Variant((SLIDING, SLIDING, FULL)),
+    "shares its own": Variant(of="shares its own"), "values are keys": Variant(of="values are keys"),
+}  # fmt: skip
 
 
 def read_by(target: CausalLM, text: Tensor) -> Any:

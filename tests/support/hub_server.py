@@ -13,10 +13,7 @@ page.
 
 Xet: downloads never offer it, and huggingface_hub 1.0 asks the LFS batch call, which answers "basic". But later ones
 (1.33, 2.4) upload LFS files through Xet where ``hf_xet`` is installed, whatever the server says: both helpers below
-switch it off.
-"""
-
-from __future__ import annotations
+switch it off."""
 
 import base64
 import hashlib
@@ -31,11 +28,10 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import RLock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 # What the server speaks: method (GET also answers HEAD), path, name of the `HubServer` method.
 ROUTES = [
@@ -151,7 +147,7 @@ class HubServer:
         self._server = _Server(("127.0.0.1", 0), partial(_Handler, self))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
-    def __enter__(self) -> HubServer:
+    def __enter__(self) -> "HubServer":
         Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
@@ -303,8 +299,7 @@ class HubServer:
         return {"ref": ref}
 
     def _preupload(self, request: Request) -> dict[str, Any]:
-        present = self._repo(request, write=True).at(request.url["rev"]).files
-        answers = []
+        present, answers = self._repo(request, write=True).at(request.url["rev"]).files, []
         for file in json.loads(request.body)["files"]:
             path, mode = file["path"], "lfs" if is_lfs(file["path"], file["size"]) else "regular"
             oid = present[path].etag if path in present else None
@@ -451,8 +446,7 @@ def point_client_at(
     """Point the ``huggingface_hub`` of this process at `hub`, until `monkeypatch` is undone.
 
     The client reads its environment once, at import: so besides the environment (for subprocesses, peft and the token)
-    this replaces the constants wherever a module holds them, and the endpoint of the client objects made at import.
-    """
+    this replaces the constants wherever a module holds them, and the endpoint of the client objects made at import."""
     import huggingface_hub
     from huggingface_hub import hf_api
     from transformers.utils import hub as transformers_hub  # imported now, or it would keep what is set here

@@ -1,7 +1,5 @@
 """A process that dies at a chosen moment, as `kill -9` or a power cut would have it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import traceback

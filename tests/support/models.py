@@ -1,7 +1,5 @@
 """Tiny random models, and drafts that agree with them in part."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Sequence
@@ -34,13 +32,9 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,  # a tied random model mostly repeats its input
 }
 ROTARY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024,
+}  # fmt: skip
 MIXED_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": ROTARY,
@@ -73,11 +67,23 @@ NEWER: dict[str, dict[str, Any]] = {  # only for trees
 }
 
 
+_known: dict[str, CausalLM] = {}
+
+
 def tiny(family: str, seed: int = 0, attn_implementation: str | None = None, **overrides: Any) -> CausalLM:
-    """A random model of `family` in float64 (experts in float32), the same for the same arguments."""
+    """A random model of `family` in float64 (experts in float32), the same for the same arguments.
+
+    A copy of the first one: that takes half the time, and tests change theirs."""
+    what = repr((family, seed, attn_implementation, sorted(overrides.items())))
+    if what not in _known:
+        _known[what] = _made(family, seed, attn_implementation, overrides)
+    return copy.deepcopy(_known[what])
+
+
+def _made(family: str, seed: int, attn_implementation: str | None, overrides: dict[str, Any]) -> CausalLM:
     shape = {**FAMILIES, **NEWER}[family]
     config = AutoConfig.for_model(family, **{**COMMON, **shape, **overrides})
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), torch.inference_mode(False):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
     # Torch has no grouped matrix product in float64.
@@ -126,8 +132,7 @@ def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor 
 
     Each token attends to itself above all, so that the layer's state after it is about s' = norm(s) + M e: s is the
     state before it, e the token's embedding. M, and the fc that makes the target's last state of those that are read,
-    are fitted by least squares on random text. What MLP and earlier rows add is random, and small.
-    """
+    are fitted by least squares on random text. What MLP and earlier rows add is random, and small."""
     config = target.config.get_text_config(decoder=True)
     size, device = config.hidden_size, input_device(target)
     catching = StateReader()
@@ -138,8 +143,7 @@ def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor 
         heads = {"intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": size // 4}
         settings = replace(settings, norm_before_residual=True, layer={**settings.layer, **heads})
         model = initial_layer.untrained(settings, target, vocab).cpu()
-        texts = torch.randint(1, config.vocab_size, (40, 50)).to(device)
-        noise = 0.05 * torch.randn(size, size)
+        texts, noise = torch.randint(1, config.vocab_size, (40, 50)).to(device), 0.05 * torch.randn(size, size)
     with TargetStates(target, catching) as caught:
         target(texts)
         states: Any = caught.take()
@@ -187,8 +191,7 @@ def told(assistant: Any, **knobs: Any) -> Any:
 def assistant_of(kind: str, target: CausalLM, **speculation: Any) -> SpecDecPPAssistant:
     """An attached assistant with a draft that is `"independent"`, an `"early_exit"`, `"conditioned"` or `"eagle3"`.
 
-    An early exit and a conditioned draft have two of the target's layers, one where it has no more than two.
-    """
+    An early exit and a conditioned draft have two of the target's layers, one where it has no more than two."""
     if kind == "independent":
         made: SpecDecPPAssistant = assistant_for(target, mix=0.9, **speculation)
         return made
@@ -210,8 +213,7 @@ def prompt(length: int = 12, seed: int = 0) -> Tensor:
 class Rounds:
     """Records how many candidates each round drafted and how many of them stood.
 
-    Counts what the loop tells the candidate generator, so it sees both our loop and transformers'.
-    """
+    Counts what the loop tells the candidate generator, so it sees both our loop and transformers'."""
 
     def __init__(self, monkeypatch: Any) -> None:
         from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator

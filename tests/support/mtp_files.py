@@ -1,7 +1,6 @@
 """Small random targets with multi-token layers in their own checkpoint, as published ones have them."""
 
-from __future__ import annotations
-
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -74,15 +73,15 @@ NESTED = (*QWEN, "mellum", "inkling_text")  # `mtp.*` in the checkpoint; others 
 WHERE = {**dict.fromkeys((*NESTED, "bailing_hybrid", "step3p7"), 1), "inkling_text": 0}
 
 
+_made: dict[str, Any] = {}
+
+
 @dataclass
 class Files:
     """A target and its multi-token layers.
 
-    Attributes:
-        num_layers: of these.
-        overrides: of the target's config.
-        start_of_head: before `.norm` in the names of their norms; by default as published.
-    """
+    `num_layers`: of these. `overrides`: of the target's config. `start_of_head`: before `.norm` in the names of their
+    norms; by default as published."""
 
     family: str = "glm4_moe"
     num_layers: int = 1
@@ -161,14 +160,20 @@ class Files:
         return {**{f"{name}.weight": tensor for name, tensor in own.items()}, **block}
 
     def save(self, folder: Path, with_layers: bool = True) -> Path:
-        """Write the checkpoint, with or without its multi-token layers."""
+        """Write the checkpoint, with or without its multi-token layers. It is made once for all who ask for it."""
+        if (what := f"{self} {with_layers}") not in _made:
+            made = TemporaryDirectory()
+            self._make(Path(made.name), with_layers)
+            _made[what] = made
+        return Path(shutil.copytree(_made[what].name, folder, dirs_exist_ok=True))
+
+    def _make(self, folder: Path, with_layers: bool) -> None:
         self.model(self.seed, 0.6).save_pretrained(folder)
         path = folder / "model.safetensors"
         tensors = load_file(path)
         for layer in self.layers if with_layers else []:
             tensors |= layer
         save_file(tensors, path, {"format": "pt"})
-        return folder
 
     def load(self, folder: Path) -> CausalLM:
         """The target as users load it: transformers drops the layers."""

@@ -1,7 +1,5 @@
 """Tiny models that read images or sound beside text, and one prompt for each."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -24,23 +22,11 @@ QWEN2 = {"model_type": "qwen2", **SIZES}
 # Positions in several dimensions (mrope).
 TEXT = {**SIZES, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
 PATCHES = {
-    "depth": 2,
-    "embed_dim": 32,
-    "hidden_size": 32,
-    "out_hidden_size": 32,
-    "intermediate_size": 32,
-    "num_heads": 4,
-    "mlp_ratio": 2,
-    "patch_size": 4,
-    "temporal_patch_size": 2,
-    "spatial_merge_size": 2,
-    "in_channels": 3,
-    "image_size": 16,
-    "window_size": 8,
-    "fullatt_block_indexes": [1],
-    "deepstack_visual_indexes": [0],
+    "depth": 2, "embed_dim": 32, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 32, "num_heads": 4,
+    "mlp_ratio": 2, "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3,
+    "image_size": 16, "window_size": 8, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0],
     "num_position_embeddings": 16,
-}
+}  # fmt: skip
 PLACEHOLDERS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 AROUND = {"vision_start_token_id": BEGIN, "vision_end_token_id": END}
 SOUND = {"num_mel_bins": 8, "max_source_positions": 16}
@@ -63,8 +49,7 @@ def _image() -> dict[str, Tensor]:
 
 
 def _patches() -> dict[str, Tensor]:
-    ids = _ids(4, around=True)
-    grid = torch.tensor([[1, 4, 4]])
+    ids, grid = _ids(4, around=True), torch.tensor([[1, 4, 4]])
     return {"input_ids": ids, "pixel_values": _features(16, 96), "image_grid_thw": grid,
             "mm_token_type_ids": (ids == IMAGE).int()}  # fmt: skip
 
@@ -73,80 +58,43 @@ def _patches() -> dict[str, Tensor]:
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
     "gemma3": (
         "Gemma3",
-        {
-            "text_config": {**SIZES, "head_dim": 8, "sliding_window": WINDOW, "layer_types": MIXED},
-            "vision_config": SIGLIP,
-            "image_token_index": IMAGE,
-            "mm_tokens_per_image": 4,
-            "boi_token_index": BEGIN,
-            "eoi_token_index": END,
-        },
+        {"text_config": {**SIZES, "head_dim": 8, "sliding_window": WINDOW, "layer_types": MIXED},
+         "vision_config": SIGLIP, "image_token_index": IMAGE, "mm_tokens_per_image": 4, "boi_token_index": BEGIN,
+         "eoi_token_index": END},
         {**_image(), "token_type_ids": (_ids(4) == IMAGE).long()},
     ),
     "glm4v": (
         "Glm4v",
-        {
-            "text_config": TEXT,
-            "vision_config": PATCHES,
-            **PLACEHOLDERS,
-            "image_start_token_id": BEGIN,
-            "image_end_token_id": END,
-            "video_start_token_id": 43,
-            "video_end_token_id": 42,
-        },
+        {"text_config": TEXT, "vision_config": PATCHES, **PLACEHOLDERS, "image_start_token_id": BEGIN,
+         "image_end_token_id": END, "video_start_token_id": 43, "video_end_token_id": 42},
         _patches(),
     ),
     "internvl": (
         "InternVL",
-        {
-            "text_config": QWEN2,
-            "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4]},
-            "image_token_id": IMAGE,
-            "downsample_ratio": 0.5,
-        },
+        {"text_config": QWEN2, "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+         "image_token_id": IMAGE, "downsample_ratio": 0.5},
         _image(),
     ),
     "llava": (
         "Llava",
-        {
-            "text_config": LLAMA,
-            "vision_config": {"model_type": "clip_vision_model", **VISION, "projection_dim": 32},
-            "image_token_index": IMAGE,
-            "vision_feature_layer": -1,
-            "vision_feature_select_strategy": "default",
-        },
+        {"text_config": LLAMA, "vision_config": {"model_type": "clip_vision_model", **VISION, "projection_dim": 32},
+         "image_token_index": IMAGE, "vision_feature_layer": -1, "vision_feature_select_strategy": "default"},
         _image(),
     ),
     "mistral3": (
         "Mistral3",
-        {
-            "text_config": {"model_type": "mistral", **SIZES, "head_dim": 8, "sliding_window": None},
-            "vision_config": {"model_type": "pixtral", **VISION, "head_dim": 8},
-            "image_token_index": IMAGE,
-            "spatial_merge_size": 1,
-            "vision_feature_layer": -1,
-        },
+        {"text_config": {"model_type": "mistral", **SIZES, "head_dim": 8, "sliding_window": None},
+         "vision_config": {"model_type": "pixtral", **VISION, "head_dim": 8}, "image_token_index": IMAGE,
+         "spatial_merge_size": 1, "vision_feature_layer": -1},
         {**_image(), "image_sizes": torch.tensor([[16, 16]])},
     ),
     "qwen2 audio": (
         "Qwen2Audio",
-        {
-            "text_config": QWEN2,
-            "audio_config": {
-                "model_type": "qwen2_audio_encoder",
-                "d_model": 32,
-                "encoder_layers": 1,
-                "encoder_attention_heads": 4,
-                "encoder_ffn_dim": 32,
-                **SOUND,
-            },
-            "audio_token_index": IMAGE,
-        },
-        {
-            "input_ids": _ids(8),
-            "input_features": _features(1, 8, 32),
-            "feature_attention_mask": torch.ones(1, 32, dtype=torch.long),
-        },
+        {"text_config": QWEN2, "audio_token_index": IMAGE,
+         "audio_config": {"model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_layers": 1,
+                          "encoder_attention_heads": 4, "encoder_ffn_dim": 32, **SOUND}},
+        {"input_ids": _ids(8), "input_features": _features(1, 8, 32),
+         "feature_attention_mask": torch.ones(1, 32, dtype=torch.long)},
     ),
     **{
         name: (base, {"text_config": text, "vision_config": PATCHES, **PLACEHOLDERS, **AROUND}, _patches())
@@ -158,21 +106,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
     },
     "voxtral": (
         "Voxtral",
-        {
-            "text_config": {**LLAMA, "head_dim": 8},
-            "audio_config": {
-                "model_type": "voxtral_encoder",
-                "hidden_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 4,
-                "intermediate_size": 128,
-                **SOUND,
-            },
-            "audio_token_id": IMAGE,
-        },
+        {"text_config": {**LLAMA, "head_dim": 8}, "audio_token_id": IMAGE,
+         "audio_config": {"model_type": "voxtral_encoder", "hidden_size": 32, "num_hidden_layers": 1,
+                          "num_attention_heads": 4, "intermediate_size": 128, **SOUND}},
         {"input_ids": _ids(4), "input_features": _features(1, 8, 32)},
     ),
-}
+}  # fmt: skip
 
 
 def multimodal(name: str) -> tuple[CausalLM, dict[str, Tensor]]:

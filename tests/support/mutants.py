@@ -1,7 +1,5 @@
 """Mistakes that are made on purpose, to see that a test would notice them."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_specdecpp.generation import text as verification

@@ -1,7 +1,5 @@
 """Made-up distributions over the next token after each path, and the texts that plain sampling makes of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -26,14 +24,12 @@ def distributions(seed: int, depth: int, spread: float, every: int) -> Callable[
     return known.__getitem__
 
 
-def texts_of_plain(
-    p: Callable[[Path], Tensor], length: int, begun: Path = (), chance: float = 1.0
-) -> dict[Path, float]:
+def plain_texts(p: Callable[[Path], Tensor], length: int, begun: Path = (), chance: float = 1.0) -> dict[Path, float]:
     """Chances of all texts of `length` tokens that begin in one way."""
     if len(begun) == length:
         return {begun: chance}
     found: dict[Path, float] = {}
     for token in range(VOCAB):
         if (share := float(p(begun)[token])) > 0.0:
-            found |= texts_of_plain(p, length, (*begun, token), chance * share)
+            found |= plain_texts(p, length, (*begun, token), chance * share)
     return found

@@ -1,7 +1,5 @@
 """An OpenAI-compatible server for tests, as unreliable as told."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -15,9 +13,7 @@ Reply = tuple[int, dict[str, Any]]
 class OpenAIServer(ThreadingHTTPServer):
     """Answers with `answer(path, body)`, after the failures that are queued.
 
-    Args:
-        failures: status codes for the next requests; 0 hangs up in the middle of an answer.
-    """
+    `failures`: status codes for the next requests; 0 hangs up in the middle of an answer."""
 
     daemon_threads = True
 

@@ -1,7 +1,5 @@
 """Compare everything that a generation returns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

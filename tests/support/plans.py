@@ -1,7 +1,5 @@
 """What `rule="throughput"` reckons with in tests."""
 
-from __future__ import annotations
-
 from hf_specdecpp.benchmark.replay.chains import Drawn
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import StoppingRule

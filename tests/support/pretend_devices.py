@@ -7,10 +7,7 @@ synchronisations. Time, memory, streams and other rounding are not pretended.
     with pretend_devices() as counts:
         model = on_device(model, "cuda:0")
         model.generate(on_device(ids, "cuda:0"), assistant_model=assistant)
-        counts["read"]
-"""
-
-from __future__ import annotations
+        counts["read"]"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,16 +34,13 @@ SHAPED_BY_NUMBERS = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "
 class DeviceTensor(Tensor):
     """A tensor of the host that says that it lies on a device.
 
-    Attributes:
-        host: the numbers.
-        dtypes: that exist there.
-    """
+    `host`: the numbers. `dtypes`: that exist there."""
 
     host: Tensor
     dtypes = DTYPES
 
     @staticmethod
-    def __new__(cls, host: Tensor, device: torch.device) -> DeviceTensor:
+    def __new__(cls, host: Tensor, device: torch.device) -> "DeviceTensor":
         if host.dtype not in cls.dtypes:
             raise TypeError(f"{host.dtype} does not exist on {device}.")
         made: DeviceTensor = Tensor._make_wrapper_subclass(
@@ -163,9 +157,7 @@ class _Functions(TorchFunctionMode):
 def pretend_devices(has_float64: bool = True) -> Iterator[Counter[str]]:
     """Within it the devices exist; yields what is counted.
 
-    Args:
-        has_float64: else they refuse it, like Apple's.
-    """
+    `has_float64`: else they refuse it, like Apple's."""
     torch._C._ensureCUDADeviceGuardSet()
 
     def synchronize(*_args: Any, **_kwargs: Any) -> None:
@@ -213,9 +205,7 @@ def on_device(what: Placed, device: str = "cuda:0") -> Placed:
 def spread(model: Any, places: dict[str, str]) -> Any:
     """A model with its parts on several devices, as `device_map` leaves it; it is called from `cuda:0`.
 
-    Args:
-        places: device of each part, by name. What has no name there has no tensors.
-    """
+    `places`: device of each part, by name. What has no name there has no tensors."""
     for name, device in places.items():
         part = on_device(model.get_submodule(name), device)
         add_hook_to_module(part, AlignDevicesHook(execution_device=torch.device(device)))

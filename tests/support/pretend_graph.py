@@ -6,10 +6,7 @@ contents is right as a graph, but for what only a device knows: memory pools, st
 
     with pretend_graphs() as counts:          # captures are possible, and counted
         model.generate(ids, assistant_model=assistant)
-        counts["captured"], counts["replayed"]
-"""
-
-from __future__ import annotations
+        counts["captured"], counts["replayed"]"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,10 +1,7 @@
 """A fast test takes about a second of processor time at most, unless it says how many: `@pytest.mark.takes(3)`.
 
 Wall-clock time would say how busy the machine is. Processor time, too, says how fast the machine is: a test that is too
-slow is therefore judged beside a piece of work of known length, done right after the test.
-"""
-
-from __future__ import annotations
+slow is therefore judged beside a piece of work of known length, done right after the test."""
 
 import os
 import sys
@@ -23,10 +20,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Fail a fast test that passed, but took too long."""
     before, modules = _used(), len(sys.modules)
     result = yield
-    seconds, mark = _used() - before, item.get_closest_marker("takes")
-    limit = (mark.args[0] if mark else LIMIT) + IMPORT * (len(sys.modules) - modules)
+    seconds, limit = _used() - before, _limit(item) + IMPORT * (len(sys.modules) - modules)
     is_fast = item.get_closest_marker("slow") is None and item.get_closest_marker("apart") is None
-    if is_fast and seconds > limit and seconds > (now := SPREAD * limit * _slowness()):
+    if is_fast and seconds > SPREAD * limit and seconds > (now := SPREAD * limit * _slowness()):
         pytest.fail(
             f"This fast test took {seconds:.1f} s of processor time, where {now:.1f} s are allowed ({limit:.1f} s on "
             f"the machine that limits are written for, {SPREAD:.0f} times that since times vary), so that `make test` "
@@ -35,6 +31,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             pytrace=False,
         )
     return result
+
+
+def _limit(item: pytest.Item) -> float:
+    """What the nearest of the marks `takes(3)` and `every(5, takes=3)` says."""
+    for mark in item.iter_markers():
+        if mark.name == "takes":
+            return mark.args[0]
+        if mark.name == "every" and "takes" in mark.kwargs:
+            return mark.kwargs["takes"]
+    return LIMIT
 
 
 def _used() -> float:

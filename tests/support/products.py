@@ -1,7 +1,5 @@
 """Which products layers take now."""
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Tiny quantised models. torchao and bitsandbytes are optional: what needs one that is missing is skipped."""
 
-from __future__ import annotations
-
 import warnings
 from tempfile import TemporaryDirectory
 from typing import Any

@@ -1,10 +1,7 @@
 """One of the processes of a target that is spread over two: `torchrun` runs this, `tests/generate/test_ranks.py` starts
 it. It writes what it saw to `FOLDER/rank-N.json`.
 
-    rank_program.py FOLDER texts|dies|fails
-"""
-
-from __future__ import annotations
+    rank_program.py FOLDER texts|dies|fails"""
 
 import datetime
 import json

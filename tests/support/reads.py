@@ -1,7 +1,5 @@
 """Counts the reads that would wait for a device, on CPU tensors: numbers that go from a tensor to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,9 +19,7 @@ READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", 
 class Reads(TorchDispatchMode):
     """Counts within a `with` block.
 
-    Attributes:
-        count: of reads so far.
-    """
+    `count`: of reads so far."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
 """SpecDec++'s released head, written again from its paper and code, and the files that it was released as."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,11 +1,11 @@
 """Tiny models, adapters and assistants on disk, with tokenizers beside them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from string import ascii_letters
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -100,20 +100,26 @@ def change_json(path: Path, **changes: Any) -> None:
 def save_assistant(folder: Path, **changes: Any) -> Path:
     """A complete repository with an early-exit draft, which needs no other repository; the target is `tiny("llama")`.
 
-    Args:
-        changes: fields of the config.
-    """
+    `changes`: fields of the config."""
     fields = {"draft_kind": "early_exit", "draft_layers": [0, 1], "target_id": "org/target", **changes}
     SpecDecPPAssistant(SpecDecPPConfig(**fields), None, head_for(tiny("llama"))).save_pretrained(folder)
     return folder
 
 
-def publish_pair(hub: HubServer, folder: Path) -> tuple[str, str]:
+def publish_pair(hub: HubServer) -> tuple[str, str]:
     """Commit a target and a partly agreeing draft with a tokenizer; their commit hashes."""
-    target = tiny("llama")
-    pair = {"org/target": target, "org/draft": partly_agreeing(target)}
-    commits = [hub.commit(name, files_of(save_model(model, folder / name))) for name, model in pair.items()]
-    return commits[0], commits[1]
+    target, draft = (hub.commit(name, files) for name, files in _pair().items())
+    return target, draft
+
+
+@cache
+def _pair() -> dict[str, dict[str, bytes]]:
+    """The files of both, which are written once."""
+    target, found = tiny("llama"), {}
+    for name, model in (("org/target", target), ("org/draft", partly_agreeing(target))):
+        with TemporaryDirectory() as folder:
+            found[name] = files_of(save_model(model, Path(folder)))
+    return found
 
 
 def greedy(target: Any, assistant: Any = None, ids: Tensor = PROMPT, **arguments: Any) -> list[int]:

@@ -1,7 +1,5 @@
 """A small run of the stage rollouts, and what it left on disk."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

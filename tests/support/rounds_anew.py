@@ -1,8 +1,6 @@
 """What rounds propose: of a draft, beside what the same draft proposes that reads the whole text anew; and of
 transformers' own generators of candidates."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,9 +16,7 @@ from support.gemma4_files import read_by
 class Ear:
     """Hears the rounds of a draft's sessions.
 
-    Attributes:
-        rounds: the text `[1, n]` that was read when a round began, and the logits of its first candidate.
-    """
+    `rounds`: the text `[1, n]` that was read when a round began, and the logits of its first candidate."""
 
     def __init__(self, draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
         self.draft, self.session, self.rounds = draft, draft.session, list[tuple[Tensor, Tensor]]()
@@ -52,9 +48,7 @@ class Ear:
     def check(self, target: CausalLM, first: int = 0) -> None:
         """Compare the rounds that were heard.
 
-        Args:
-            first: of how many tokens at the beginning of the text the draft has seen no states.
-        """
+        `first`: of how many tokens at the beginning of the text the draft has seen no states."""
         heard, self.rounds = self.rounds, []
         assert len(heard) > 1 or not self.draft.places
         for text, logits in heard:
@@ -79,8 +73,7 @@ class Ear:
 
 def check_rounds(target: CausalLM, assistant: Any, text: Tensor, monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:
     """Greedy text is the target's, and each round drafts what a draft would that reads the whole text anew."""
-    ear = Ear(assistant.ready_drafter(), monkeypatch)
-    how = {"max_new_tokens": 24, "do_sample": False, **how}
+    ear, how = Ear(assistant.ready_drafter(), monkeypatch), {"max_new_tokens": 24, "do_sample": False, **how}
     expected = target.generate(text, **how)
     assert torch.equal(target.generate(text, assistant_model=assistant, **how), expected)
     assert assistant.stats.drafted > 0

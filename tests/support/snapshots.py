@@ -1,7 +1,5 @@
 """Everything about a target that must stay as it is."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

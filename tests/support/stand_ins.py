@@ -1,10 +1,7 @@
 """A small kind of draft that is not a model of its own. It shows what the interface asks.
 
 `BlockDraft` gives the distributions of several places with one pass of a tiny model, and knows no more of a generation
-than its `Reading`.
-"""
-
-from __future__ import annotations
+than its `Reading`."""
 
 from typing import Any
 
@@ -23,10 +20,8 @@ IMPOSSIBLE = float("-inf")
 class TextReading(Reading):
     """Keeps the text. `rows` is filled when a round first asks, with one pass at most.
 
-    Attributes:
-        text: all tokens that were emitted, as a list.
-        rows: logits `[vocab_size]` of the places of this round: of the first candidate, the second, ...
-    """
+    `text`: all tokens that were emitted, as a list. `rows`: logits `[vocab_size]` of the places of this round: of the
+    first candidate, the second, ..."""
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
         super().__init__()
@@ -69,10 +64,8 @@ class TextReading(Reading):
 class BlockDraft(Draft):
     """`BLOCK` places from one pass: logits of the model after the text, each shifted so that places differ.
 
-    Args:
-        model: any causal LM, the target itself for a draft that is often right.
-        sharpness: what its logits are multiplied with.
-    """
+    `model`: any causal LM, the target itself for a draft that is often right. `sharpness`: what its logits are
+    multiplied with."""
 
     block = BLOCK
     places = BLOCK

@@ -1,7 +1,5 @@
 """Static caches, and what is in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +20,9 @@ OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_
 STATIC: dict[str, Any] = {**OPTIONS, "cache_implementation": "static"}
 COSTS = {"draft": 0.1, "verify": [1.0, 1.0, 1.05, 1.1, 1.2]}
 RULES: dict[str, dict[str, Any]] = {
-    "fixed": {"rule": "fixed", "num_tokens": 4},
-    "fills its width": {"rule": "fixed", "num_tokens": 7},
-    "threshold": {"rule": "threshold", "threshold": 0.9},
-    "throughput": {"rule": "throughput", "costs": COSTS},
-}
+    "fixed": {"rule": "fixed", "num_tokens": 4}, "fills its width": {"rule": "fixed", "num_tokens": 7},
+    "threshold": {"rule": "threshold", "threshold": 0.9}, "throughput": {"rule": "throughput", "costs": COSTS},
+}  # fmt: skip
 GROWTHS: dict[str, dict[str, Any]] = {
     **TREES,
     "tree, throughput": {"tree": "dyspec", "rule": "throughput", "tree_budget": 12, "costs": COSTS},
@@ -68,9 +64,7 @@ def settled(monkeypatch: pytest.MonkeyPatch, then: Callable[[Prefix], None]) -> 
     monkeypatch.setattr(Prefix, "settle", and_then)
 
 
-def assert_held_rows_are_those_of_the_text(
-    target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def assert_held_rows_are_text(target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch) -> None:
     """After every round of a text to `prompt()`."""
     found: list[Any] = []
 
@@ -80,16 +74,13 @@ def assert_held_rows_are_those_of_the_text(
     with monkeypatch.context() as patch:
         settled(patch, note)
         text = target.generate(prompt(), assistant_model=assistant, **STATIC)
-    assert found[0][0] == 12
-    assert found[-1][0] == text.shape[1] - 1
+    assert (found[0][0], found[-1][0]) == (12, text.shape[1] - 1)
     for length, rows in found:
         assert {keys.shape[2] for keys, _ in rows} == {length}
         assert_prefilled(rows, target, text[:, :length])
 
 
-def assert_other_rows_are_never_attended_to(
-    target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def assert_others_unattended(target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is that of plain generation though rows that are not held are spoilt after every round."""
     plain = target.generate(prompt(), **STATIC)
 

@@ -1,7 +1,5 @@
 """transformers' own loop with every random number replaced, so that rounds can be enumerated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -27,8 +25,7 @@ def target_distribution(target: PreTrainedModel, temperature: float, top_k: int,
     @torch.no_grad()
     def p(prefix: Tokens) -> Tensor:
         text = torch.cat((PROMPT, torch.tensor([prefix], dtype=torch.long)), dim=1)
-        scores = target(text).logits[0, -1].double()
-        seen = text.unique()
+        scores, seen = target(text).logits[0, -1].double(), text.unique()
         scores[seen] = torch.where(scores[seen] > 0.0, scores[seen] / penalty, scores[seen] * penalty)
         scores = scores / temperature
         return scores.where(scores >= scores.topk(top_k).values[-1], float("-inf")).softmax(dim=-1)

@@ -1,7 +1,5 @@
 """Steps of a draft at random, and what a stopping rule is to make of them."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Does a model read a token tree as it reads each path of it? Feeding trees to models, and what the answer must be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -21,8 +19,7 @@ LEVELS = [[0], [1, 7], [2, 6, 8, 10], [3, 5, 9, 11, 12], [4, 13]]
 
 def tokens_for(model: CausalLM, num_prefix: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Text `[num_prefix]` and a token for each node, no special ones."""
-    size = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(seed)
+    size, generator = model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(seed)
     return torch.randint(3, size, (num_prefix + len(PARENTS),), generator=generator).split([num_prefix, len(PARENTS)])
 
 

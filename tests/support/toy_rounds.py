@@ -1,7 +1,5 @@
 """Rounds of product code on toy models: a target and a draft that are tables, for `exact_distribution`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -9,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp import AcceptanceHead, SpeculationConfig
 from hf_specdecpp.drafting.chain import Step, drafted_alone, drafting
 from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep, Estimator
 from hf_specdecpp.generation.setup import make_rule
@@ -71,10 +68,7 @@ def only(scores: Tensor, tokens: list[int]) -> Tensor:
 def one_hot_or_not(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """One row in three has a certain target, one a certain draft, one both (not always of the same token)."""
     kind = int(p.abs().sum() * 1000) % 3
-    return (
-        only(p, [int(p.argmax())]) if kind != 0 else p,
-        only(q, [int(q.argmax())]) if kind != 1 else q,
-    )
+    return (only(p, [int(p.argmax())]) if kind != 0 else p, only(q, [int(q.argmax())]) if kind != 1 else q)
 
 
 # What becomes of a pair of random rows (the target's scores, the draft's).
@@ -143,10 +137,7 @@ def make_estimator(name: str, seed: int) -> Estimator:
 class ToyRound:
     """One or more rounds of product code. Call it with a randomness for the tokens that one round emits.
 
-    Attributes:
-        drafted, accepted: of the latest round.
-        lengths: numbers of candidates of all rounds so far.
-    """
+    `drafted`, `accepted`: of the latest round. `lengths`: numbers of candidates of all rounds so far."""
 
     def __init__(
         self, models: Models, rule: str, bounds: tuple[int, int] = (1, 3), seed: int = 0, verifier: str = "block"

@@ -1,7 +1,5 @@
 """Rounds of product code with token trees, on the toy models of `toy_rounds`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -22,23 +20,16 @@ from support.toy_rounds import Models, make_estimator
 COSTS = Costs(0.3, (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4))
 # For each budget a shape in which nodes have one, two or three children.
 SHAPES = {
-    1: [[0]],
-    2: [[0], [1]],
-    3: [[0], [1], [0, 0]],
-    4: [[0], [1], [0, 0], [1, 0]],
-    5: [[0], [1], [2], [0, 0], [0, 1]],
+    1: [[0]], 2: [[0], [1]], 3: [[0], [1], [0, 0]], 4: [[0], [1], [0, 0], [1, 0]], 5: [[0], [1], [2], [0, 0], [0, 1]],
     6: [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]],
-}
+}  # fmt: skip
 
 
 class ToyTree:
     """A round of product code. Call it with a randomness for the tokens that one round emits.
 
-    Attributes:
-        trees: parents of the nodes of every tree so far.
-        accepted: numbers of accepted candidates so far.
-        last: the latest tree and its accepted nodes.
-    """
+    `trees`: parents of the nodes of every tree so far. `accepted`: numbers of accepted candidates so far. `last`: the
+    latest tree and its accepted nodes."""
 
     def __init__(
         self,

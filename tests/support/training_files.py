@@ -1,7 +1,5 @@
 """What the first stages of a training run leave on disk, made in a second."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile
@@ -53,8 +51,7 @@ def training_run(
 def evaluated(inputs: str) -> TrainingConfig:
     """A distilled draft with a head that judges before its forward, or, `"after"`, the paper's setting.
 
-    It has got to its evaluation; made once a session, for tests that only read it.
-    """
+    It has got to its evaluation; made once a session, for tests that only read it."""
     options: dict[str, Any] = {"mix": 0.9, "temperatures": (1.0, 0.0), "tests": ["sums"], "epochs": 1.0}
     is_paper = inputs == "after"
     head: dict[str, Any] = {"inputs": "after", "rejection_weight": 6.0} if is_paper else {}
@@ -80,8 +77,7 @@ def _prototype(
     num_texts: int, mix: float, early_exit: bool, temperatures: tuple[float, ...], tests: tuple[str, ...]
 ) -> Path:
     """The same files, made once a session."""
-    folder = Path(tempfile.mkdtemp(dir=KEPT.name))
-    target = tiny("llama").float()
+    folder, target = Path(tempfile.mkdtemp(dir=KEPT.name)), tiny("llama").float()
     save_model(target, folder / "target")
     if not early_exit:
         save_model(partly_agreeing(target, mix), folder / "draft")

@@ -1,7 +1,5 @@
 """Generations with trees."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -1,17 +1,13 @@
 """What watches a generation: streamers, criteria, a tokenizer, and whether the target was run."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
-from transformers import (
-    StoppingCriteria,
-)
+from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.generation import decoding
@@ -71,10 +67,20 @@ def runs_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     run = decoding.AssistedDecoding.run
 
     def noted(self: Any, input_ids: Any) -> Any:
-        result = run(self, input_ids)
-        generator = self.texts[0].generator
+        result, generator = run(self, input_ids), self.texts[0].generator
         seen.append((generator.setup.drafter, generator.stats))
         return result
 
     monkeypatch.setattr(decoding.AssistedDecoding, "run", noted)
     return seen
+
+
+def heard(patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., object]) -> None:
+    """From now on `note` gets the arguments of each call of `owner.name`, before it is made."""
+    call = getattr(owner, name)
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        note(*arguments, **named)
+        return call(*arguments, **named)
+
+    patch.setattr(owner, name, noted)

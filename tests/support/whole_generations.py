@@ -1,9 +1,6 @@
 """The exact distribution of what `generate()` emits with a draft of any kind, and a q that is told wrongly.
 
-Everything is product code; only the random numbers are replaced by a `Replay`.
-"""
-
-from __future__ import annotations
+Everything is product code; only the random numbers are replaced by a `Replay`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.exact_distribution import VISIBLE, Probs, Replay, Tokens, exact_distribution, worst_error
 from support.stock_rounds import PROMPT, VOCAB, target_distribution

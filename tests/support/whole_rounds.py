@@ -1,7 +1,5 @@
 """Targets with a draft of every kind, whose rounds are captured whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

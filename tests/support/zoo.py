@@ -1,17 +1,12 @@
 """A tiny random model of every family of causal LMs, and of models that read images beside text, that transformers
 knows and that generic sizes suffice to build."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
 
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.models import VOCAB_SIZE
@@ -161,8 +156,8 @@ NOT_BUILT: dict[str, str] = {
     "image llama4": "transformers' own forward fails",
 }  # fmt: skip
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "text": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    "image": (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    "text": (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "image": (AutoModelForImageTextToText, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
 }
 
 
@@ -201,8 +196,7 @@ def _sizes(config_class: Any, sizes: dict[str, Any], overrides: dict[str, Any]) 
 
 def tiny_of(family: str, attn_implementation: str | None = None, kind: str = "text", **overrides: Any) -> CausalLM:
     """A random float64 model. Raises whatever its family raises if it cannot be built."""
-    config = tiny_config(family, **overrides)
-    auto = KINDS[kind][0]
+    config, auto = tiny_config(family, **overrides), KINDS[kind][0]
     options = {"attn_implementation": attn_implementation, "experts_implementation": "eager"}
     with torch.device("meta"):
         size = auto.from_config(config, **options).num_parameters()

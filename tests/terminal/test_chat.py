@@ -1,7 +1,5 @@
 """`specdecpp chat`, driven through its standard input."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
@@ -142,8 +140,7 @@ def heard() -> Iterator[None]:
 
 def interrupting(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """Ctrl-C so many times while the first answer is written."""
-    left = [times]
-    stream = Chat._stream
+    left, stream = [times], Chat._stream
 
     def interrupted(self: Chat, text: str) -> None:
         stream(self, text)
@@ -155,8 +152,7 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    whole = plain(target, "w1 w2 w3")[0]
+    before, whole = signal.getsignal(signal.SIGINT), plain(target, "w1 w2 w3")[0]
     interrupting(monkeypatch, times=1)
     output = chat(target, "w1 w2 w3", "w4").stdout
     assert re.search(r"tokens per target pass, stopped$", output, flags=re.MULTILINE)
@@ -191,8 +187,7 @@ def test_ctrl_c_between_answers(target: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_errors_do_not_end_it(tmp_path: Path) -> None:
-    folder = save_chat_model(tmp_path / "target")
-    words = chat_tokenizer()
+    folder, words = save_chat_model(tmp_path / "target"), chat_tokenizer()
     words.chat_template = (
         "{% if messages[-1]['content'] == 'w13' %}{{ raise_exception('no luck') }}{% endif %}" + words.chat_template
     )

@@ -1,7 +1,5 @@
 """A conversation reads only what is new, and says what plain generation says after the whole of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -99,8 +97,7 @@ def test_states_that_cannot_drop_tokens_are_carried_on(family: str) -> None:
 def test_a_template_that_drops_earlier_thoughts(family: str) -> None:
     """The text is another one from there on: what a cache cannot drop is read anew."""
     talk = conversation(model_of(family), template=FORGETS)
-    carried = carried_of(talk)
-    first = len(talk.tokenizer(MESSAGES[0]).input_ids)
+    carried, first = carried_of(talk), len(talk.tokenizer(MESSAGES[0]).input_ids)
     assert carried[1] == (first if family == "llama" else 0)
 
 

@@ -1,7 +1,5 @@
 """`specdecpp demo` on a tiny model: equal answers, statistics, an honest verdict, clean errors."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from unittest.mock import Mock
@@ -31,13 +29,7 @@ def target(tmp_path: Path) -> str:
 def test_demo_compares_and_reports(target: str, mode: list[str]) -> None:
     result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS, *mode])
     assert result.exit_code == 0, result.output
-    for part in (
-        "1/2  w1 w2 w3",
-        "2/2  w4",
-        "layer 0 of the target, untrained",
-        "verdict",
-        "times the speed of plain",
-    ):
+    for part in ("1/2  w1 w2 w3", "2/2  w4", "layer 0 of the target, untrained", "verdict", "times the speed of plain"):
         assert part in result.output
     assert result.output.count("equal: all 12 tokens") == (0 if mode else 2)
     assert "24 in" in result.output

@@ -1,7 +1,5 @@
 """Who said each token: compared with the rounds themselves, also where a text ends inside one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,14 +8,14 @@ import torch
 from support.families import informed_draft
 from support.models import tiny
 from support.repos import PROMPT, letter_tokenizer, tokenizer
+from support.watchers import heard
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as Decoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
-from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig, assist
 from hf_specdecpp.terminal.listener import Listener, Token
 
 MOST = 24
@@ -29,13 +27,10 @@ TREE = SpeculationConfig(tree=[2, 2, 1])
 def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many candidates each round accepted, as the generator itself is told."""
     counts: list[int] = []
-    saw = SpecDecPPCandidateGenerator.saw
 
-    def noted(self: Any, drafted: Any, path: list[int], length: int) -> None:
-        counts.append(len(path))
-        saw(self, drafted, path, length)
-
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "saw", noted)
+    heard(
+        monkeypatch, SpecDecPPCandidateGenerator, "saw", lambda generator, tree, path, *rest: counts.append(len(path))
+    )
     return counts
 
 
@@ -155,8 +150,7 @@ def test_characters_of_several_tokens(text: str) -> None:
     words, listener = byte_tokenizer(), Listener()
     listener.passes = [(float(place), [token]) for place, token in enumerate(words.encode(text))]
     said = listener.tokens(words)
-    assert len(said) == len(text.encode())
-    assert "".join(each.text for each in said) == text
+    assert (len(said), "".join(each.text for each in said)) == (len(text.encode()), text)
     assert "\ufffd" in text or all(len(each.text) < 2 for each in said)
     half = Listener()
     half.passes = listener.passes[:1]  # of a text that is being written

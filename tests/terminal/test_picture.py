@@ -1,7 +1,5 @@
 """The picture of an answer: well-formed, all of it there, written at the times that it is given, safe with any text."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -61,8 +59,7 @@ def panes(root: ET.Element) -> tuple[str, str]:
 
 
 def test_both_answers_are_whole_and_candidates_are_marked() -> None:
-    root = drawn(TEXT, accepted=[1, 3, 7])
-    expected = "".join(TEXT).replace(" ", "").replace("\n", "")
+    root, expected = drawn(TEXT, accepted=[1, 3, 7]), "".join(TEXT).replace(" ", "").replace("\n", "")
     assert [each.replace(" ", "") for each in panes(root)] == [expected, expected]
     assert len(list(root.iter(f"{SVG}title"))) == 1
     colour = rules(root)
@@ -94,18 +91,14 @@ def test_passes_are_shown_at_their_times() -> None:
     assert f" {plain[-1].seconds + PAUSE:.2f}s" in ET.tostring(root, "unicode")
 
 
-@pytest.mark.parametrize(
-    "texts",
-    [
-        ["word "] * 60,
-        ["x" * 30] * 9,
-        ["日本語"] * 40,
-        [" " * 70, "deep", "\tTab", "\r\n", "e", "\u0301", "🙂", "end"],
-        ["\x00\x1b[31m", "<script>alert(1)</script>", "&amp;", "]]>", '"q"', "[bold]"],
-        ["", "only"],
-    ],
-    ids=["words", "one long word", "wide", "spaces", "hostile", "empty"],
-)
+@pytest.mark.parametrize("texts", [
+    ["word "] * 60,
+    ["x" * 30] * 9,
+    ["日本語"] * 40,
+    [" " * 70, "deep", "\tTab", "\r\n", "e", "\u0301", "🙂", "end"],
+    ["\x00\x1b[31m", "<script>alert(1)</script>", "&amp;", "]]>", '"q"', "[bold]"],
+    ["", "only"],
+], ids=["words", "one long word", "wide", "spaces", "hostile", "empty"])  # fmt: skip
 def test_any_text_stays_in_its_pane(texts: list[str]) -> None:
     root = drawn(texts, accepted=range(1, len(texts), 2), question="".join(texts) + "\n" + texts[-1])
     assert {each.tag.removeprefix(SVG) for each in root.iter()} <= {
@@ -146,8 +139,7 @@ def _luminance(colour: str) -> float:
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_in_a_browser(motion: str, tmp_path: Path) -> None:
     """It is written in time, and stands there at once for those who want no motion."""
-    answer = [Token("now", False, 0.001), Token(" later", True, 1.5)]
-    file = tmp_path / "answer.svg"
+    answer, file = [Token("now", False, 0.001), Token(" later", True, 1.5)], tmp_path / "answer.svg"
     file.write_text(picture("?", Answer(answer, 1.5), Answer(answer, 1.5)), encoding="utf-8")
     with page(reduced_motion=motion) as tab:
         tab.goto(file.as_uri())

@@ -1,9 +1,6 @@
 """The Space of `hub_cards/space` as a program: asked over HTTP, and used in a real browser where there is one.
 
-gradio is no dependency: `make test-space` installs it, and playwright, beside this package.
-"""
-
-from __future__ import annotations
+gradio is no dependency: `make test-space` installs it, and playwright, beside this package."""
 
 import base64
 import html
@@ -88,8 +85,7 @@ def space(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def small_pair(folder: Path) -> tuple[str, str]:
     """A target that takes chats, and a draft that knows what it will say to the question, but for each fourth word."""
     model = tiny("llama").float()
-    target = save_model(model, folder / "target", None)
-    words = tokenizer()
+    target, words = save_model(model, folder / "target", None), tokenizer()
     words.chat_template = TEMPLATE
     words.save_pretrained(target)
     ids = torch.tensor([[1, 2, 3, 4, 5]])

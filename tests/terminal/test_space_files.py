@@ -1,7 +1,5 @@
 """The files of the Space as Hugging Face reads them: the header of its README, and that what it names is there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reading, splitting and encoding the prompts of a training run."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -66,20 +64,17 @@ def test_reads_every_kind_of_row(tmp_path: Path) -> None:
     assert contents == [["a"], ["b\u2028b"], ["c\nInput: d"], ["c"], ["e", "f", "g"], ["h"], ["i"], ["j"]]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "a', r"bad\.jsonl:2 is not JSON"),
-        ("[1]", r"bad\.jsonl:2 is a list"),
-        ("{}", r"bad\.jsonl:2 has nothing but no prompt"),
-        ('{"text": "a"}', r"bad\.jsonl:2 has 'text' but no prompt"),
-        ('{"prompt": 3}', r"bad\.jsonl:2: 'prompt' must be text.*and it is 3"),
-        ('{"prompt": " "}', r"bad\.jsonl:2: 'prompt' is empty"),
-        ('{"messages": []}', r"bad\.jsonl:2: 'messages' is empty"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', r"bad\.jsonl:2: 'messages' is empty"),
-        ('{"messages": [{"role": "user"}]}', r"bad\.jsonl:2: 'messages' must be text.*one of them is \{'role'"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ('{"prompt": "a', r"bad\.jsonl:2 is not JSON"),
+    ("[1]", r"bad\.jsonl:2 is a list"),
+    ("{}", r"bad\.jsonl:2 has nothing but no prompt"),
+    ('{"text": "a"}', r"bad\.jsonl:2 has 'text' but no prompt"),
+    ('{"prompt": 3}', r"bad\.jsonl:2: 'prompt' must be text.*and it is 3"),
+    ('{"prompt": " "}', r"bad\.jsonl:2: 'prompt' is empty"),
+    ('{"messages": []}', r"bad\.jsonl:2: 'messages' is empty"),
+    ('{"messages": [{"role": "assistant", "content": "a"}]}', r"bad\.jsonl:2: 'messages' is empty"),
+    ('{"messages": [{"role": "user"}]}', r"bad\.jsonl:2: 'messages' must be text.*one of them is \{'role'"),
+])  # fmt: skip
 def test_malformed_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_prompts(write(tmp_path / "bad.jsonl", {"prompt": "fine"}, line))

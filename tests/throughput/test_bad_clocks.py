@@ -1,7 +1,5 @@
 """Clocks that stand, are coarse, or are set back: texts are right, and what clocks cannot tell is not believed."""
 
-from __future__ import annotations
-
 import math
 import random
 import time
@@ -38,11 +36,9 @@ def backwards() -> Callable[[], float]:
 
 # What a clock says that is called again and again.
 CLOCKS: dict[str, Callable[[], Callable[[], float]]] = {
-    "stands": lambda: lambda: 5.0,
-    "10 ms": lambda: lambda: math.floor(real() / 0.01) * 0.01,
-    "backwards": backwards,
+    "stands": lambda: lambda: 5.0, "10 ms": lambda: lambda: math.floor(real() / 0.01) * 0.01, "backwards": backwards,
     "jumps": lambda: lambda: random_numbers.uniform(-1.0, 1.0),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The throughput rule in batches, whose rows share passes."""
 
-from __future__ import annotations
-
 from statistics import mean
 
 import numpy as np
@@ -51,9 +49,7 @@ def test_rows_of_a_batch_never_stop_by_themselves() -> None:
 class Batches:
     """Batches of rows that end after `LENGTH` tokens.
 
-    Args:
-        rates: the chance of each row that a candidate is accepted, which is its estimate, too.
-    """
+    `rates`: the chance of each row that a candidate is accepted, which is its estimate, too."""
 
     def __init__(self, rates: list[float]) -> None:
         self.rates, self.rng = rates, np.random.default_rng(0)
@@ -87,15 +83,12 @@ class Batches:
         return drafted
 
 
-@pytest.mark.parametrize(
-    ("rates", "least"),
-    [
-        ([0.3] * 8, 0.97),  # candidates do not pay
-        ([0.8] * 8, 0.98),  # they hardly pay
-        ([0.9] * 8, 1.1),
-        ([0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.4, 0.2], 0.96),  # a batch takes as long as its slowest row
-    ],
-)
+@pytest.mark.parametrize(("rates", "least"), [
+    ([0.3] * 8, 0.97),  # candidates do not pay
+    ([0.8] * 8, 0.98),  # they hardly pay
+    ([0.9] * 8, 1.1),
+    ([0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.4, 0.2], 0.96),  # a batch takes as long as its slowest row
+])  # fmt: skip
 def test_rows_that_accept_more_and_less_lose_little(rates: list[float], least: float) -> None:
     batches = Batches(rates)
     assert mean(batches.run() for _ in range(20)) > least
@@ -122,8 +115,7 @@ def test_lengths_that_do_not_pay_are_not_tried_out_in_batches() -> None:
     """Only drafting nothing is, also once that was confirmed."""
     known = KnownCosts(Costs(0.1, (1.0, 1.9, 2.8, 3.7)))
     for kind, tried in ((BatchPlan, {0}), (ChainPlan, {0, 1, 2, 3})):
-        plan = kind(known, 3, 0)
-        lengths = set()
+        plan, lengths = kind(known, 3, 0), set()
         for _ in range(20):
             plan.begin_text()
             plan.follow(10)

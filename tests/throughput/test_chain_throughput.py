@@ -1,7 +1,5 @@
 """`rule="throughput"`: the rule in simulated rounds, in exact ones and in generations."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,9 +128,7 @@ def test_costs_travel_with_the_config() -> None:
 @pytest.mark.parametrize("trials", [[], [2], [1, 2]], ids=str)
 @pytest.mark.parametrize("draft_cost", [0.2, 0.9])
 @pytest.mark.parametrize("rule", ["throughput/draft probability", "throughput/after, untied"])
-def test_two_rounds_emit_exactly_p(
-    rule: str, draft_cost: float, trials: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_rounds_emit_p(rule: str, draft_cost: float, trials: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round decides whether and how far the second one speculates: also not at all. Rounds may also have a
     length that is tried."""
     monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
@@ -161,8 +157,7 @@ def test_two_rounds_emit_exactly_p(
 def test_a_trial_has_its_length_whatever_the_estimates_say() -> None:
     plan = chain_plan(Costs(9.0, (1.0,)), 8)
     plan.trials = [3, 5]
-    rule = Throughput(DraftProbability(), plan)
-    lengths = []
+    rule, lengths = Throughput(DraftProbability(), plan), []
     for _ in range(2):
         rule.begin_round()
         assert rule.starts(1), "drafting does not pay, and is tried all the same"
@@ -195,8 +190,7 @@ def test_the_threshold_decides_where_costs_cannot_be_known() -> None:
 @pytest.mark.takes(2)
 def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     target = tiny("llama")
-    assistant = assistant_for(target, **cheap())
-    lengths = []
+    assistant, lengths = assistant_for(target, **cheap()), []
 
     def generate(seed: int, do_sample: bool = True) -> list[int]:
         torch.manual_seed(seed)
@@ -208,8 +202,7 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     (learned,) = assistant.memory.learned[target].values()
     assert learned.rates.rounds > assistant.stats.rounds, "it knows both generations"
     assistant.memory.clear()
-    assert [generate(0), generate(1)] == [first, second]
-    assert lengths[:2] == lengths[2:]
+    assert ([generate(0), generate(1)], lengths[:2]) == ([first, second], lengths[2:])
     generate(0, do_sample=False)
     assert len(assistant.memory.learned[target]) == 2, "greedy decoding has rates of its own"
 

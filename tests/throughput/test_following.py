@@ -1,13 +1,12 @@
 """Generations whose costs follow their rounds: between texts, in every kind of decoding, and never the text itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.models import assistant_for, prompt, tiny
+from support.watchers import heard
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
@@ -62,13 +61,8 @@ def test_costs_follow_the_rounds(kind: str) -> None:
 
 def test_static_caches_are_timed_by_the_widths_that_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: set[int] = set()
-    end = RoundTimes.end
 
-    def noted(self: RoundTimes, length: int, width: int) -> None:
-        widths.add(width)
-        end(self, length, width)
-
-    monkeypatch.setattr(RoundTimes, "end", noted)
+    heard(monkeypatch, RoundTimes, "end", lambda times, length, width: widths.add(width))
     target = tiny("llama")
     assistant = assistant_for(target, rule="throughput", max_tokens=6)
     options = {"max_new_tokens": 60, "do_sample": False, "cache_implementation": "static"}
@@ -79,8 +73,7 @@ def test_static_caches_are_timed_by_the_widths_that_are_run(monkeypatch: pytest.
 
 
 def test_given_costs_never_change() -> None:
-    target = tiny("llama")
-    given = {"draft": 0.05, "verify": [1.0, 1.1, 1.2]}
+    target, given = tiny("llama"), {"draft": 0.05, "verify": [1.0, 1.1, 1.2]}
     assistant = assistant_for(target, rule="throughput", max_tokens=4, costs=given)
     for _ in range(2):
         target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)

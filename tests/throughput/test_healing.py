@@ -1,15 +1,20 @@
 """`rule="throughput"` with costs that were measured wrongly: rounds that are timed put them right."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from support.models import assistant_of, prompt, tiny
 from support.plans import chain_plan, tell
+from support.watchers import heard
 
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.drafting.session import ModelReading
 from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.models.target_states import TargetStates
+from hf_specdecpp.throughput import plan
 from hf_specdecpp.throughput.chains import ChainPlan, Throughput
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.round_times import Drafting, RoundTimes
@@ -146,3 +151,59 @@ def test_a_text_s_own_rounds_do_not_change_its_decisions() -> None:
         machine.text()
         plans.append([plan.critical(drafted, last) for drafted in range(MOST) for last in range(9)])
     assert plans[0] == plans[1]
+
+
+# Texts that drafting does not pay for are left to the target, and nothing is noted for the draft. ---------------------
+
+
+DEAR: dict[str, Any] = {"rule": "throughput", "costs": {"draft": 2.0, "verify": [1.0]}}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done for a draft."""
+    seen: list[str] = []
+    take = TargetStates.take
+
+    def taken(self: TargetStates, *args: Any) -> Any:
+        if (found := take(self, *args)) is not None:
+            seen.append("states")
+        return found
+
+    heard(monkeypatch, ModelReading, "begin_round", lambda *_: seen.append("read"))
+    monkeypatch.setattr(TargetStates, "take", taken)
+    return seen
+
+
+@pytest.mark.every(5, takes=3)
+@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned"])
+@pytest.mark.parametrize("tree", [None, "dyspec"])
+def test_a_text_rests_until_a_probe_can_be_paid(kind: str, tree: str | None, noted: list[str]) -> None:
+    target = tiny("llama")
+    assistant, plain = assistant_of(kind, target, **DEAR, tree=tree), target.generate(prompt(), **OPTIONS)
+    drafted, resting = [], 0
+    for _ in range(14):
+        noted.clear()
+        assert torch.equal(target.generate(prompt(), assistant_model=assistant, **OPTIONS), plain)
+        stats = assistant.stats
+        drafted.append(stats.drafted)
+        if not noted:
+            resting += 1
+            assert (stats.drafted, stats.idle_rounds, stats.rounds) == (0, 59, 59)
+    assert drafted[0] > 0
+    assert resting >= 9, "a probe costs two passes and more, which take four hundred rounds to save up"
+    assert any(drafted[3:]), "a draft that has become good is found"
+
+
+def test_a_draft_without_states_begins_in_the_middle(noted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny("llama")
+    assistant, plain = assistant_of("independent", target, **DEAR), target.generate(prompt(), **OPTIONS)
+    for _ in range(2):
+        target.generate(prompt(), assistant_model=assistant, **OPTIONS)
+    assert assistant.stats.drafted == 0
+    monkeypatch.setattr(plan, "PROBE_SHARE", 0.1)
+    noted.clear()
+    assert torch.equal(target.generate(prompt(), assistant_model=assistant, **OPTIONS), plain)
+    assert assistant.stats.drafted > 0
+    assert len(noted) < 40, "not from its beginning"

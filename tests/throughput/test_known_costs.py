@@ -1,7 +1,5 @@
 """What rounds cost before any was timed, under what it is kept, and what is remembered of targets."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path
@@ -11,11 +9,10 @@ import pytest
 import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
 
-from hf_specdecpp import assist, files
+from hf_specdecpp import AcceptanceHead, assist, files
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.throughput import known_costs as costs
 from hf_specdecpp.throughput.chains import ChainPlan
@@ -69,19 +66,16 @@ def test_they_are_kept_once_rounds_were_timed(cache: Path, monkeypatch: pytest.M
     assert all(each.is_assumed for each in [*others, ask()]), "other settings are other costs"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[" * 100_000,
-        "[]",
-        '{"costs": null}',
-        '{"costs": {"draft": 1, "verify": [1]}}',
-        '{"costs": {"first": {"draft": -1, "verify": [1]}, "by_length": {}}}',
-        '{"costs": {"first": {"draft": 1, "verify": [1]}, "by_length": {"x": {"draft": 1, "verify": [1]}}}}',
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "",
+    "{",
+    "[" * 100_000,
+    "[]",
+    '{"costs": null}',
+    '{"costs": {"draft": 1, "verify": [1]}}',
+    '{"costs": {"first": {"draft": -1, "verify": [1]}, "by_length": {}}}',
+    '{"costs": {"first": {"draft": 1, "verify": [1]}, "by_length": {"x": {"draft": 1, "verify": [1]}}}}',
+])  # fmt: skip
 def test_a_damaged_file_is_no_knowledge(text: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("llama")
     rounds = costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20)
@@ -96,9 +90,7 @@ def test_a_damaged_file_is_no_knowledge(text: str, cache: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("error", [OSError("read-only"), ValueError("Corrupted assets folder"), None])
-def test_a_cache_that_cannot_be_written_is_no_error(
-    error: Exception | None, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_cache_is_no_error(error: Exception | None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: str) -> Path:
         if error is not None:
             raise error
@@ -117,8 +109,7 @@ def test_what_is_assumed_holds_for_one_text(cache: Path) -> None:
     rounds = costs.Rounds(target, assistant.setup().drafter, DraftProbability(), 6, products="own")
     known = costs.costs_of(rounds)
     assert known.is_assumed
-    assert known.first == rounds.assumed()
-    assert known.first.verify[0] == 1.0
+    assert (known.first, known.first.verify[0]) == (rounds.assumed(), 1.0)
     assert 0.0 < known.first.read < known.first.draft
     assert not list(cache.iterdir())
     target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
@@ -135,8 +126,7 @@ def test_what_is_assumed_holds_for_one_text(cache: Path) -> None:
 def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> None:
     """Passes over two tokens seemed to take two thirds of those over one, and no candidate is ever accepted."""
     target = tiny("llama")
-    known = costs.costs_of(costs.Rounds(target, Drafter(target), DraftProbability(), 4))
-    now = [0.0]
+    known, now = costs.costs_of(costs.Rounds(target, Drafter(target), DraftProbability(), 4)), [0.0]
     times = RoundTimes(lambda: now[0])
     for width in (1, 2) * 9:
         times.begin()

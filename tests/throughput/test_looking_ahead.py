@@ -1,7 +1,5 @@
 """How far chains are drafted: looking ahead by the prices of candidates, and the costs of rounds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -69,18 +67,15 @@ def test_seconds_of_a_round() -> None:
     assert Costs(0.1, (1.0,)).round_seconds(3) == pytest.approx([1.0, 1.1, 1.2, 1.3])
 
 
-@pytest.mark.parametrize(
-    ("costs", "message"),
-    [
-        ({"draft": 0.1}, "must look like"),
-        ({"draft": 0.1, "verify": 1.0}, "must look like"),
-        ({"draft": 0.1, "verify": [1.0], "speed": 2}, "must look like"),
-        ({"draft": -0.1, "verify": [1.0]}, "none negative"),
-        ({"draft": 0.1, "verify": ["1"]}, "none negative"),
-        ({"draft": 0.1, "verify": []}, "must list"),
-        ({"draft": 0.1, "verify": [1.0, 0.0]}, "must be positive"),
-    ],
-)
+@pytest.mark.parametrize(("costs", "message"), [
+    ({"draft": 0.1}, "must look like"),
+    ({"draft": 0.1, "verify": 1.0}, "must look like"),
+    ({"draft": 0.1, "verify": [1.0], "speed": 2}, "must look like"),
+    ({"draft": -0.1, "verify": [1.0]}, "none negative"),
+    ({"draft": 0.1, "verify": ["1"]}, "none negative"),
+    ({"draft": 0.1, "verify": []}, "must list"),
+    ({"draft": 0.1, "verify": [1.0, 0.0]}, "must be positive"),
+])  # fmt: skip
 def test_bad_costs_are_refused(costs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeculationConfig(rule="throughput", costs=costs)

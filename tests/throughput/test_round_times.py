@@ -1,7 +1,5 @@
 """Rounds that are timed, and the costs that follow from them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,8 +104,7 @@ def test_wider_passes_than_were_measured_are_learned() -> None:
 @pytest.mark.parametrize("start", [0.001, 0.0])
 def test_a_step_and_starting_are_told_apart(start: float) -> None:
     """The example of the docstring; also from costs that know of no starting."""
-    costs = replace(MEASURED, start=start)
-    drafts = [(Drafting(1), 0.004), (Drafting(3), 0.008)] * 300
+    costs, drafts = replace(MEASURED, start=start), [(Drafting(1), 0.004), (Drafting(3), 0.008)] * 300
     costs = corrected(corrected(costs, {}, drafts), {}, drafts)
     assert costs.draft == pytest.approx(0.002, rel=0.05)
     assert costs.start == pytest.approx(0.002, rel=0.1)
@@ -148,8 +145,7 @@ def test_each_length_has_its_costs() -> None:
 def test_costs_of_a_text_are_those_of_its_beginning() -> None:
     """Only `learn` changes them, between texts."""
     known = KnownCosts(MEASURED)
-    first = known.at(50)
-    times = rounds({1: [0.020] * 10})
+    first, times = known.at(50), rounds({1: [0.020] * 10})
     assert known.at(50) is first
     known.learn(times)
     assert known.at(50) is not first

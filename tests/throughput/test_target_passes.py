@@ -1,7 +1,5 @@
 """Which products a target's passes run on: decided on the passes of texts, in turns. Seconds are made up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -37,17 +35,14 @@ def decide(passes: TargetPasses, seconds: Seconds, load: Iterator[float], rows: 
     return most
 
 
-@pytest.mark.parametrize(
-    ("packed", "chosen", "most"),
-    [
-        (2.0, "own", 2 * FEW),
-        (1.05, "own", 2 * PASSES),
-        (1.0, "own", 2 * PASSES),
-        (0.97, "own", 2 * PASSES),
-        (0.93, "packed", 2 * PASSES),
-        (0.5, "packed", 2 * FEW),
-    ],
-)
+@pytest.mark.parametrize(("packed", "chosen", "most"), [
+    (2.0, "own", 2 * FEW),
+    (1.05, "own", 2 * PASSES),
+    (1.0, "own", 2 * PASSES),
+    (0.97, "own", 2 * PASSES),
+    (0.93, "packed", 2 * PASSES),
+    (0.5, "packed", 2 * FEW),
+])  # fmt: skip
 @pytest.mark.parametrize("every", [1000, 3, 5, 7])
 def test_a_product_that_loses_is_gone_within_some_passes(packed: float, chosen: str, most: int, every: int) -> None:
     """Single passes that take twice as long change nothing, and delay little."""
@@ -61,8 +56,7 @@ def test_a_product_that_loses_is_gone_within_some_passes(packed: float, chosen: 
 @pytest.mark.parametrize("times", [0.4, 2.5])
 def test_a_load_that_comes_or_goes_decides_nothing(after: int, times: float) -> None:
     """Medians of each product by itself would: half of its passes are of another machine."""
-    load = iter([1.0] * after + [times] * (24 - after))
-    passes = TargetPasses("packed")
+    load, passes = iter([1.0] * after + [times] * (24 - after)), TargetPasses("packed")
     decide(passes, {"own": 1.0, "packed": 1.0}, load)
     assert passes.of(1) == "own"
 
@@ -94,8 +88,7 @@ def test_copies_are_kept_while_they_may_be_used() -> None:
         assert passes.of(3) == "own", "this text has no copies"
     assert passes.products == {"own", "packed"}, "the next one has"
     decide(passes, {"own": 1.0, "packed": 0.5}, busy(1000), rows=3)
-    assert passes.products == {"own", "packed"}
-    assert passes.of(1) == "own"
+    assert (passes.products, passes.of(1)) == ({"own", "packed"}, "own")
 
 
 def test_passes_beside_those_of_the_rounds() -> None:

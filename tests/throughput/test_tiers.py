@@ -1,7 +1,5 @@
 """Which shape captured rounds take under `rule="throughput"`: against the best one, by what rounds take and bring."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +20,7 @@ ROUNDS, WARM = 1500, 500
 class Texts:
     """Candidates of which the first is accepted with one chance, and the next best instead with another.
 
-    Attributes:
-        chances: of the first and of the second, of the text at hand.
-    """
+    `chances`: of the first and of the second, of the text at hand."""
 
     def __init__(self, chances: tuple[float, float], seed: int = 0) -> None:
         self.chances, self.random = chances, np.random.default_rng(seed)
@@ -116,9 +112,7 @@ def test_the_first_branch() -> None:
     one, two = tree.add(0, 5), tree.add(0, 6)
     three, four = tree.add(one, 7), tree.add(one, 8)
     five = tree.add(four, 9)
-    assert first_branch(tree, []) == 0
-    assert first_branch(tree, [one, three]) == 2
-    assert first_branch(tree, [one, four, five]) == 1
-    assert first_branch(tree, [two]) == 0
+    assert (first_branch(tree, []), first_branch(tree, [one, three])) == (0, 2)
+    assert (first_branch(tree, [one, four, five]), first_branch(tree, [two])) == (1, 0)
     chain = DraftTree.chain([1, 2], [torch.empty(0)] * 2)
     assert first_branch(chain, [1, 2]) == 2

@@ -1,7 +1,5 @@
 """`rule="throughput"` with `tree="dyspec"`: its trees in simulated rounds, its generations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -44,10 +42,8 @@ GPU = Costs(0.15, verify({1: 1.0, 16: 1.02, 17: 1.08, 32: 1.1, 65: 1.25}), branc
 class Simulation:
     """Rounds with random distributions. What the target says is drawn from the draft's at another temperature.
 
-    Attributes:
-        tokens, seconds: sums over all rounds, the tokens being those expected.
-        drafted: number of candidates in each round.
-    """
+    `tokens`, `seconds`: sums over all rounds, the tokens being those expected. `drafted`: number of candidates in each
+    round."""
 
     def __init__(self, kind: str, seconds: Costs, greedy: bool, temperature: float = 1.0) -> None:
         self.kind, self.costs, self.greedy, self.temperature = kind, seconds, greedy, temperature
@@ -102,28 +98,23 @@ class Simulation:
         return path
 
 
-@pytest.mark.takes(2)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=2)
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
-    ("kind", "seconds", "temperature"),
-    [
-        ("mixed", CPU, 1.0),
-        ("mixed", DIP, 1.0),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("mixed", STEP, 1.6), ("sharp", LINE, 1.0), ("sharp", GPU, 1.6), ("mixed", GPU, 1.0)]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("kind", "seconds", "temperature"), [
+    ("mixed", CPU, 1.0),
+    ("mixed", DIP, 1.0),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [("mixed", STEP, 1.6), ("sharp", LINE, 1.0), ("sharp", GPU, 1.6), ("mixed", GPU, 1.0)]
+    ),
+])  # fmt: skip
 def test_it_is_as_fast_as_the_best_budget(kind: str, seconds: Costs, temperature: float, greedy: bool) -> None:
     best = 0.0
     for budget in (2, 8, 32):
         fixed = Simulation(kind, seconds, greedy, temperature)
         fixed.run(range(100, 250), None, budget)
         best = max(best, fixed.rate)
-    ours = Simulation(kind, seconds, greedy, temperature)
-    rule = tree_plan(seconds, 64)
+    ours, rule = Simulation(kind, seconds, greedy, temperature), tree_plan(seconds, 64)
     ours.run(range(300, 400), rule)
     ours.clear()
     ours.run(range(100, 250), rule)

@@ -1,7 +1,5 @@
 """A block draft is taught what its rounds do, and what was taught is what is stored."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -9,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.distillation_files import PROMPT_LENGTH, prepare, report_of, rows
+from support.distillation_files import PROMPT_LENGTH, check_that_training_helps, prepare, report_of, rows
+from support.eagle3_files import Checkpoint
 from support.models import VOCAB_SIZE, prompt, quiet_later_layers, tiny
 from support.training_files import training_run
+from support.zoo import tiny_of
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -23,7 +23,7 @@ from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains, target_states
 from hf_specdecpp.training import models
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import initial_block
+from hf_specdecpp.training.distillation import initial_block, initial_layer
 from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.distillation.students import BlockStudent, chosen
 from hf_specdecpp.training.run import train
@@ -94,8 +94,7 @@ def loss_of(weights: list[float], decay: float) -> tuple[float, float]:
     student = BlockStudent(DFlashDraft(model, target), anchors=99, decay=decay)
     ids, answers = prompt(14), torch.arange(13)[None] >= 5
     with TargetStates(target, model.reader) as caught:
-        p_logits = target(ids).logits[0, 5:13]
-        states = caught.take()
+        p_logits, states = target(ids).logits[0, 5:13], caught.take()
     ours = float(student(ids, answers, lambda at: p_logits[at], states))
     total = mass = 0.0
     for anchor in range(5, 13):
@@ -184,8 +183,7 @@ def test_chains_on_a_text_are_those_of_rounds() -> None:
     """What a head learns from, and what it is calibrated and measured on."""
     target = quiet_later_layers(tiny("llama")).float()
     settings = initial_block.settings_for(target, [1], PLACES, 1, VOCAB_SIZE - 1)
-    draft = DFlashDraft(initial_block.untrained(settings, target), target)
-    ids = prompt(16)
+    draft, ids = DFlashDraft(initial_block.untrained(settings, target), target), prompt(16)
     states: Any = target_states(target, draft, ids[0].tolist())
     starts, drawing = torch.tensor([5, 9, 16]), Drawing(lambda x: x.softmax(-1), VOCAB_SIZE)
     drafted = draft_chains(draft, ReadText(ids[0].tolist(), states), starts, 20, drawing)
@@ -211,3 +209,82 @@ def test_all_stages(tmp_path: Path) -> None:
     assert torch.equal(target.generate(ids, assistant_model=assistant, **options), target.generate(ids, **options))
     card = Path(config.output, "README.md").read_text(encoding="utf-8")
     assert "| draft | DFlash blocks, which read states of" in card
+
+
+# An EAGLE-3 layer is taught what it does in a round, and what was taught is what is stored. ---------------------------
+
+
+@pytest.mark.every(2, takes=3)
+@pytest.mark.parametrize("family", ["llama", "qwen2", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_training_a_layer_helps_and_is_what_is_stored(family: str, tmp_path: Path) -> None:
+    vocab = 40 if family == "llama" else None
+    config = prepare(tmp_path, "eagle3", family, draft_vocab_size=vocab, unroll=3, epochs=6)
+    again, target = check_that_training_helps(config, tmp_path / "repo")
+    again.speculation = SpeculationConfig("fixed", num_tokens=3)
+    ids, options = prompt(9), {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(target.generate(ids, assistant_model=again, **options), target.generate(ids, **options))
+    assert again.stats.drafted > 0
+
+
+@pytest.mark.slow
+def test_training_goes_on_with_a_run_and_with_a_checkpoint_of_others(tmp_path: Path) -> None:
+    first = prepare(tmp_path / "first", "eagle3", draft_vocab_size=40, epochs=2)
+    distillation.run(first)
+    learned = report_of(first)["after"]["all"]["acceptance"]
+    config = prepare(tmp_path / "second", "eagle3", draft_vocab_size=40, epochs=2)
+    config.distill.start_from = str(first.work)
+    distillation.run(config)
+    report = report_of(config)
+    assert report["before"]["all"]["acceptance"] == pytest.approx(learned, abs=2e-3)
+    assert report["after"]["all"]["acceptance"] > learned
+
+    theirs = Checkpoint(flags={"norm_before_residual": True}).save(tmp_path / "theirs")
+    config = prepare(tmp_path / "third", "eagle3", epochs=4)
+    config.distill.start_from = str(theirs)
+    distillation.run(config)
+    report = report_of(config)
+    assert report["after"]["all"]["acceptance"] > report["before"]["all"]["acceptance"] + 0.01
+    stored = models.load_own(config.kind, config.work)
+    assert stored.settings.norm_before_residual
+    assert stored.token_ids is not None
+    assert stored.token_ids.tolist() == Checkpoint().ids
+
+    config = prepare(tmp_path / "fourth", "eagle3", epochs=1)
+    config.distill.start_from = config.target
+    with pytest.raises(ValueError, match="not of an hf_specdecpp assistant"):
+        distillation.run(config)
+
+
+def test_sizes_that_a_target_does_not_name() -> None:
+    """GPT-2 has no `intermediate_size`; that of the first Llama would be far too much."""
+    settings = initial_layer.settings_for(tiny("gpt2"), [0, 1], None)
+    assert settings.layer_config().intermediate_size == 4 * 32
+
+
+def test_layers_that_differ() -> None:
+    """Gemma 4's have heads of two sizes, so its config names none: the last layer's are taken, as its weights are."""
+    target = tiny_of("gemma4_text")
+    settings = initial_layer.settings_for(target, [0, 1], None)
+    last: Any = inner_decoder(target).layers[-1]
+    assert settings.layer["head_dim"] == last.self_attn.head_dim
+    initial_layer.fit(initial_layer.untrained(settings, target, None), target, [prompt(20)])
+
+
+def test_a_target_without_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no attention.*another kind of draft"):
+        initial_layer.settings_for(tiny_of("mamba"), [0], None)
+
+
+def test_what_training_takes_no_part_of(tmp_path: Path) -> None:
+    """Embeddings and LM head stay the target's; everything else is trained."""
+    config = prepare(tmp_path, "eagle3", draft_vocab_size=40, epochs=1)
+    distillation.run(config)
+    target = AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
+    layer = models.load_own(config.kind, config.work)
+    assert layer.token_ids is not None
+    assert layer.lm_head is not None
+    torch.testing.assert_close(
+        layer.lm_head.weight.float(), target.lm_head.weight[layer.token_ids], rtol=1e-3, atol=1e-3
+    )
+    begun = initial_layer.untrained(layer.settings, target, layer.token_ids)
+    assert not torch.allclose(layer.norm.weight.float(), begun.norm.weight, atol=1e-4)

@@ -1,7 +1,5 @@
 """Calibration: it finds what was done to estimates, and the recorded chains are those of generation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +28,7 @@ def test_what_is_perfectly_told_apart_stays_finite() -> None:
 
 
 def test_a_bias_and_temperatures_are_found_again() -> None:
-    generator = torch.Generator().manual_seed(0)
-    index = torch.arange(3).repeat(3000)
+    generator, index = torch.Generator().manual_seed(0), torch.arange(3).repeat(3000)
     true = 2.0 * torch.randn(9000, generator=generator, dtype=torch.float64)
     applied = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)[index]
     spoilt = true * applied - 1.7
@@ -67,9 +64,7 @@ def test_survival() -> None:
 
 @pytest.mark.parametrize("inputs", ["before", "after"])
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_labels_of_chains_are_conditioned_on_their_own_candidates(
-    tmp_path: Path, temperature: float, inputs: str
-) -> None:
+def test_labels_of_chains_are_conditioned_on_own_candidates(tmp_path: Path, temperature: float, inputs: str) -> None:
     """Every chain, read anew in one pass without any cache."""
     config = training_run(tmp_path, num_texts=2, mix=0.9)
     made = Trained.load(config)
@@ -181,8 +176,7 @@ def test_chains_are_of_texts_spread_over_the_rollouts(tmp_path: Path, monkeypatc
     monkeypatch.setattr(chains, "TEXTS_PER_SHARD", 3)
     config = training_run(tmp_path, num_texts=10)
     rows = chains.record(Trained.load(config), "train", Sampling())
-    assert rows["text"].unique().tolist() == [0, 3, 6, 9]
-    assert len(rows["text"]) == 4 * chains.STARTS * 20
+    assert (rows["text"].unique().tolist(), len(rows["text"])) == ([0, 3, 6, 9], 4 * chains.STARTS * 20)
     assert len(list((config.work / "chains" / "train-1").glob("*.safetensors"))) == 2
 
 

@@ -1,7 +1,5 @@
 """The published folder: ids that others can load, and a card that says what was measured, with which data."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -21,8 +19,7 @@ from support.training_files import evaluated, training_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig
 from hf_specdecpp.drafts.known import KINDS
 from hf_specdecpp.hub.publishing import make_card, opening, unhelped
 from hf_specdecpp.hub.repository import DRAFT_VOCAB
@@ -90,9 +87,7 @@ def test_only_ids_that_others_can_load(run: TrainingConfig, card: ModelCard) -> 
     }  # fmt: skip
 
 
-def test_a_local_copy_of_the_draft(
-    run: TrainingConfig, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_drafts(run: TrainingConfig, card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = AutoModelForCausalLM.from_pretrained(run.target)
     assert run.draft is not None
     draft: Any = AutoModelForCausalLM.from_pretrained(run.draft)
@@ -242,8 +237,7 @@ def test_the_guide_names_the_files_that_stages_leave(run: TrainingConfig, card: 
         r"^\| `(\w+)` \| .* \| (.*) \|$", guide.partition("## Stages")[2].partition("\n## ")[0], re.MULTILINE
     )
     named = {stage: re.findall(r"`([^`]+)`", cell) for stage, cell in rows}
-    assert list(named) == list(STAGES)
-    assert named.pop("card") == ["my-assistant/"]
+    assert (list(named), named.pop("card")) == (list(STAGES), ["my-assistant/"])
     of_others = {DRAFT_VOCAB, *(kind.stored.own.name for kind in KINDS if kind.stored.own is not None)}
     for stage, names in named.items():
         assert names, stage

@@ -1,25 +1,30 @@
 """Conditioned drafts are taught what they do in a round, and what was taught is what is stored."""
 
-from __future__ import annotations
-
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.distillation_files import check_that_training_helps, measured, prepare, report_of, states_of
-from support.models import VOCAB_SIZE, prompt, quiet_later_layers, random_fusion, tiny
+from support.models import VOCAB_SIZE, prompt, quiet_later_layers, random_fusion, random_layer, tiny
+from support.training_files import training_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import in_rounds, unrolled
 from hf_specdecpp.drafts.conditioned import Fusion
+from hf_specdecpp.drafts.eagle3.checkpoint import tensors_of
+from hf_specdecpp.drafts.eagle3.kind import flat_config
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains, target_states
-from hf_specdecpp.training import models
+from hf_specdecpp.training import configuration, models
+from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import least_squares, start
 from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.run import train
 
 
 @torch.no_grad()
@@ -45,8 +50,7 @@ def test_unrolled_is_what_a_round_does(family: str, attention: str) -> None:
     ids = prompt(15)
     states = states_of(target, drafter.fusion, ids)
     with torch.no_grad():
-        steps = list(unrolled(drafter, ids, states, 4))
-        mixed = in_rounds(drafter, ids, states, 3)
+        steps, mixed = list(unrolled(drafter, ids, states, 4)), in_rounds(drafter, ids, states, 3)
     for step, hidden in enumerate(steps, 1):
         for place in (step, 7, 14):
             assert torch.allclose(hidden[0, place], one_by_one(drafter, ids, states, place, step), atol=1e-5)
@@ -107,8 +111,7 @@ def test_training_that_does_not_help_leaves_the_fitted_fusion(tmp_path: Any, mon
 @pytest.mark.parametrize("rank", [None, 16])
 def test_the_fusion_begins_as_the_targets_own_input(rank: int | None) -> None:
     """A full map is the least-squares solution, but for the ridge; one with a rank is better than its mean."""
-    target = quiet_later_layers(tiny("llama"))
-    fusion = Fusion(32, 32, [1], rank).double()
+    target, fusion = quiet_later_layers(tiny("llama")), Fusion(32, 32, [1], rank).double()
     texts = [prompt(40, seed) for seed in range(40)]
     least_squares.fit(fusion, target, 2, texts)
     pairs = [inputs_and_wanted(target, ids) for ids in texts]
@@ -136,8 +139,7 @@ def test_chains_of_a_text_are_those_of_rounds() -> None:
     """What calibration records is what the draft does in a generation: chains at several places, read together."""
     target = quiet_later_layers(tiny("mistral"))
     assistant = SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=random_fusion(target))
-    drafter = assistant.ready_drafter()
-    ids = prompt(20)
+    drafter, ids = assistant.ready_drafter(), prompt(20)
     states = target_states(target, drafter, ids[0].tolist())
     assert drafter.fusion is not None
     assert states is not None
@@ -151,3 +153,86 @@ def test_chains_of_a_text_are_those_of_rounds() -> None:
         for step in range(4):
             expected = one_by_one(drafter, text, states, begin - 1 + step, step + 1)
             assert torch.allclose(drafted.hidden[chain, step], expected, atol=1e-5)
+
+
+# An acceptance head on an EAGLE-3 draft that others trained, which stays as it is. ------------------------------------
+
+
+STAGES = ["distill", "head", "calibrate", "eval", "card"]
+
+
+def published(folder: Path, target: Any) -> Path:
+    """A repository as others make them: one layer that guesses some tokens, of 40 of the target's."""
+    layer = random_layer(target, (0, 1), vocab=torch.arange(4, 44))
+    folder.mkdir()
+    save_file(tensors_of(layer), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(flat_config(layer.settings, [0, 1], target.config)))
+    return folder
+
+
+def begun(folder: Path, shorthand: bool) -> TrainingConfig:
+    """The settings of a run whose answers are there already."""
+    config: TrainingConfig = training_run(folder)
+    theirs = str(published(folder / "theirs", AutoModelForCausalLM.from_pretrained(config.target)))
+    config.layers, config.rollouts.data = None, ["prompts.jsonl"]
+    if shorthand:
+        config.draft = theirs
+    else:
+        config.draft, config.distill.enabled, config.distill.start_from = "eagle3", False, theirs
+    return config
+
+
+@pytest.mark.takes(4)
+@pytest.mark.parametrize("shorthand", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_head_on_a_frozen_draft(shorthand: bool, tmp_path: Path) -> None:
+    """Named by its repository alone, with the Hub id of that local copy; or in full, and not measured before."""
+    config, theirs = begun(tmp_path, shorthand), tmp_path / "theirs"
+    before = (theirs / "model.safetensors").read_bytes()
+    if shorthand:
+        config.draft_id, config.draft_revision = "org/theirs", "0123abc"
+    train(config, STAGES if shorthand else STAGES[1:])
+    if shorthand:
+        report = report_of(config)
+        assert 0.02 < report["before"]["all"]["acceptance"] < 0.9
+        assert "after" not in report
+    output = Path(config.output)
+    assert not list(output.glob("eagle3*"))
+    assert sorted(each.name for each in output.glob("*.safetensors")) == ["acceptance_head.safetensors"]
+    assert not list(config.work.glob("eagle3*")), "no copy of the weights"
+    assert (theirs / "model.safetensors").read_bytes() == before
+    made = json.loads((output / "config.json").read_text())
+    assert (made["draft_kind"], made["adapter"], made["eagle3"]) == ("eagle3", False, None)
+    named = ("org/theirs", "0123abc") if shorthand else ("theirs", None)
+    assert (made["draft_id"], made["draft_revision"]) == named, "its commit is stored with its name"
+    card = (output / "README.md").read_text()
+    assert ("EAGLE-3 org/theirs at 0123abc" if shorthand else "EAGLE-3 theirs") in card
+    assert f"draft: {named[0]}" in card, "the settings of the run, which others may repeat"
+    head = load_file(output / "acceptance_head.safetensors")
+    assert any(bool(tensor.any()) for name, tensor in head.items() if name.startswith("output"))
+    target = AutoModelForCausalLM.from_pretrained(config.target)
+    assistant = SpecDecPPAssistant.from_pretrained(output, target=target, draft=theirs)
+    assert assistant.head is not None
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    assistant.speculation.rule, assistant.speculation.threshold = "threshold", 0.9
+    text = target.generate(prompt(), assistant_model=assistant, **options)
+    assert torch.equal(text, target.generate(prompt(), **options))
+    assert assistant.stats.drafted > 0
+
+
+def test_nobody_looks_for_the_repository_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would be asked for at the Hub."""
+    asked: list[str] = []
+    monkeypatch.setattr(configuration, "ready_made", asked.append)
+    for draft in (None, "eagle3", "conditioned", "org/draft"):
+        TrainingConfig(draft=draft).find_ready_made()
+    assert asked == ["org/draft"]
+
+
+def test_a_draft_that_is_not_there_stays_untrained_in_vain(tmp_path: Path) -> None:
+    config = begun(tmp_path, shorthand=False)
+    config.distill.start_from = None
+    with pytest.raises(ValueError, match=r"distill.enabled=False: the layer has to be trained.*draft=REPO"):
+        train(config, STAGES)
+    config.distill.start_from = config.target
+    with pytest.raises(ValueError, match="not of an hf_specdecpp assistant"):
+        train(config, STAGES)

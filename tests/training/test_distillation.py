@@ -1,7 +1,5 @@
 """Distillation: the right loss, a better draft, an untouched target, and runs that can be killed."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,8 +86,7 @@ def test_loss_and_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, vocab_size: int | None, chunk: int
 ) -> None:
     monkeypatch.setattr("hf_specdecpp.training.distillation.students.CHUNK", chunk)
-    config = prepare(tmp_path, kind, draft_vocab_size=vocab_size)
-    answers = rows(5, seed=3)
+    config, answers = prepare(tmp_path, kind, draft_vocab_size=vocab_size), rows(5, seed=3)
     write_rollouts(config.work, rows(64, seed=1), answers)
     trainer = trainer_of(config, monkeypatch)
     drafter = trainer.model.drafter
@@ -143,15 +140,10 @@ def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: i
 # The stage -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes(3)
-@pytest.mark.every(3)
+@pytest.mark.every(3, takes=3)
 @pytest.mark.parametrize(
     ("kind", "family", "vocab_size", "gain"),
-    [
-        ("independent", "llama", None, 0.1),
-        ("early_exit", "llama", 40, 0.01),
-        ("early_exit", "gemma2", None, 0.01),
-    ],
+    [("independent", "llama", None, 0.1), ("early_exit", "llama", 40, 0.01), ("early_exit", "gemma2", None, 0.01)],
 )
 def test_draft_improves(tmp_path: Path, kind: str, family: str, vocab_size: int | None, gain: float) -> None:
     config = prepare(tmp_path, kind, family, draft_vocab_size=vocab_size)
@@ -161,8 +153,7 @@ def test_draft_improves(tmp_path: Path, kind: str, family: str, vocab_size: int 
     before, after = report["before"], report["after"]
     assert after["all"]["acceptance"] > before["all"]["acceptance"] + gain, report
     assert set(before) == set(after) == {"all", "code", "maths"}
-    assert max(report["shares"].values()) == after["all"]["acceptance"]
-    assert report["steps"] == TRAIN_STEPS
+    assert (max(report["shares"].values()), report["steps"]) == (after["all"]["acceptance"], TRAIN_STEPS)
     assert report["tokens"] == sum(len(row["input_ids"]) - PROMPT_LENGTH for row in rows(64, seed=1))
     assert files_of(config.target) == stored
     assert {tensor.dtype for tensor in adapter_of(config).values()} == {torch.float16}
@@ -201,8 +192,7 @@ class Adapted(torch.nn.Module):
 
 @pytest.mark.parametrize("best", distillation.SHARES)
 def test_the_best_share_of_the_update_is_kept(tmp_path: Path, best: float) -> None:
-    config = prepare(tmp_path, "independent")
-    model = Adapted()
+    config, model = prepare(tmp_path, "independent"), Adapted()
     trained = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def evaluate() -> dict[str, float]:
@@ -363,16 +353,12 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert report_of(config)[stage]["all"] == pytest.approx(report_of(whole)[stage]["all"], abs=1e-4)
 
 
-@pytest.mark.every(2)
-@pytest.mark.takes(2)
-@pytest.mark.parametrize(
-    ("kind", "files"),
-    [
-        ("conditioned", ["fusion.safetensors", "adapter/adapter_model.safetensors"]),
-        ("eagle3", ["eagle3.safetensors"]),
-        ("block", ["dflash.safetensors"]),
-    ],
-)
+@pytest.mark.every(2, takes=2)
+@pytest.mark.parametrize(("kind", "files"), [
+    ("conditioned", ["fusion.safetensors", "adapter/adapter_model.safetensors"]),
+    ("eagle3", ["eagle3.safetensors"]),
+    ("block", ["dflash.safetensors"]),
+])  # fmt: skip
 def test_killed_runs_of_drafts_that_read_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, files: list[str]
 ) -> None:

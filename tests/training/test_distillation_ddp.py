@@ -1,7 +1,5 @@
 """Several processes: what comes out is what one process with as many gradient accumulation steps gives."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -41,8 +39,7 @@ def test_two_processes(tmp_path: Path, kind: str) -> None:
     """Two gloo processes see batches 0, 2, ... and 1, 3, ... of the order in which one process takes two a step.
 
     Rounding differs (gradients are added in another order) and Adam divides by small numbers, so the weights, which
-    move by up to 0.02, may differ by 1e-3, a fifth of the learning rate; in float16 they resolve 2e-4 or less.
-    """
+    move by up to 0.02, may differ by 1e-3, a fifth of the learning rate; in float16 they resolve 2e-4 or less."""
     single = prepare(tmp_path / "single", kind, epochs=1, gradient_accumulation_steps=2)
     distillation.run(single)
     double = prepare(tmp_path / "double", kind, epochs=1)

@@ -1,32 +1,43 @@
 """Features, and the stage that fits the head on them: against generation's own path, resumed, killed, misled."""
 
-from __future__ import annotations
-
 import errno
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors import SafetensorError
-from support.models import VOCAB_SIZE
+from safetensors.torch import load_file, save_file
+from support.distillation_files import prepare, report_of
+from support.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
+from support.pretend_devices import DeviceTensor, on_device, pretend_devices
 from support.training_files import training_run
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
 
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.estimation.metrics import binary_kl
+from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts import answers
+from hf_specdecpp.texts.answers import load as load_answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import features, trainers
 from hf_specdecpp.training import head as head_fitting
-from hf_specdecpp.training.configuration import HeadConfig
-from hf_specdecpp.training.models import Trained, load_assistant, load_head, load_target
+from hf_specdecpp.training.chains import Recorder
+from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
+from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation.students import Student
+from hf_specdecpp.training.features import Examples
+from hf_specdecpp.training.models import Trained, answer_counts, load_assistant, load_head, load_target
 from hf_specdecpp.training.trainers import last_checkpoint, telling_of_full_disks
 
 
@@ -111,8 +122,7 @@ def top_five(logits: Tensor) -> Tensor:
 def test_a_head_may_be_for_some_of_the_texts(tmp_path: Path) -> None:
     config = training_run(tmp_path, temperatures=(1.0, 0.0), max_texts=3)
     _, train, heldout = head_fitting.load_data(config)
-    assert len(train) == 3
-    assert len(heldout) == len(answers.load(config.work, "heldout"))
+    assert (len(train), len(heldout)) == (3, len(answers.load(config.work, "heldout")))
     config.head.max_texts = None
     assert len(head_fitting.load_data(config)[1]) == len(answers.load(config.work, "train")) > 3
 
@@ -120,8 +130,7 @@ def test_a_head_may_be_for_some_of_the_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inputs", ["before", "after"])
 def test_a_head_is_fitted_and_written(tmp_path: Path, inputs: str) -> None:
     config = training_run(tmp_path, inputs=inputs, siblings=1, rejection_weight=1.0, epochs=8.0, learning_rate=1e-2)
-    metrics = head_fitting.run(config)
-    head = load_head(config.work / "head")
+    metrics, head = head_fitting.run(config), load_head(config.work / "head")
     assert head.inputs == inputs
     assert 0 < metrics["train_candidates"] <= 12 * 24
     assert metrics["binary_kl"] < 0.6
@@ -259,15 +268,12 @@ def test_half_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize(
-    "error",
-    [
-        SafetensorError("I/O error: No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),  # torch.save
-        OSError(errno.EIO, "Input/output error"),
-        OSError(errno.ENOSPC, "No space left on device"),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    SafetensorError("I/O error: No space left on device"),
+    RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),  # torch.save
+    OSError(errno.EIO, "Input/output error"),
+    OSError(errno.ENOSPC, "No space left on device"),
+])  # fmt: skip
 def test_full_disks_are_told_from_other_errors(
     tmp_path: Path, error: Exception, full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,3 +291,153 @@ def test_a_loss_that_is_not_a_number_stops_the_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"loss is (nan|inf).*learning_rate \(now 1e\+35\)"):
         head_fitting.run(config)
     assert not (config.work / "head" / "head.json").exists()
+
+
+# A run that goes on from what another one trained. --------------------------------------------------------------------
+
+
+def goes_on(config: TrainingConfig, first: TrainingConfig, **settings: Any) -> TrainingConfig:
+    """`config` of the first run's target, starting from what it trained."""
+    shutil.copytree(first.target, config.target, dirs_exist_ok=True)
+    config.distill.start_from = str(first.work)
+    for name, value in settings.items():
+        setattr(config.distill, name, value)
+    return config
+
+
+@pytest.mark.takes(4)
+@pytest.mark.parametrize("kind", [pytest.param("early_exit", marks=pytest.mark.slow), "conditioned"])
+def test_a_second_run_begins_where_the_first_ended(tmp_path: Path, kind: str) -> None:
+    first, second = (prepare(tmp_path / name, kind, epochs=2) for name in ("first", "second"))
+    distillation.run(first)
+    distillation.run(goes_on(second, first))
+    ended, begun = report_of(first)["after"]["all"], report_of(second)["before"]["all"]
+    assert begun["acceptance"] == pytest.approx(ended["acceptance"], abs=1e-4)
+    assert report_of(first)["before"]["all"]["acceptance"] < begun["acceptance"] - 0.01
+    assert report_of(second)["after"]["all"]["acceptance"] > begun["acceptance"]
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(
+    ("earlier", "kept"), [("covers more", True), ("covers less", False), ("of another size", False)]
+)
+def test_the_draft_vocabulary_that_covers_more_is_kept(tmp_path: Path, earlier: str, kept: bool) -> None:
+    """The earlier run may have seen more text than the one that goes on from it."""
+    first, second = (prepare(tmp_path / n, "early_exit", answers=16, epochs=1, draft_vocab_size=20) for n in "ab")
+    distillation.run(first)
+    if earlier == "of another size":
+        second.distill.draft_vocab_size = 24
+    else:
+        by_frequency = answer_counts(load_answers(first.work, "heldout"), VOCAB_SIZE).argsort(kind="stable")
+        ids = by_frequency[-20:] if earlier == "covers more" else by_frequency[:20]
+        save_file({"token_ids": torch.as_tensor(np.sort(ids))}, first.work / "draft_vocab.safetensors")
+    distillation.run(goes_on(second, first))
+    theirs, ours = (load_file(config.work / "draft_vocab.safetensors")["token_ids"] for config in (first, second))
+    assert torch.equal(theirs, ours) is kept
+    assert len(ours) == second.distill.draft_vocab_size
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    first = prepare(tmp_path / "first", "conditioned", epochs=1, answers=8)
+    distillation.run(first)
+    for name, settings, message in (
+        ("rank", {"rank": 3}, "Set layers and distill.rank as in that run"),
+        ("fusion", {"fusion_rank": 4}, "Set reads and distill.fusion_rank as in that run"),
+    ):
+        config = goes_on(prepare(tmp_path / name, "conditioned", answers=8), first, **settings)
+        with pytest.raises(ValueError, match=message):
+            distillation.run(config)
+    config = prepare(tmp_path / "nothing", "conditioned", answers=8)
+    config.distill.start_from = str(tmp_path / "missing")
+    with pytest.raises(ValueError, match="has no trained adapter"):
+        distillation.run(config)
+
+
+# What training computes of texts, on a pretended accelerator: the numbers of the host, on the right devices. ----------
+
+
+KINDS = ["independent", "early exit", "conditioned"]
+SAMPLINGS = [Sampling(0.0), Sampling(0.8, 20)]
+PROMPT_LENGTH = 5
+
+
+def made(kind: str, device: str | None = None) -> tuple[Any, SpecDecPPAssistant]:
+    """A target and an assistant, the same ones at each call."""
+    target = quiet_later_layers(tiny("llama"))
+    draft, fusion = partly_agreeing(target, 0.9), random_fusion(target).double()
+    if device:
+        on_device(target, device), on_device(draft, device), on_device(fusion, device)
+    if kind == "independent":
+        return target, SpecDecPPAssistant.from_draft(draft, target)
+    if kind == "early exit":
+        return target, SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(3, 46))
+    return target, SpecDecPPAssistant.from_conditioned(target, 2, fusion=fusion)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    return tensor.host if isinstance(tensor, DeviceTensor) else tensor
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize("inputs", ["before", "after"])
+def test_features_of_the_head(kind: str, sampling: Sampling, inputs: Any) -> None:
+    head = HeadConfig(inputs=inputs, siblings=3 if inputs == "before" else 1)
+
+    def features(device: str | None = None) -> dict[str, Tensor]:
+        target, assistant = made(kind, device)
+        drafter, generator = assistant.ready_drafter(), torch.Generator().manual_seed(0)
+        return Examples(head, drafter, target).of_text(prompt(14), PROMPT_LENGTH, sampling, generator)
+
+    expected = features()
+    with pretend_devices():
+        found = features("cuda:0")
+    for name, value in found.items():
+        assert str(value.device) == "cuda:0"
+        assert_close(on_host(value), expected[name])
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+def test_chains_for_the_calibration(kind: str, sampling: Sampling) -> None:
+    def chains(device: str | None = None) -> dict[str, Tensor]:
+        target, assistant = made(kind, device)
+        ids, generator = prompt(14)[0].tolist(), torch.Generator().manual_seed(0)
+        return Recorder(assistant, target, sampling, "before").of_text(ids, [6, 9], generator)
+
+    expected = chains()
+    with pretend_devices(), torch.no_grad():
+        found = chains("cuda:0")
+    for name, value in found.items():
+        assert not isinstance(value, DeviceTensor), "what is kept goes to the disk"
+        assert_close(value, expected[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_distillation_measures(kind: str) -> None:
+    """Gradients are left out: torch's engine asks the device for streams, which a pretended one does not have."""
+
+    def measured(device: str | None = None) -> Tensor:
+        target, assistant = made(kind, device)
+        drafter, ids = assistant.ready_drafter(), prompt(14)
+        torch.manual_seed(0)
+        modules = ["fusion"] if drafter.fusion is not None else None
+        lora = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, modules_to_save=modules)
+        student = Student(drafter.model, lora, drafter.draft_vocab, drafter.fusion, unroll=3)
+        if device:
+            ids = on_device(ids, device)
+        answers = torch.ones_like(ids[:, 1:], dtype=torch.bool)
+        with TargetStates(target, drafter.fusion) as caught:
+            logits, states = target(ids).logits[0, :-1], caught.take()
+        found: Tensor = student(ids, answers, lambda at: logits[at], states, measure=True)
+        return found
+
+    with torch.no_grad():
+        expected = measured()
+        with pretend_devices():
+            found = measured("cuda:0")
+    assert found.shape == (13, 3 if kind == "conditioned" else 1, 2)
+    assert str(found.device) == "cuda:0"
+    assert_close(on_host(found), expected)

@@ -1,7 +1,5 @@
 """An EAGLE-3 layer begins like the target's last layer: heads that attend to their own place carry what it lacks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

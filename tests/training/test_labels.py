@@ -1,19 +1,22 @@
 """Labels against the verifier that they predict: exact enumeration, no sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
+from support.models import VOCAB_SIZE, tiny
+from support.repos import WORDS, tokenizer
 from torch import Tensor
 from torch.testing import assert_close
 
 from hf_specdecpp.sampling.verification import acceptance
 from hf_specdecpp.texts.sampling import Sampling, point_mass
 from hf_specdecpp.training.features import analytic_label, draw_siblings, sibling_labels, weighted_bce
+from hf_specdecpp.training.models import always_kept, choose_vocab, covered_mass
 
 VOCAB = 4
 
@@ -125,8 +128,7 @@ def test_a_distribution_that_runs_out_of_tokens_says_so() -> None:
 
 def test_greedy_siblings_are_the_likeliest_tokens_and_accepted_if_the_target_takes_them() -> None:
     sampling = Sampling(temperature=0.0, top_k=2)  # no top-k in greedy decoding
-    p = sampling.p(torch.tensor([[0.0, 3.0, 1.0, 2.0]]))
-    q = sampling.q(torch.tensor([[5.0, 4.0, 3.0, 2.0]]))
+    p, q = sampling.p(torch.tensor([[0.0, 3.0, 1.0, 2.0]])), sampling.q(torch.tensor([[5.0, 4.0, 3.0, 2.0]]))
     assert p.tolist() == [[0.0, 1.0, 0.0, 0.0]]
     assert bool((q > 0).all())
     drawn = draw_siblings(q, 3, greedy=True)
@@ -137,8 +139,7 @@ def test_greedy_siblings_are_the_likeliest_tokens_and_accepted_if_the_target_tak
     ]
     assert_close(each[1], point_mass(torch.tensor([1]), q))
     label, reach = sibling_labels(p, each, drawn.tokens)
-    assert label.tolist() == [[0.0, 1.0, 0.0]]
-    assert reach.tolist() == [[1.0, 1.0, 0.0]]
+    assert (label.tolist(), reach.tolist()) == ([[0.0, 1.0, 0.0]], [[1.0, 1.0, 0.0]])
 
 
 def test_temperature_and_top_k_come_in_the_order_of_generate() -> None:
@@ -151,3 +152,62 @@ def test_weighted_bce_takes_weights_and_can_be_empty() -> None:
     first = weighted_bce(z, label, 6.0, torch.tensor([True, False]))
     assert_close(first, weighted_bce(z[:1], label[:1], 6.0, torch.tensor([0.5])))
     assert float(weighted_bce(z, label, 6.0, torch.zeros(2))) == 0.0
+
+
+# The draft vocabulary: the tokens that the target writes most, and those that end its texts. --------------------------
+
+
+TEMPLATE = "{% for m in messages %}<start>{{ m.content }}<stop>{% endfor %}"
+
+
+def answers(*texts: list[int], prompt: int = 2) -> Dataset:
+    """Answers after a prompt of 40s, which must not count."""
+    return Dataset.from_list([{"input_ids": [40] * prompt + text, "prompt_length": prompt} for text in texts])
+
+
+def test_most_frequent() -> None:
+    written = answers([7, 7, 7, 3], [5, 5, 3, 9])
+    chosen = choose_vocab(written, 4, always=[30], num_ids=VOCAB_SIZE)
+    assert chosen.tolist() == [3, 5, 7, 30], "ascending, with what is always kept; 9 is rarer"
+    assert covered_mass(chosen, written) == 7 / 8
+    assert covered_mass(chosen, answers([9, 41, 7, 7])) == 1 / 2, "also on tokens that were not counted"
+
+
+def test_equally_frequent_go_by_id() -> None:
+    assert choose_vocab(answers([9, 8, 7, 6]), 3, always=[1], num_ids=VOCAB_SIZE).tolist() == [1, 6, 7]
+
+
+def test_few_texts_are_filled_up_with_low_ids() -> None:
+    """Tokenizers number their tokens by frequency: better than leaving places empty."""
+    assert choose_vocab(answers([19, 18, 19]), 6, always=[1], num_ids=VOCAB_SIZE).tolist() == [0, 1, 2, 3, 18, 19]
+
+
+def test_places_that_are_left_go_to_the_prompts() -> None:
+    prompts = [[11, 12, 12], [12, 13, 13, 8]]
+    assert choose_vocab(answers([9, 8, 9]), 5, [1], VOCAB_SIZE, prompts).tolist() == [1, 8, 9, 12, 13]
+    assert choose_vocab(answers([9, 8, 9]), 2, [1], VOCAB_SIZE, prompts).tolist() == [1, 9], "answers come first"
+
+
+def test_ids_that_the_draft_lacks() -> None:
+    chosen = choose_vocab(answers([60, 60, 60, 5, 6, 6]), 3, always=[1, 61], num_ids=VOCAB_SIZE)
+    assert chosen.tolist() == [1, 5, 6]
+
+
+@pytest.mark.parametrize("size", [1, 2, VOCAB_SIZE, -1])
+def test_size_that_makes_no_sense(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"draft_vocab_size={size} must be over 2 .* and under {VOCAB_SIZE}"):
+        choose_vocab(answers([5, 6]), size, always=[1, 2], num_ids=VOCAB_SIZE)
+
+
+def test_ends_of_texts_are_kept(tmp_path: Path) -> None:
+    target = tiny("llama", eos_token_id=3)
+    target.generation_config.eos_token_id = [3, 4]
+    assert always_kept(target) == [3, 4]
+    words = tokenizer([*WORDS[:-4], "x", "<start>", "<stop>", "<other>"])
+    words.add_special_tokens({"additional_special_tokens": ["<start>", "<stop>", "<other>"]})
+    words.eos_token = "w5"  # noqa: S105
+    words.chat_template = TEMPLATE
+    words.save_pretrained(tmp_path)
+    target.config._name_or_path = str(tmp_path)
+    start = VOCAB_SIZE - 3
+    assert always_kept(target) == [3, 4, 5, start, start + 1], "the chat's own tokens, but not every special one"

@@ -1,10 +1,7 @@
 """The target's answers: right ones, each once, and nothing on disk that is half of something."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 from support.models import VOCAB_SIZE, tiny
 from support.repos import WORDS, save_model
+from support.watchers import heard
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicLayer
 
@@ -47,8 +45,7 @@ def test_greedy_rows_are_those_of_generate(config: TrainingConfig) -> None:
         # One by one, without padding.
         prompt = [WORDS.index(word) for word in PROMPTS[int(row["prompt_id"][1:])].split()]
         assert row["input_ids"] == greedy(config.target, prompt), row["prompt_id"]
-        assert row["prompt_length"] == len(prompt)
-        assert row["finished"] == (row["input_ids"][-1] == EOS)
+        assert (row["prompt_length"], row["finished"]) == (len(prompt), row["input_ids"][-1] == EOS)
         assert EOS not in row["input_ids"][len(prompt) : -1]
         assert (row["source"], row["sample"], row["temperature"]) == ("words", 0, 0.0)
     ended = sum(row["finished"] for row in rows)
@@ -221,9 +218,7 @@ def tested(config: TrainingConfig, tmp_path: Path) -> TrainingConfig:
 
 
 @pytest.mark.parametrize("limit", [None, 1])
-def test_nothing_is_trained_on_test_sets(
-    tested: TrainingConfig, limit: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_training_on_test_sets(tested: TrainingConfig, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
     monkeypatch.setattr("hf_specdecpp.texts.prompts.logger.warning", warned.append)
     tested.evaluation.max_prompts = limit
@@ -272,9 +267,7 @@ def test_a_test_set_without_answers(tested: TrainingConfig) -> None:
 
 
 @pytest.mark.parametrize("moment", ["answering", "writing"])
-def test_a_killed_run_goes_on(
-    config: TrainingConfig, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run(config: TrainingConfig, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in the middle of the third shard: while the target answers, or with half a file written."""
     config.rollouts.temperatures = [1.0]
     rollouts.run(config)
@@ -307,8 +300,7 @@ def test_a_killed_run_goes_on(
     before = {name: (config.work / "rollouts" / name).stat().st_mtime_ns for name in shards}
     answered, config.layers = count_answers(monkeypatch), 1
     train(config, ["rollouts"])
-    assert rows_of(config) == expected
-    assert files(config) == names
+    assert (rows_of(config), files(config)) == (expected, names)
     assert {name: (config.work / "rollouts" / name).stat().st_mtime_ns for name in shards} == before
     assert sum(answered) == NUM_PROMPTS - 2 * config.rollouts.shard_size
 
@@ -316,13 +308,8 @@ def test_a_killed_run_goes_on(
 def count_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Prompts of each shard that the local target is asked from now on."""
     asked: list[int] = []
-    answer = LocalTarget.__call__
 
-    def counting(self: LocalTarget, items: Any, temperature: float, seed: int, done: Set[int]) -> Any:
-        asked.append(len(items) - len(done))
-        return answer(self, items, temperature, seed, done)
-
-    monkeypatch.setattr(LocalTarget, "__call__", counting)
+    heard(monkeypatch, LocalTarget, "__call__", lambda _, items, *given: asked.append(len(items) - len(given[-1])))
     return asked
 
 
@@ -351,8 +338,7 @@ def test_an_interrupted_run_keeps_its_answers(
             rollouts.run(config)
         assert files(config) == ["rollouts.json", f"train/unfinished-shard-0-{temperature:g}-00000.json"]
     rollouts.run(config)
-    assert rows_of(config) == expected
-    assert files(config) == names
+    assert (rows_of(config), files(config)) == (expected, names)
     assert len(answered) < NUM_PROMPTS + 2 + 2 * config.rollouts.batch_size, "what was answered is not asked again"
 
 
@@ -365,27 +351,22 @@ def test_a_complete_run_is_not_repeated(config: TrainingConfig, monkeypatch: pyt
 
 def test_damaged_shards_are_made_again(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts.run(config)
-    expected = rows_of(config)
-    folder = config.work / "rollouts"
+    expected, folder = rows_of(config), config.work / "rollouts"
     record = json.loads((folder / "rollouts.json").read_text())
     (folder / "rollouts.json").write_text(json.dumps({**record, "complete": False}))
     shard = folder / "train" / "shard-0-0-00001.parquet"
     shard.write_bytes(shard.read_bytes()[:200])
     asked = count_answers(monkeypatch)
     rollouts.run(config)
-    assert asked == [4]
-    assert rows_of(config) == expected
+    assert (asked, rows_of(config)) == ([4], expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"temperatures": [0.5]}, r"other settings: temperatures was \[0\.0\] and is now \[0\.5\]\. Go on with the"),
-        ({"top_k": 7}, "top_k was 50 and is now 7"),
-        ({"shard_size": 5, "max_new_tokens": 3}, "max_new_tokens was 12 and is now 3; shard_size was 4 and is now 5"),
-        ({"server": "http://localhost:1"}, "answered_by was 'local' and is now 'server'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"temperatures": [0.5]}, r"other settings: temperatures was \[0\.0\] and is now \[0\.5\]\. Go on with the"),
+    ({"top_k": 7}, "top_k was 50 and is now 7"),
+    ({"shard_size": 5, "max_new_tokens": 3}, "max_new_tokens was 12 and is now 3; shard_size was 4 and is now 5"),
+    ({"server": "http://localhost:1"}, "answered_by was 'local' and is now 'server'"),
+])  # fmt: skip
 def test_other_settings_are_refused(config: TrainingConfig, change: dict[str, Any], message: str) -> None:
     rollouts.run(config)
     names = files(config)

@@ -1,7 +1,5 @@
 """Answers from OpenAI-compatible servers, and every failure."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -78,8 +76,7 @@ def test_rows_are_those_of_the_local_target(tmp_path: Path, target: str, failure
         rollouts.run(config)
         requests = server.requests
         assert not server.failures
-    assert rows_of(config) == expected
-    assert len(requests) == NUM_PROMPTS + len(failures)
+    assert (rows_of(config), len(requests)) == (expected, NUM_PROMPTS + len(failures))
     assert {path for path, _, _ in requests} == {"/v1/completions"}
     _, body, key = requests[-1]
     assert (body["model"], body["max_tokens"], key) == (target, 12, None)
@@ -100,8 +97,7 @@ def test_what_is_asked_for(tmp_path: Path, target: str, monkeypatch: pytest.Monk
 
 
 def test_requests_are_in_flight_together(tmp_path: Path, target: str) -> None:
-    meeting = threading.Barrier(4, timeout=20)
-    answer = Model(target)
+    meeting, answer = threading.Barrier(4, timeout=20), Model(target)
 
     def reply(path: str, body: dict[str, Any]) -> Reply:
         meeting.wait()
@@ -142,22 +138,13 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path, target: str) -> None:
     assert len(rows_of(config)) == NUM_PROMPTS
 
 
-@pytest.mark.parametrize(
-    ("answer", "error", "message"),
-    [
-        (
-            lambda path, body: (404, {"error": "no such model"}),
-            ValueError,
-            "refused a request.*no such model",
-        ),
-        (lambda path, body: (401, {"error": "who?"}), ValueError, "asks for an API key.*who.*OPENAI_API_KEY"),
-        (lambda path, body: (200, {"choices": []}), ValueError, "which is not what OpenAI's API answers"),
-        (lambda path, body: (200, {"hello": "world"}), ValueError, "answered {'hello': 'world'}, which is not"),
-    ],
-)
-def test_servers_that_cannot_be_used(
-    tmp_path: Path, target: str, answer: Answer, error: type[Exception], message: str
-) -> None:
+@pytest.mark.parametrize(("answer", "error", "message"), [
+    (lambda path, body: (404, {"error": "no such model"}), ValueError, "refused a request.*no such model"),
+    (lambda path, body: (401, {"error": "who?"}), ValueError, "asks for an API key.*who.*OPENAI_API_KEY"),
+    (lambda path, body: (200, {"choices": []}), ValueError, "which is not what OpenAI's API answers"),
+    (lambda path, body: (200, {"hello": "world"}), ValueError, "answered {'hello': 'world'}, which is not"),
+])  # fmt: skip
+def test_unusable_servers(tmp_path: Path, target: str, answer: Answer, error: type[Exception], message: str) -> None:
     config = small_run(tmp_path, target)
     with serving(answer) as server:
         config.rollouts.server = server.url
@@ -183,8 +170,7 @@ def test_a_server_must_be_a_url(tmp_path: Path, target: str) -> None:
 
 
 def test_answers_cut_inside_a_character(tmp_path: Path, target: str) -> None:
-    cut = {"choices": [{"text": "w5 w6\ufffd", "finish_reason": "length"}]}
-    config = small_run(tmp_path, target)
+    cut, config = {"choices": [{"text": "w5 w6\ufffd", "finish_reason": "length"}]}, small_run(tmp_path, target)
     with serving(lambda path, body: (200, cut)) as server:
         config.rollouts.server = server.url
         rollouts.run(config)

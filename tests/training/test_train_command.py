@@ -1,7 +1,5 @@
 """`specdecpp train` from prompts to a repository, on a tiny model, through the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -139,24 +137,21 @@ def test_two_processes(tmp_path: Path, arguments: list[str]) -> None:
     assert greedy(target, assistant) == greedy(target)
 
 
-@pytest.mark.parametrize(
-    ("extra", "says"),
-    [
-        (["--stage", "cook"], "Unknown stage 'cook'"),
-        (["--stage", "card"], "run the stages"),
-        (["--layers", "x"], "must be a number such as 4"),
-        (["--data", "/nowhere.jsonl"], "nowhere.jsonl"),
-        (["--layers", "50"], "layers=50 must be a number from 1 to"),
-        (["--target", "/nowhere"], "'/nowhere' cannot be loaded: it must be a folder or a Hub id"),
-        (["--draft", "/nowhere"], "'/nowhere' cannot be loaded"),
-        (["--draft", "OTHER"], "different tokenizers"),
-        (["--target", ""], "Pass --target"),
-        ("rollout: 1", "Unknown setting rollout"),
-        ("head: {rnk: 1}", "head.rnk"),
-        ("[1", "not valid YAML"),
-        ("3", "int"),
-    ],
-)
+@pytest.mark.parametrize(("extra", "says"), [
+    (["--stage", "cook"], "Unknown stage 'cook'"),
+    (["--stage", "card"], "run the stages"),
+    (["--layers", "x"], "must be a number such as 4"),
+    (["--data", "/nowhere.jsonl"], "nowhere.jsonl"),
+    (["--layers", "50"], "layers=50 must be a number from 1 to"),
+    (["--target", "/nowhere"], "'/nowhere' cannot be loaded: it must be a folder or a Hub id"),
+    (["--draft", "/nowhere"], "'/nowhere' cannot be loaded"),
+    (["--draft", "OTHER"], "different tokenizers"),
+    (["--target", ""], "Pass --target"),
+    ("rollout: 1", "Unknown setting rollout"),
+    ("head: {rnk: 1}", "head.rnk"),
+    ("[1", "not valid YAML"),
+    ("3", "int"),
+])  # fmt: skip
 def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], extra: list[str] | str, says: str) -> None:
     """In arguments or in the file of settings; models are checked before the rollouts."""
     if isinstance(extra, str):

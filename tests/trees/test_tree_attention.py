@@ -1,13 +1,13 @@
 """Masks and positions of a tree, what happens when they are wrong, and what `check_tree` refuses."""
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.models import prompt
+import torch.nn.functional as F
+from support.models import prompt, tiny
 from support.pretend_graph import PretendGraph
 from support.token_trees import LEVELS, PARENTS, gap, one_by_one, path_to, prefill, read_tree, tokens_for
 from support.zoo import WINDOW, tiny_of
@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
+from hf_specdecpp.captured.rooms import RoomCache, num_room_layers
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees import attention as support
-from hf_specdecpp.trees.attention import check_tree, tree_error, tree_inputs
+from hf_specdecpp.trees.attention import Prompt, check_tree, inputs_in_place, tree_error, tree_inputs
 from hf_specdecpp.trees.tree import relations
 
 PREFIX = 2 * WINDOW
@@ -42,8 +44,7 @@ def test_a_window_is_measured_by_place() -> None:
     ancestors, depths = relations([-1, 0, 0])
     inputs = tree_inputs(model, filled(model, 20), ancestors, depths, num_prefix=20)
     # The layer shows its last 11 rows of text, which are places 9 to 19, then the nodes.
-    text = [[1] * 11, [0] + [1] * 10, [0] + [1] * 10]
-    nodes = [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    text, nodes = [[1] * 11, [0] + [1] * 10, [0] + [1] * 10], [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     expected = torch.tensor([a + b for a, b in zip(text, nodes, strict=True)], dtype=torch.bool)
     assert torch.equal(inputs["attention_mask"], expected[None, None])
     assert inputs["position_ids"].tolist() == [[20, 21, 21]]
@@ -68,8 +69,7 @@ def test_eager_attention_gets_an_additive_mask(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_levels_do_not_push_the_text_out_of_the_window(family: str) -> None:
     """More nodes of earlier levels than the window has places: each node still sees its window."""
-    model = tiny_of(family)
-    parents = [-1] + [0] * WINDOW + list(range(1, WINDOW + 1)) + [WINDOW + 1]
+    model, parents = tiny_of(family), [-1] + [0] * WINDOW + list(range(1, WINDOW + 1)) + [WINDOW + 1]
     depth = relations(parents)[1].tolist()
     levels = [[i for i, d in enumerate(depth) if d == level] for level in range(4)]
     text, _ = tokens_for(model, PREFIX)
@@ -152,16 +152,13 @@ def bool_mask(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize(
-    ("mutant", "attention"),
-    [
-        (causal_over_rows, "sdpa"),
-        (causal_over_rows, "eager"),
-        (flat_positions, "sdpa"),
-        (flat_positions, "eager"),
-        (bool_mask, "eager"),
-    ],
-)
+@pytest.mark.parametrize(("mutant", "attention"), [
+    (causal_over_rows, "sdpa"),
+    (causal_over_rows, "eager"),
+    (flat_positions, "sdpa"),
+    (flat_positions, "eager"),
+    (bool_mask, "eager"),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_wrong_inputs_are_noticed(monkeypatch: Any, mutant: Any, attention: str, dtype: torch.dtype) -> None:
     """By the comparison that the tests of families make, and by the one that `check_tree` makes on a user's model."""
@@ -199,24 +196,21 @@ def test_a_window_measured_by_row_is_noticed(monkeypatch: Any) -> None:
 # What `check_tree` refuses.
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides", "reason"),
-    [
-        ("bloom", {}, "ALiBi"),
-        ("mpt", {}, "ALiBi"),
-        ("falcon", {"alibi": True}, "ALiBi"),
-        ("mamba", {}, "takes no position_ids"),
-        ("rwkv", {}, "does not use a key-value cache"),
-        ("qwen3_next", {}, "layers of type linear_attention"),
-        ("lfm2", {}, "layers of type conv"),
-        ("deepseek_v32", {}, "tokens that an indexer chooses"),
-        ("bart", {}, "takes no position_ids"),
-        ("gpt_neo", {}, "local attention"),
-        ("llama4_text", {}, "attn_temperature_tuning"),
-        ("minimax_m3_vl_text", {}, "index_topk_blocks"),
-        ("moshi", {}, "in its cache but not in its mask"),
-    ],
-)
+@pytest.mark.parametrize(("family", "overrides", "reason"), [
+    ("bloom", {}, "ALiBi"),
+    ("mpt", {}, "ALiBi"),
+    ("falcon", {"alibi": True}, "ALiBi"),
+    ("mamba", {}, "takes no position_ids"),
+    ("rwkv", {}, "does not use a key-value cache"),
+    ("qwen3_next", {}, "layers of type linear_attention"),
+    ("lfm2", {}, "layers of type conv"),
+    ("deepseek_v32", {}, "tokens that an indexer chooses"),
+    ("bart", {}, "takes no position_ids"),
+    ("gpt_neo", {}, "local attention"),
+    ("llama4_text", {}, "attn_temperature_tuning"),
+    ("minimax_m3_vl_text", {}, "index_topk_blocks"),
+    ("moshi", {}, "in its cache but not in its mask"),
+])  # fmt: skip
 def test_what_cannot_work_is_refused_with_the_reason(family: str, overrides: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         check_tree(tiny_of(family, **overrides))
@@ -299,3 +293,86 @@ def test_relations() -> None:
         assert ancestors[node].nonzero().flatten().tolist() == path_to(node)
         assert depths[node] == len(path_to(node)) - 1
     assert isinstance(ancestors, Tensor)
+
+
+# Masks and positions for a cache of fixed size: passes are those over a cache that grows, whatever is hidden in it. ---
+
+
+ROOM = 48
+TREE = [-1, 0, 0, 1, 3]  # parents
+MODELS: dict[str, Callable[[], CausalLM]] = {
+    "full": lambda: tiny("llama"), "windows and full": lambda: tiny("gemma3_text"), "windows": lambda: tiny("mistral"),
+    "chunks": lambda: tiny_of("llama4_text"), "positions of its own": lambda: tiny("gpt2"),
+}  # fmt: skip
+
+
+def passes(
+    model: CausalLM, length: int, padding: int, change: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given
+) -> tuple[Tensor, Tensor]:
+    """Logits of a tree after a text with padding before it, in place and over a cache that grows."""
+    text = F.pad(prompt(length), (padding, 0))
+    mask = F.pad(torch.ones(1, length, dtype=torch.long), (padding, 0))
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    tokens, (ancestors, depths) = torch.tensor([[1, 2, 3, 4, 5]]), relations(TREE)
+    cache, total = DynamicCache(config=model.config), length + padding
+    model(text, past_key_values=cache, attention_mask=mask, position_ids=positions)
+    cache.activate_past_recording()
+    room = RoomCache(num_room_layers(model.config) or 0, ROOM, torch.device("cpu"))
+    room.read(cache, total)
+    position = positions[..., -1] + 1
+    growing = tree_inputs(model, cache, ancestors, depths, total, mask[0].bool(), position)
+    shown = torch.ones((1, ROOM), dtype=torch.bool)
+    shown[0, :total] = mask[0].bool()
+    known: dict[str, Any] = {"ancestors": F.pad(ancestors, (0, 3)), "depths": F.pad(depths, (0, 3)), "places": depths}
+    known |= {"num_prefix": torch.tensor([total]), "prompt": Prompt(shown, position[:, None] - total)}
+    fixed = inputs_in_place(model, ROOM, **change(known))
+    assert fixed["position_ids"].shape == growing["position_ids"].shape
+    expected = model(tokens, past_key_values=cache, **growing).logits
+    room.begin_pass(tokens.shape[1])
+    return model(tokens, past_key_values=room, **fixed).logits, expected
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("length", [4, 26])  # within the windows of 8 and 12, and beyond
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_passes_in_place(name: str, length: int, padding: int) -> None:
+    torch.testing.assert_close(*passes(MODELS[name](), length, padding))
+
+
+@torch.no_grad()
+def test_additive_masks() -> None:
+    """Of eager attention, whose softmax is float32."""
+    model = tiny("gemma3_text", attn_implementation="eager")
+    torch.testing.assert_close(*passes(model, 26, 0), rtol=1e-4, atol=1e-5)
+
+
+ALL_SHOWN = torch.ones((1, ROOM), dtype=torch.bool)
+MUTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "shows padding": lambda given: {"prompt": Prompt(ALL_SHOWN, given["prompt"].offset)},
+    "rows as positions": lambda given: {"prompt": Prompt(given["prompt"].shown, torch.zeros(1, 1, dtype=torch.long))},
+    "sees siblings": lambda given: {"ancestors": given["ancestors"].cummax(dim=1).values},
+    "stands in rows": lambda _: {"depths": torch.arange(8), "places": torch.arange(5)},
+    "one row short": lambda given: {"num_prefix": given["num_prefix"] - 1},
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+@torch.no_grad()
+def test_inputs_that_are_wrong_are_noticed(mutant: str) -> None:
+    found, expected = passes(tiny("gpt2"), 6, 3, lambda given: given | MUTANTS[mutant](given))
+    assert not torch.allclose(found, expected, atol=1e-3)
+
+
+@torch.no_grad()
+def test_chunks_do_not_count_padding() -> None:
+    """Their borders would lie elsewhere."""
+    model = MODELS["chunks"]()
+
+    def counts(given: dict[str, Any]) -> dict[str, Any]:
+        shown = given["prompt"].shown.clone()
+        shown[0] = True  # as if padding began after it
+        return given | {"prompt": Prompt(shown, given["prompt"].offset)}
+
+    found, expected = passes(model, 26, 3, counts)
+    assert not torch.allclose(found, expected, atol=1e-6)

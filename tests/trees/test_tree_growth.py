@@ -1,7 +1,5 @@
 """Growing trees, their shapes, estimates and drawings; no models."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Callable
@@ -24,27 +22,14 @@ from hf_specdecpp.sampling.randomness import (
     TorchRandomness,
     TreeRandomness,
 )
-from hf_specdecpp.trees.algorithms import (
-    Shape,
-    ThresholdSchedule,
-    best_shape,
-    from_expansions,
-    from_nodes,
-    grow_by_level,
-    grow_exactly,
-    grow_shape,
-    size,
-)
+from hf_specdecpp.trees import algorithms
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.slots import Growth, SiblingDistribution, SoftmaxBuffer, _entropies
 from hf_specdecpp.trees.tree import DraftTree, Lineage, relations
 
 
 def growth(
-    expand: RandomDraft,
-    depth: int = 12,
-    randomness: TreeRandomness | None = None,
-    estimator: Estimator | None = None,
+    expand: RandomDraft, depth: int = 12, randomness: TreeRandomness | None = None, estimator: Estimator | None = None
 ) -> Growth:
     return Growth(expand, estimator or DraftProbability(), randomness, root=0, max_depth=depth)
 
@@ -56,11 +41,9 @@ def growth(
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [2, 16, 64, 256, 1024])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_budget_is_used_up_and_a_level_costs_a_pass(
-    kind: str, budget: int, randomness: TreeRandomness | None
-) -> None:
+def test_the_budget_is_used_up_a_pass_for_each_level(kind: str, budget: int, randomness: TreeRandomness | None) -> None:
     tree_growth = growth(RandomDraft(kind, seed=budget), randomness=randomness)
-    grow_by_level(tree_growth, budget, ThresholdSchedule())
+    algorithms.grow_by_level(tree_growth, budget, algorithms.ThresholdSchedule())
     tree = tree_growth.tree
     assert len(tree) == budget
     assert tree.passes == tree.depth <= 12
@@ -88,7 +71,7 @@ def _ancestors(tree: DraftTree, node: int) -> list[int]:
 def test_algorithm_1_draws_at_the_best_slot(randomness: TreeRandomness | None) -> None:
     torch.manual_seed(0)
     tree_growth = growth(RandomDraft("mixed", seed=0), randomness=randomness)
-    grow_exactly(tree_growth, 64)
+    algorithms.grow_exactly(tree_growth, 64)
     tree = tree_growth.tree
     worth = tree.values[1:] if randomness else chances(tree)
     assert worth == sorted(worth, reverse=True)
@@ -101,14 +84,16 @@ def chances(tree: DraftTree) -> list[float]:
     return [v * a for v, a in zip(tree.values[1:], tree.estimates[1:], strict=True)]
 
 
-@pytest.mark.parametrize("grow", [lambda g, pace: grow_exactly(g, 32), lambda g, pace: grow_by_level(g, 32, pace)])
-def test_greedy_slots_compete_with_what_their_candidate_is_worth(
-    grow: Callable[[Growth, ThresholdSchedule], None],
+@pytest.mark.parametrize(
+    "grow", [lambda g, pace: algorithms.grow_exactly(g, 32), lambda g, pace: algorithms.grow_by_level(g, 32, pace)]
+)
+def test_greedy_slots_compete_with_their_candidates_worth(
+    grow: Callable[[Growth, algorithms.ThresholdSchedule], None],
 ) -> None:
     """The paper's order, by v alone, takes tokens that it knows to be unlikely."""
     expected = []
     for papers_order in (True, False):
-        pace, found = ThresholdSchedule(), []
+        pace, found = algorithms.ThresholdSchedule(), []
         for seed in range(20):
             tree_growth = growth(RandomDraft("mixed", seed))
             tree_growth.greedy = not papers_order
@@ -126,11 +111,13 @@ def test_level_by_level_is_nearly_as_good(kind: str, budget: int, randomness: Tr
     """In expected accepted candidates, with a draft pass a level in the place of one a node."""
     means = []
     for exact in (True, False):
-        pace, accepted = ThresholdSchedule(), []
+        pace, accepted = algorithms.ThresholdSchedule(), []
         for seed in range(20):
             torch.manual_seed(seed)
             tree_growth = growth(RandomDraft(kind, seed), randomness=randomness)
-            grow_exactly(tree_growth, budget) if exact else grow_by_level(tree_growth, budget, pace)
+            algorithms.grow_exactly(tree_growth, budget) if exact else algorithms.grow_by_level(
+                tree_growth, budget, pace
+            )
             accepted.append(sum(chances(tree_growth.tree)))
         means.append(statistics.mean(accepted))
     assert means[1] > 0.95 * means[0]
@@ -139,13 +126,16 @@ def test_level_by_level_is_nearly_as_good(kind: str, budget: int, randomness: Tr
 def test_a_fixed_threshold_leaves_the_budget_unused() -> None:
     """The paper's form, which is what `tree_threshold` asks for."""
     tree_growth = growth(RandomDraft("unsure", seed=0), randomness=TorchRandomness())
-    grow_by_level(tree_growth, 256, ThresholdSchedule(), threshold=0.5)
+    algorithms.grow_by_level(tree_growth, 256, algorithms.ThresholdSchedule(), threshold=0.5)
     assert len(tree_growth.tree) < 256
     assert min(tree_growth.tree.values) >= 0.5
 
 
 def test_depth_and_ends_of_sequences() -> None:
-    for grow in (lambda g: grow_by_level(g, 40, ThresholdSchedule()), lambda g: grow_exactly(g, 40)):
+    for grow in (
+        lambda g: algorithms.grow_by_level(g, 40, algorithms.ThresholdSchedule()),
+        lambda g: algorithms.grow_exactly(g, 40),
+    ):
         draft = RandomDraft("sharp", seed=0)
         eos = int(draft.at(()).argmax())
         tree_growth = Growth(draft, DraftProbability(), None, 0, 3, {eos})
@@ -154,7 +144,7 @@ def test_depth_and_ends_of_sequences() -> None:
         assert tree.depth <= 3
         assert not tree.children[tree.tokens.index(eos, 1)]
     nothing = growth(draft, depth=0)
-    grow_by_level(nothing, 8, ThresholdSchedule())
+    algorithms.grow_by_level(nothing, 8, algorithms.ThresholdSchedule())
     assert len(nothing.tree) == nothing.tree.passes == 0
 
 
@@ -165,7 +155,7 @@ def test_a_shape_larger_than_the_support(support: list[int], randomness: TreeRan
     row = torch.full((VOCAB,), float("-inf")).index_fill(0, torch.tensor(support, dtype=torch.long), 0.0)
     draft.at = lambda path: row  # type: ignore[method-assign]
     tree_growth = growth(draft, randomness=randomness)
-    grow_shape(tree_growth, from_expansions([3, 3]))
+    algorithms.grow_shape(tree_growth, algorithms.from_expansions([3, 3]))
     assert sorted(tree_growth.tree.tokens[1:]) == sorted(3 * support)
 
 
@@ -173,27 +163,27 @@ def test_a_shape_larger_than_the_support(support: list[int], randomness: TreeRan
 
 
 def test_shapes() -> None:
-    shape = from_expansions([2, 1, 2])
-    assert size(shape) == 2 + 2 + 4
+    shape = algorithms.from_expansions([2, 1, 2])
+    assert algorithms.size(shape) == 2 + 2 + 4
     nodes = [[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [1, 0, 1]]
-    assert from_nodes(nodes) == shape
+    assert algorithms.from_nodes(nodes) == shape
     tree_growth = growth(RandomDraft("mixed", seed=0), randomness=TorchRandomness())
-    grow_shape(tree_growth, shape)
+    algorithms.grow_shape(tree_growth, shape)
     assert [len(children) for children in tree_growth.tree.children] == [2, 1, 1, 2, 2, 0, 0, 0, 0]
     assert tree_growth.tree.passes == 3
     with pytest.raises(ValueError, match=r"node \[1\] without its parent or the sibling"):
-        from_nodes([[1]])
+        algorithms.from_nodes([[1]])
     with pytest.raises(ValueError, match="at least 1"):
-        from_expansions([2, 0])
+        algorithms.from_expansions([2, 0])
 
 
 @pytest.mark.parametrize("rates", [[0.6, 0.2, 0.1], [0.9, 0.05], [0.3, 0.35, 0.1]])
 @pytest.mark.parametrize("budget", [1, 2, 4, 6])
 def test_the_best_shape_is_the_best_of_all(rates: list[float], budget: int) -> None:
-    def value(shape: Shape, node: tuple[int, ...] = ()) -> float:
+    def value(shape: algorithms.Shape, node: tuple[int, ...] = ()) -> float:
         return sum(rates[k] * (1.0 + value(shape, (*node, k))) for k in range(shape.get(node, 0)))
 
-    def shapes(count: int, depth: int) -> list[Shape]:
+    def shapes(count: int, depth: int) -> list[algorithms.Shape]:
         """All shapes of `count` candidates."""
         if depth == 0 or count == 0:
             return [{}] if count == 0 else []
@@ -202,26 +192,23 @@ def test_the_best_shape_is_the_best_of_all(rates: list[float], budget: int) -> N
             for sizes in itertools.product(range(count), repeat=children):
                 if sum(sizes) + children == count:
                     for parts in itertools.product(*(shapes(n, depth - 1) for n in sizes)):
-                        whole: Shape = {(): children}
+                        whole: algorithms.Shape = {(): children}
                         for rank, part in enumerate(parts):
                             whole |= {(rank, *node): n for node, n in part.items()}
                         found.append(whole)
         return found
 
-    best = best_shape(rates, budget, max_depth=3)
-    assert size(best) <= budget
+    best = algorithms.best_shape(rates, budget, max_depth=3)
+    assert algorithms.size(best) <= budget
     assert value(best) == pytest.approx(max(value(shape) for n in range(1, budget + 1) for shape in shapes(n, 3)))
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"tree": "eagle"}, "not a kind of tree"),
-        ({"tree_budget": 1}, "from 2 to 1024"),
-        ({"tree_budget": 1025}, "from 2 to 1024"),
-        ({"tree": [2000]}, "no level more than"),
-    ],
-)
+@pytest.mark.parametrize(("values", "says"), [
+    ({"tree": "eagle"}, "not a kind of tree"),
+    ({"tree_budget": 1}, "from 2 to 1024"),
+    ({"tree_budget": 1025}, "from 2 to 1024"),
+    ({"tree": [2000]}, "no level more than"),
+])  # fmt: skip
 def test_bad_configurations(values: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         SpeculationConfig(**values)
@@ -237,8 +224,7 @@ def race(q: Tensor) -> Siblings:
 @pytest.mark.parametrize("draws", [Inverted, race])
 def test_draws_without_replacement(draws) -> None:
     """The distribution of the first two, against its definition (chi-square, fixed seed), also across blocks."""
-    q = torch.zeros(2 * BLOCK + 3)
-    support = [1, BLOCK - 1, BLOCK, 2 * BLOCK + 2]
+    q, support = torch.zeros(2 * BLOCK + 3), [1, BLOCK - 1, BLOCK, 2 * BLOCK + 2]
     q[support] = torch.tensor([0.6, 0.25, 0.1, 0.05])
     torch.manual_seed(0)
     num, counts = 20_000, dict.fromkeys(itertools.permutations(support, 2), 0)
@@ -258,8 +244,7 @@ def test_draws_without_replacement(draws) -> None:
 def test_the_likeliest_tokens_come_in_order(ordered: Callable[[Tensor], Siblings], vocab: int) -> None:
     q = torch.rand(2, vocab).softmax(-1)
     q[1, ::3] = 0.0
-    siblings = ordered(q.clone())
-    expected = q[1].argsort(descending=True)[: int((q[1] > 0.0).sum())]
+    siblings, expected = ordered(q.clone()), q[1].argsort(descending=True)[: int((q[1] > 0.0).sum())]
     drawn = [siblings.next(1) for _ in expected]
     assert drawn == [(int(token), float(q[1, token])) for token in expected]
     assert siblings.next(1) is None
@@ -296,8 +281,7 @@ def test_a_head_is_told_what_it_was_trained_on() -> None:
     """`scalar_features` of the renormalised q, from running sums."""
     q = RandomDraft("mixed", seed=1, vocab=30).at(()).double().softmax(-1)
     tokens = [int(q.argsort(descending=True)[k]) for k in (0, 3, 1, 20, 2)]
-    top = q.topk(len(tokens) + 1)
-    left = SiblingDistribution(float(torch.special.entr(q).sum()), greedy=True)
+    top, left = q.topk(len(tokens) + 1), SiblingDistribution(float(torch.special.entr(q).sum()), greedy=True)
     likeliest = [(float(t), float(v)) for t, v in zip(top.indices, top.values, strict=True)]
     ours = [*left.scalars_of([(t, float(q[t])) for t in tokens[:2]], likeliest)]
     ours += left.scalars_of([(t, float(q[t])) for t in tokens[2:]], likeliest)
@@ -311,10 +295,9 @@ def test_a_head_is_told_what_it_was_trained_on() -> None:
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 def test_a_head_judges_a_level_at_once(randomness: TreeRandomness | None) -> None:
     head = make_estimator("before", seed=0)
-    tree_growth = growth(RandomDraft("mixed", seed=0), randomness=randomness, estimator=head)
-    calls = []
+    tree_growth, calls = growth(RandomDraft("mixed", seed=0), randomness=randomness, estimator=head), []
     head.register_forward_hook(lambda *_: calls.append(1))  # type: ignore[attr-defined]
-    grow_by_level(tree_growth, 64, ThresholdSchedule())
+    algorithms.grow_by_level(tree_growth, 64, algorithms.ThresholdSchedule())
     assert len(tree_growth.tree) == 64
     assert len(calls) < 64 / 2
 
@@ -324,7 +307,7 @@ def test_a_head_judges_a_level_at_once(randomness: TreeRandomness | None) -> Non
 
 def test_lineage_level_by_level_equals_the_whole() -> None:
     tree_growth = growth(RandomDraft("mixed", seed=3))
-    grow_by_level(tree_growth, 40, ThresholdSchedule())
+    algorithms.grow_by_level(tree_growth, 40, algorithms.ThresholdSchedule())
     tree = tree_growth.tree
     order = tree.depth_first()
     ancestors, depths = Lineage().feed(tree, order)

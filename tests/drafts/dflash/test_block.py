@@ -1,9 +1,6 @@
 """The block of a DFlash draft beside its formulas (arXiv 2602.06036), written out here on plain tensors.
 
-And beside transformers' own class and generator, with the same weights, where they are.
-"""
-
-from __future__ import annotations
+And beside transformers' own class and generator, with the same weights, where they are."""
 
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from support.dflash_files import (
     VOCAB,
     WINDOWED,
     Checkpoint,
+    assisted,
     target_for,
 )  # fmt: skip
 from support.formulas import attended, close, rms, rotated, states_of
@@ -31,6 +29,8 @@ from torch.nn import functional as F
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafting.draft import Reading
+from hf_specdecpp.drafting.unrolling import in_blocks
+from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -69,8 +69,7 @@ def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> Reading:
 def formulas(checkpoint: Checkpoint, dialect: str, target: CausalLM, length: int) -> Tensor:
     """Logits `[places, vocab]` after `length` tokens of the text: everything computed anew from the target's own
     `output_hidden_states`."""
-    t = checkpoint.tensors()
-    hidden = target(TEXT[:, : length - 1], output_hidden_states=True).hidden_states
+    t, hidden = checkpoint.tensors(), target(TEXT[:, : length - 1], output_hidden_states=True).hidden_states
     context = torch.cat([hidden[read + 1][0] for read in checkpoint.reads], -1)
     context = rms(context @ t["fc.weight"].T, t["hidden_norm.weight"])
     ids = torch.tensor([int(TEXT[0, length - 1])] + [MASK] * (checkpoint.block_size - 1))
@@ -79,8 +78,7 @@ def formulas(checkpoint: Checkpoint, dialect: str, target: CausalLM, length: int
     for layer, kind in enumerate(checkpoint.layer_types):
         name = f"layers.{layer}."
         x = rms(state, t[name + "input_layernorm.weight"])
-        seen = torch.cat((context, x))
-        q = (x @ t[name + "self_attn.q_proj.weight"].T).view(-1, HEADS, HEAD_DIM)
+        seen, q = torch.cat((context, x)), (x @ t[name + "self_attn.q_proj.weight"].T).view(-1, HEADS, HEAD_DIM)
         k = (seen @ t[name + "self_attn.k_proj.weight"].T).view(-1, KV_HEADS, HEAD_DIM)
         v = (seen @ t[name + "self_attn.v_proj.weight"].T).view(-1, KV_HEADS, HEAD_DIM)
         q = rotated(rms(q, t[name + "self_attn.q_norm.weight"]), places[length - 1 :], checkpoint.theta)
@@ -136,8 +134,7 @@ def test_a_pause_is_read_at_once(tmp_path: Path) -> None:
     """A round that drafts nothing leaves its states for the next one, and the text's positions go on."""
     checkpoint = VARIANTS["windows"]
     draft, target = loaded(checkpoint, tmp_path, "original")
-    states = states_of(target, draft, TEXT)
-    session = draft.session(VOCAB)
+    states, session = states_of(target, draft, TEXT), draft.session(VOCAB)
     session.begin_round(TEXT[:, :9], 0, states[:, :8])
     session.step([])
     for before, length in ((9, 12), (12, 14)):
@@ -151,8 +148,7 @@ def test_a_tree_has_the_marginals_by_depth(tmp_path: Path) -> None:
     draft, target = loaded(VARIANTS["plain"], tmp_path, "original")
     states = states_of(target, draft, TEXT)
     chain, session = rows(begun(draft, states, ROUNDS), 4), begun(draft, states, ROUNDS)
-    tree = DraftTree(3)
-    path = [0]
+    tree, path = DraftTree(3), [0]
     for depth in range(4):
         nodes = [tree.add(path[-1], token) for token in (1, 2)]
         path.append(nodes[0])
@@ -231,3 +227,79 @@ def test_the_target_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
         ours, cap = rows(session, 4), text.final_logit_softcapping
         close(ours, torch.tanh(logits * text.output_multiplier / cap) * cap)
         assert ours.argmax(-1).tolist() == candidates
+
+
+# Several blocks of a text in one pass are what each of them is in a pass of its own. ----------------------------------
+
+
+TEXTS = 1 + torch.cat((prompt(17), prompt(17, 5))) % (VOCAB - 1)
+ANCHORS = torch.tensor([[3, 9, 10, 16], [12, 1, 4, 11]])
+
+
+def drafting(checkpoint: Checkpoint) -> tuple[Any, CausalLM]:
+    target = target_for()
+    return assisted(target, checkpoint).ready_drafter(), target
+
+
+@torch.no_grad()
+def alone(draft: DFlashDraft, states: Tensor, text: int, anchor: int) -> Tensor:
+    """Final states of the block of a round after `anchor`."""
+    session = draft.session(VOCAB)
+    session.begin_round(TEXTS[text : text + 1, : anchor + 1], 0, states[text : text + 1, :anchor])
+    return session._block()[1]
+
+
+@torch.no_grad()
+def error(draft: DFlashDraft, target: CausalLM) -> float:
+    """The largest difference between blocks in one pass and those of rounds."""
+    states = states_of(target, draft, TEXTS)
+    together = draft.blocks_after(TEXTS, states, ANCHORS)
+    each = [[alone(draft, states, row, int(anchor)) for anchor in ANCHORS[row]] for row in range(len(TEXTS))]
+    return float((together - torch.stack([torch.stack(blocks) for blocks in each])).abs().max())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_together_they_are_as_alone(name: str) -> None:
+    draft, target = drafting(VARIANTS[name])
+    assert error(draft, target) < 1e-10
+
+
+def other_blocks(seen: Tensor, length: int, size: int) -> Tensor:
+    """Rows see those of other blocks."""
+    return torch.cat((seen[..., :length], torch.ones_like(seen[..., length:])), -1)
+
+
+def own_state(seen: Tensor, length: int, size: int) -> Tensor:
+    """Rows see the target's state at their own anchor, which a round does not have."""
+    anchors = ANCHORS.repeat_interleave(size, 1)[:, None, :, None]
+    return torch.cat((seen[..., :length] | (torch.arange(length) == anchors), seen[..., length:]), -1)
+
+
+@pytest.mark.parametrize("mutant", [other_blocks, own_state])
+def test_wrong_masks_are_noticed(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, target = drafting(VARIANTS["plain"])
+    through = DFlashModel.through
+
+    def wrong(model: Any, block: Tensor, context: Tensor, positions: Tensor, mask: Any, *known: Any) -> Tensor:
+        size = draft.settings.block_size
+
+        def changed(view: Any, keys: Tensor) -> Any:
+            seen = mask(view, keys)
+            return seen if seen is None or seen.dim() < 4 else mutant(seen, context.shape[1], size)
+
+        return through(model, block, context, positions, changed, *known)
+
+    monkeypatch.setattr(DFlashModel, "through", wrong)
+    assert error(draft, target) > 1e-3
+
+
+@torch.no_grad()
+def test_a_text_in_blocks() -> None:
+    """Of 17 tokens and 4 places the first block begins after token 1, the second after token 5."""
+    draft, target = drafting(VARIANTS["windows"])
+    states = states_of(target, draft, TEXTS)
+    hidden = in_blocks(draft, TEXTS, states)
+    assert hidden.shape == (2, 17, 32)
+    for place in (1, 4, 5, 16):
+        anchor = 1 + (place - 1) // 4 * 4
+        torch.testing.assert_close(hidden[1, place], alone(draft, states, 1, anchor)[place - anchor])

@@ -1,7 +1,5 @@
 """DFlash checkpoints: how they are loaded, stored and described, and what is refused, with the reason."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import edited
-from support.dflash_files import VARIANTS, target_for
+from support.dflash_files import FULL, HIDDEN, MASK, VARIANTS, VOCAB, Checkpoint, target_for
+from support.models import prompt
 from support.repos import save_model
+from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.drafts.dflash.config import read_settings, usual_reads
-from hf_specdecpp.drafts.known import ready_made
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.drafts.dflash.config import DFlashSettings, read_settings, usual_reads
+from hf_specdecpp.drafts.dflash.model import DFlashModel
+from hf_specdecpp.drafts.known import DFLASH, ready_made, recognise
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.throughput.known_costs import Rounds
 
@@ -52,8 +53,7 @@ def test_a_block_is_one_price(tmp_path: Path) -> None:
 
 
 def test_the_usual_layers() -> None:
-    assert usual_reads(36, 5) == [1, 9, 17, 25, 33]
-    assert usual_reads(36, 1) == [18]
+    assert (usual_reads(36, 5), usual_reads(36, 1)) == ([1, 9, 17, 25, 33], [18])
     raw = PLAIN.config()
     del raw["dflash_config"]["target_layer_ids"]
     assert read_settings({**raw, "num_target_layers": 8}).reads == [1, 5]
@@ -124,3 +124,161 @@ def test_ordinary_drafts_are_still_ordinary(tmp_path: Path) -> None:
         assistant = SpecDecPPAssistant.from_draft(draft, target=target_for())
         assert assistant.config.draft_kind == "independent"
     assert ready_made("org/does-not-exist/at-all") is None
+
+
+# What DFlash checkpoints of others say in several ways, and what of their target is in their files. -------------------
+
+
+WINDOWS = VARIANTS["windows"]
+
+
+def said(checkpoint: Checkpoint, nested: dict[str, Any], **above: Any) -> DFlashSettings:
+    """What a config says with these values in `dflash_config`, and with those beside it; `...` takes one out."""
+    raw = checkpoint.config()
+    raw = {**raw, **above, "dflash_config": {**raw["dflash_config"], **nested}}
+    return read_settings({name: value for name, value in raw.items() if value is not ...})
+
+
+# Which rows of a block are seen. --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", ["is_causal", "causal", "dflash_config.causal", "dflash_config.is_causal",
+                                  "dflash_config.causal_head"])  # fmt: skip
+@pytest.mark.parametrize("checkpoint", [PLAIN, WINDOWS])
+def test_wherever_it_is_said(checkpoint: Checkpoint, name: str, is_causal: bool) -> None:
+    """By z-lab above, by vLLM, Model Optimizer and NeMo below, by JetSpec in another word: of all layers."""
+    place, _, word = name.rpartition(".")
+    value = {word: is_causal}
+    settings = said(checkpoint, value) if place else said(checkpoint, {}, **value)
+    assert settings.is_causal is is_causal
+    assert [causal for _, causal in DFlashModel(settings).views] == [is_causal, is_causal]
+
+
+def test_unless_it_is_said_windows_are_causal() -> None:
+    assert [causal for _, causal in DFlashModel(said(WINDOWS, {"causal": None})).views] == [True, False]
+
+
+@pytest.mark.parametrize("values", [{"causal": "no"}, {"causal": 1}, {"causal": True, "is_causal": False}])
+def test_nonsense_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="dflash_config.causal=.*must say in one way, true or false"):
+        said(PLAIN, values)
+
+
+# Windows. -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("types", [[FULL, FULL], ...])
+@pytest.mark.parametrize("above", [{}, {"sliding_window": 9}, {"use_sliding_window": False, "sliding_window": None}])
+def test_windows_for_all_layers(types: Any, above: dict[str, Any]) -> None:
+    """MiMo's drafts: `use_swa` beside layers that are called full; rows see later ones unless that is said."""
+    settings = said(PLAIN, {"use_swa": True, "swa_window_size": 4}, **{"layer_types": types, **above})
+    assert DFlashModel(settings).views == [(3, False), (3, False)]
+    settings = said(PLAIN, {"use_swa": True, "swa_window_size": 4, "causal": True}, **{"layer_types": types, **above})
+    assert DFlashModel(settings).views == [(3, True), (3, True)]
+
+
+def test_named_windows_stay_where_they_are() -> None:
+    settings = said(WINDOWS, {"use_swa": True, "swa_window_size": 4})
+    assert DFlashModel(settings).views == [(3, True), (None, False)]
+    assert DFlashModel(said(WINDOWS, {}, use_sliding_window=...)).views == [(5, True), (None, False)], "nobody says no"
+
+
+@pytest.mark.parametrize("size", ["4", None, 2.5])
+def test_a_window_of_no_size(size: Any) -> None:
+    with pytest.raises(ValueError, match="sliding_window"):
+        said(PLAIN, {"use_swa": True, "swa_window_size": size}, sliding_window=None).layer_config()
+
+
+# Refused by name. -----------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
+    "Domino": ({"projector_type": "domino", "gru_hidden_dim": 8}, {}, "holds Domino.*prefix_gru"),
+    "Domino, by its tensors": ({}, {"prefix_gru.weight_ih_l0": torch.zeros(24, 8)}, "holds Domino"),
+    "sinks": ({"attention_sink_bias": True}, {}, "attention sinks"),
+    "sinks, by tensors": ({}, {"layers.0.self_attn.attention_sink_bias": torch.zeros(4)}, "attention sinks"),
+    "a mask": ({}, {"mask_embedding": torch.zeros(HIDDEN)}, "an embedding of its own for mask tokens"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_relatives(name: str, tmp_path: Path) -> None:
+    nested, tensors, reason = REFUSED[name]
+    changes: dict[str, Any] = {"dflash_config": {**PLAIN.config()["dflash_config"], **nested}}
+    folder = edited(PLAIN.save(tmp_path, **changes), **tensors)
+    with pytest.raises(ValueError, match=f"{reason}.*cannot draft with"):
+        SpecDecPPAssistant.from_pretrained(folder, target=target_for())
+
+
+def test_domino_by_its_architecture_alone() -> None:
+    assert recognise({"architectures": ["DominoDraftModel"]}) is DFLASH
+    with pytest.raises(ValueError, match="holds Domino"):
+        read_settings({"architectures": ["DominoDraftModel"]})
+
+
+# Parts of the target in the file. -------------------------------------------------------------------------------------
+
+
+def parts_of(target: Any) -> dict[str, Tensor]:
+    """As `speculators` writes them with every draft."""
+    own = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
+    return {f"{name}.weight": module.weight.detach().clone() for name, module in own.items()}
+
+
+def drafted(folder: Path, target: Any) -> tuple[Any, SpecDecPPAssistant]:
+    """The first block's logits after a prompt, and the assistant."""
+    assistant = SpecDecPPAssistant.from_pretrained(
+        folder, target=target, speculation=SpeculationConfig("fixed", num_tokens=4)
+    )
+    reading = assistant.ready_drafter().session(VOCAB)
+    states = torch.ones(1, 5, assistant.ready_drafter().reads.width, dtype=torch.float64)
+    reading.begin_round(prompt(6) % VOCAB, 0, states)
+    with torch.no_grad():
+        return reading.step([])[0], assistant
+
+
+@pytest.mark.parametrize("dialect", ["original", "speculators"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_copies_of_the_target_s_are_left_out(dialect: str, prefix: str, tmp_path: Path) -> None:
+    target = target_for()
+    expected, without = drafted(PLAIN.save(tmp_path / "without", dialect), target)
+    parts = {f"{prefix}{name}": tensor for name, tensor in parts_of(target).items()}
+    found, assistant = drafted(edited(PLAIN.save(tmp_path / "with", dialect), **parts), target)
+    assert torch.equal(found, expected)
+    drafter, other = assistant.ready_drafter(), without.ready_drafter()
+    assert drafter.embeddings is target.get_input_embeddings()
+    assert drafter.head is target.get_output_embeddings()
+    assert drafter.model.state_dict().keys() == other.model.state_dict().keys()
+    assert drafter.settings == other.settings
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_parts_of_its_own_are_used(name: str, tmp_path: Path) -> None:
+    target = target_for()
+    plain = target.generate(prompt(6) % VOCAB, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    before, _ = drafted(PLAIN.save(tmp_path / "without"), target)
+    own = 2.0 * parts_of(target)[name] + 0.1 * torch.arange(VOCAB)[:, None]
+    folder = edited(PLAIN.save(tmp_path / "with"), **{name: own})
+    found, assistant = drafted(folder, target)
+    assert not torch.allclose(found, before)
+    drafter = assistant.ready_drafter()
+    part = drafter.embeddings if name.startswith("embed") else drafter.head
+    assert torch.equal(part.weight, own)
+    text = target.generate(prompt(6) % VOCAB, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0,
+                           assistant_model=assistant)  # fmt: skip
+    assert torch.equal(text, plain)
+    assert assistant.stats.drafted > 0
+    assistant.save_pretrained(tmp_path / "saved")
+    assert torch.equal(drafted(tmp_path / "saved", target)[0], found)
+
+
+def test_a_mask_token_of_its_own_embeddings(tmp_path: Path) -> None:
+    """Rows that training added are in the file alone."""
+    changes: dict[str, Any] = {
+        "vocab_size": VOCAB + 1,
+        "dflash_config": {**PLAIN.config()["dflash_config"], "mask_token_id": MASK + 1},
+    }
+    folder = PLAIN.save(tmp_path, **changes)
+    with pytest.raises(ValueError, match="the mask token 12, and there are 12 embeddings"):
+        drafted(folder, target_for())
+    drafted(edited(folder, **{"embed_tokens.weight": torch.ones(VOCAB + 1, HIDDEN)}), target_for())

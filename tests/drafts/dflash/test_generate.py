@@ -1,7 +1,5 @@
 """Generations with DFlash blocks: the target's own text, and in each round what a draft that reads all anew drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +8,7 @@ import torch
 from support.dflash_files import VARIANTS, VOCAB, assisted, target_for
 from support.models import prompt
 from support.rounds_anew import check_rounds
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp.models.causal_lm import CausalLM
 

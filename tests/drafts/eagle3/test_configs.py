@@ -1,7 +1,5 @@
 """Configs of EAGLE-3 checkpoints that others trained: names, numbers, relatives, shards, and the layers they mean."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path
@@ -37,26 +35,23 @@ def test_a_config_that_lacks_numbers(tmp_path: Path, dialect: str, name: str) ->
     refused(folder, f"{name}='many' must be a whole number from 1 to ")
 
 
-@pytest.mark.parametrize(
-    ("changed", "match"),
-    [
-        ({"draft_vocab_size": 0}, "draft_vocab_size=0 must be a whole number from 1 to"),
-        ({"draft_vocab_size": True}, "draft_vocab_size=True must be a whole number"),
-        ({"eagle_config": [1]}, "eagle_config=.* must be a mapping"),
-        ({"norm_output": "false"}, "norm_output='false' must be true or false"),
-        ({"fc_norm": True, "norm_before_fc": True}, "norm_before_fc and fc_norm are both set and exclude one another"),
-        ({"partial_rotary_factor": 0.5}, r"rotates a part of each head only \(partial_rotary_factor=0.5\)"),
-        ({"rope_scaling": {"partial_rotary_factor": 0.25}}, r"partial_rotary_factor=0.25"),
-        ({"rope_theta": "big"}, "rope_theta='big'.*eagle3="),
-        ({"rope_scaling": {"rope_type": "linear"}}, "No EAGLE-3 draft can be built as it is described"),
-        ({"rope_scaling": {"rope_type": "twisted", "factor": 2}}, "rope_type='twisted' must be one of default, "),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 5}}}, "rotary parameters make no sense"),
-        ({"hidden_act": "sine"}, "hidden_act='sine' must be one of gelu, "),
-        ({"layer_types": ["sliding_attention"]}, r"sliding window \(layer_types\)"),
-        ({"model_type": "gemma", "architectures": ["GemmaEagle3"]}, "layers of type 'gemma'; EAGLE-3 drafts with"),
-        ({"quantization_config": {"bits": 4}}, "holds a quantised EAGLE-3 draft"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "match"), [
+    ({"draft_vocab_size": 0}, "draft_vocab_size=0 must be a whole number from 1 to"),
+    ({"draft_vocab_size": True}, "draft_vocab_size=True must be a whole number"),
+    ({"eagle_config": [1]}, "eagle_config=.* must be a mapping"),
+    ({"norm_output": "false"}, "norm_output='false' must be true or false"),
+    ({"fc_norm": True, "norm_before_fc": True}, "norm_before_fc and fc_norm are both set and exclude one another"),
+    ({"partial_rotary_factor": 0.5}, r"rotates a part of each head only \(partial_rotary_factor=0.5\)"),
+    ({"rope_scaling": {"partial_rotary_factor": 0.25}}, r"partial_rotary_factor=0.25"),
+    ({"rope_theta": "big"}, "rope_theta='big'.*eagle3="),
+    ({"rope_scaling": {"rope_type": "linear"}}, "No EAGLE-3 draft can be built as it is described"),
+    ({"rope_scaling": {"rope_type": "twisted", "factor": 2}}, "rope_type='twisted' must be one of default, "),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 5}}}, "rotary parameters make no sense"),
+    ({"hidden_act": "sine"}, "hidden_act='sine' must be one of gelu, "),
+    ({"layer_types": ["sliding_attention"]}, r"sliding window \(layer_types\)"),
+    ({"model_type": "gemma", "architectures": ["GemmaEagle3"]}, "layers of type 'gemma'; EAGLE-3 drafts with"),
+    ({"quantization_config": {"bits": 4}}, "holds a quantised EAGLE-3 draft"),
+])  # fmt: skip
 def test_a_config_that_makes_no_sense(tmp_path: Path, changed: dict[str, Any], match: str) -> None:
     refused(PLAIN.save(tmp_path, **changed), match)
 
@@ -128,11 +123,8 @@ def test_layers_are_counted_in_the_file(tmp_path: Path) -> None:
 def test_tensors_decide_what_a_layer_is(tmp_path: Path, variant: str, kind: str) -> None:
     """Beside the architecture of a Llama, `model_type` is the target's in some exports; windows there are its, too."""
     said: dict[str, Any] = {
-        "model_type": kind,
-        "sliding_window": 32,
-        "use_sliding_window": False,
-        "max_window_layers": 28,
-    }
+        "model_type": kind, "sliding_window": 32, "use_sliding_window": False, "max_window_layers": 28,
+    }  # fmt: skip
     if kind in ("qwen2", "phi3"):
         said["layer_types"] = ["sliding_attention", "linear_attention"]
     one, other = load(VARIANTS[variant].save(tmp_path / "a")), load(VARIANTS[variant].save(tmp_path / "b", **said))
@@ -148,8 +140,7 @@ def test_fc_may_be_left_over(tmp_path: Path) -> None:
     one = load(VARIANTS["final state"].save(tmp_path / "a"))
     folder = VARIANTS["final state"].save(tmp_path / "b")
     other = load(edited(folder, **{"fc.weight": torch.ones(HIDDEN, 3 * HIDDEN)}))
-    assert one.settings == other.settings
-    assert one.state_dict().keys() == other.state_dict().keys()
+    assert (one.settings, one.state_dict().keys()) == (other.settings, other.state_dict().keys())
 
 
 def test_the_target_s_embeddings_may_be_wanted(tmp_path: Path) -> None:
@@ -168,20 +159,17 @@ def test_tied_embeddings_do_not_hide_a_head(tmp_path: Path) -> None:
     assert torch.equal(model.get_output_embeddings().weight, head.to(model.dtype))
 
 
-@pytest.mark.parametrize(
-    ("said", "theta", "kind"),
-    [
-        ({}, 10000.0, "default"),
-        ({"rope_theta": 500.0}, 500.0, "default"),
-        ({"rope_theta": 500.0, "rope_parameters": {"rope_theta": 700.0, "rope_type": "default"}}, 700.0, "default"),
-        ({"rope_theta": 500.0, "rope_parameters": {"rope_type": "default"}}, 500.0, "default"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000.0, "linear"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 500}, 500, "linear"),
-        ({"rope_scaling": {"type": "default", "rope_type": "linear", "factor": 2.0}}, 10000.0, "linear"),
-        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}, "rope_theta": 500.0}, 500.0, "default"),
-        ({"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}, 10000.0, "default"),
-    ],
-)
+@pytest.mark.parametrize(("said", "theta", "kind"), [
+    ({}, 10000.0, "default"),
+    ({"rope_theta": 500.0}, 500.0, "default"),
+    ({"rope_theta": 500.0, "rope_parameters": {"rope_theta": 700.0, "rope_type": "default"}}, 700.0, "default"),
+    ({"rope_theta": 500.0, "rope_parameters": {"rope_type": "default"}}, 500.0, "default"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000.0, "linear"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 500}, 500, "linear"),
+    ({"rope_scaling": {"type": "default", "rope_type": "linear", "factor": 2.0}}, 10000.0, "linear"),
+    ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}, "rope_theta": 500.0}, 500.0, "default"),
+    ({"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}, 10000.0, "default"),
+])  # fmt: skip
 def test_rotary_frequencies(tmp_path: Path, said: dict[str, Any], theta: float, kind: str) -> None:
     """The draft's own: rope_parameters, else rope_theta, else 10000, whatever the target has."""
     folder = PLAIN.save(tmp_path, **said)
@@ -195,20 +183,17 @@ def test_rotary_frequencies(tmp_path: Path, said: dict[str, Any], theta: float, 
     assert overridden == {**rope, "rope_theta": 99.0}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "match"),
-    [
-        ({"norm_ouput": True}, "eagle3 has norm_ouput, which is not known. It may have norm_before_residual, .*reads"),
-        ({"norm_output": "yes"}, "eagle3.norm_output='yes' must be true or false"),
-        ({"rope_theta": "10000"}, "eagle3.rope_theta='10000' must be a number"),
-        ({"rope_theta": -1.0}, "eagle3.rope_theta=-1.0 must be above 0"),
-        ({"reads": 2}, "eagle3.reads=2 must be a list"),
-        ({"reads": [1, 2, "3"]}, "eagle3.reads=.* must be a list, each item a whole number"),
-        ({"reads": [1, -2, 3]}, r"eagle3.reads=\[1, -2, 3\] must list layers of the target, counted from 0"),
-        ({"reads": []}, r"eagle3.reads=\[\] must list layers"),
-        ([1], r"eagle3=\[1\] must be a mapping"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "match"), [
+    ({"norm_ouput": True}, "eagle3 has norm_ouput, which is not known. It may have norm_before_residual, .*reads"),
+    ({"norm_output": "yes"}, "eagle3.norm_output='yes' must be true or false"),
+    ({"rope_theta": "10000"}, "eagle3.rope_theta='10000' must be a number"),
+    ({"rope_theta": -1.0}, "eagle3.rope_theta=-1.0 must be above 0"),
+    ({"reads": 2}, "eagle3.reads=2 must be a list"),
+    ({"reads": [1, 2, "3"]}, "eagle3.reads=.* must be a list, each item a whole number"),
+    ({"reads": [1, -2, 3]}, r"eagle3.reads=\[1, -2, 3\] must list layers of the target, counted from 0"),
+    ({"reads": []}, r"eagle3.reads=\[\] must list layers"),
+    ([1], r"eagle3=\[1\] must be a mapping"),
+])  # fmt: skip
 def test_overrides_that_make_no_sense(tmp_path: Path, overrides: Any, match: str) -> None:
     refused(PLAIN.save(tmp_path), match, eagle3=overrides)
 
@@ -231,21 +216,17 @@ def test_overrides_win(tmp_path: Path) -> None:
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("variant", "pairs"),
-    [
-        ("plain", [("midlayer.", "layers.0.")]),
-        ("plain", [("midlayer.", "model.layers.0.")]),
-        ("plain", [("fc.", "model.fc."), ("midlayer.", "model.midlayer."), ("norm.w", "norm.w")]),
-        ("plain", [("d2t", "draft_id_to_target_id")]),
-        ("fc_norm", [("fc_norm.0", "aux_norm_low"), ("fc_norm.1", "aux_norm_mid"), ("fc_norm.2", "aux_norm_high")]),
-        ("two layers", [("layers.1.input_layernorm", "layers.1.hidden_norm")]),
-        ("own embeddings", [("embed_tokens", "model.embed_tokens")]),
-    ],
-)
+@pytest.mark.parametrize(("variant", "pairs"), [
+    ("plain", [("midlayer.", "layers.0.")]),
+    ("plain", [("midlayer.", "model.layers.0.")]),
+    ("plain", [("fc.", "model.fc."), ("midlayer.", "model.midlayer."), ("norm.w", "norm.w")]),
+    ("plain", [("d2t", "draft_id_to_target_id")]),
+    ("fc_norm", [("fc_norm.0", "aux_norm_low"), ("fc_norm.1", "aux_norm_mid"), ("fc_norm.2", "aux_norm_high")]),
+    ("two layers", [("layers.1.input_layernorm", "layers.1.hidden_norm")]),
+    ("own embeddings", [("embed_tokens", "model.embed_tokens")]),
+])  # fmt: skip
 def test_other_names_of_the_same_tensors(tmp_path: Path, variant: str, pairs: list[tuple[str, str]]) -> None:
-    one = load(VARIANTS[variant].save(tmp_path / "a"))
-    folder = VARIANTS[variant].save(tmp_path / "b")
+    one, folder = load(VARIANTS[variant].save(tmp_path / "a")), VARIANTS[variant].save(tmp_path / "b")
     found = load_file(folder / "model.safetensors")
     renamed = {functools.reduce(lambda name, pair: name.replace(*pair), pairs, each): found[each] for each in found}
     other = load(edited(folder, **{**dict.fromkeys(found), **renamed}))
@@ -302,21 +283,18 @@ def test_shards_that_are_no_whole(tmp_path: Path) -> None:
 # Which layers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ids", "depth", "expected"),
-    [
-        (None, 32, [[1, 15, 28]]),
-        ([1, 15, 28], 32, [[1, 15, 28]]),  # the first is 1: outputs
-        ([1, 46, 90], 94, [[1, 46, 90]]),
-        ([2, 16, 29], 32, [[1, 15, 28]]),  # the usual list of inputs
-        ([2, 30, 58], 61, [[1, 29, 57]]),
-        ([2, 18, 30], 32, [[1, 17, 29], [2, 18, 30]]),  # of either kind
-        ([2, 18, 32], 32, [[1, 17, 31]]),  # there is no output of a layer 32
-        ([0, 15, 28], 32, [[0, 15, 28]]),  # nor of a layer -1
-        ([1, 21, 43], 43, [[0, 20, 42]]),  # outputs would be too many
-        ([30, 18, 2], 32, [[29, 17, 1], [30, 18, 2]]),  # in their order
-    ],
-)
+@pytest.mark.parametrize(("ids", "depth", "expected"), [
+    (None, 32, [[1, 15, 28]]),
+    ([1, 15, 28], 32, [[1, 15, 28]]),  # the first is 1: outputs
+    ([1, 46, 90], 94, [[1, 46, 90]]),
+    ([2, 16, 29], 32, [[1, 15, 28]]),  # the usual list of inputs
+    ([2, 30, 58], 61, [[1, 29, 57]]),
+    ([2, 18, 30], 32, [[1, 17, 29], [2, 18, 30]]),  # of either kind
+    ([2, 18, 32], 32, [[1, 17, 31]]),  # there is no output of a layer 32
+    ([0, 15, 28], 32, [[0, 15, 28]]),  # nor of a layer -1
+    ([1, 21, 43], 43, [[0, 20, 42]]),  # outputs would be too many
+    ([30, 18, 2], 32, [[29, 17, 1], [30, 18, 2]]),  # in their order
+])  # fmt: skip
 def test_which_layers_ids_mean(ids: list[int] | None, depth: int, expected: list[list[int]]) -> None:
     assert readings(ids, depth) == expected
 

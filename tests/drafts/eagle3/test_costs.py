@@ -1,7 +1,5 @@
 """What a step of an EAGLE-3 layer launches, beside one of a conditioned draft with the same vocabulary."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -19,8 +17,7 @@ READS = [0, 1]
 
 
 def conditioned(target: CausalLM) -> SpecDecPPAssistant:
-    vocab = on_device(torch.arange(20))
-    fusion = on_device(random_fusion(tiny("llama"), READS).double())
+    vocab, fusion = on_device(torch.arange(20)), on_device(random_fusion(tiny("llama"), READS).double())
     return SpecDecPPAssistant.from_conditioned(target, [2], fusion=fusion, draft_vocab=vocab)
 
 

@@ -1,7 +1,5 @@
 """How well a draft guesses what its target says tells the right reading of a checkpoint from wrong ones."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
@@ -44,8 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     letters.save_pretrained(folder / "target")
     draft = Checkpoint(vocab=VOCAB).save(folder / "draft", eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 1, 3]})
     assistant = SpecDecPPAssistant.from_pretrained(draft, target=target, eagle3={"reads": RIGHT})
-    drafter = assistant.ready_drafter()
-    ids = letters(TEXT, return_tensors="pt")["input_ids"]
+    drafter, ids = assistant.ready_drafter(), letters(TEXT, return_tensors="pt")["input_ids"]
     states = states_of(target, drafter, ids)
     with torch.no_grad():
         said = target(ids).logits[0].argmax(-1)
@@ -65,8 +62,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def readings(pair: tuple[Path, Path], **said: Any) -> list[meeting.Reading]:
     """Of the draft, if its config said this."""
-    target = AutoModelForCausalLM.from_pretrained(pair[0])
-    said = {"reads": RIGHT, **said}
+    target, said = AutoModelForCausalLM.from_pretrained(pair[0]), {"reads": RIGHT, **said}
     model = SpecDecPPAssistant.from_pretrained(pair[1], target=target, eagle3=said).ready_drafter().model
     return compare(model, target, letter_tokenizer()(TEXT, return_tensors="pt")["input_ids"])
 

@@ -1,9 +1,6 @@
 """EAGLE-3 drafts that the `speculators` package writes, beside its own forward pass (`make test-formats`).
 
-A draft of theirs is made at random (`random_draft`) or of a checkpoint (`draft_of`).
-"""
-
-from __future__ import annotations
+A draft of theirs is made at random (`random_draft`) or of a checkpoint (`draft_of`)."""
 
 import importlib
 from collections.abc import Mapping
@@ -69,10 +66,8 @@ def package(module: str = "models.eagle3") -> Any:
 def config_of(layer: Mapping[str, Any], **settings: Any) -> Any:
     """The config of a tiny draft.
 
-    Args:
-        layer: what differs from `SIZES`, by transformers' names.
-        settings: those of `FLAGS` that are set, and other fields of the config.
-    """
+    `layer`: what differs from `SIZES`, by transformers' names. `settings`: those of `FLAGS` that are set, and other
+    fields of the config."""
     sizes = {**SIZES, **layer}
     inner = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
     inner._attn_implementation = "sdpa"  # eager computes the softmax in float32, and flex attention is compiled
@@ -83,8 +78,7 @@ def config_of(layer: Mapping[str, Any], **settings: Any) -> Any:
 @torch.no_grad()
 def random_draft(config: Any, seed: int = 0) -> Any:
     """A draft of the package in float64 with random weights and a random vocabulary; `save_pretrained` writes it."""
-    draft = package().Eagle3DraftModel(config).double().eval()
-    generator = torch.Generator().manual_seed(seed)
+    draft, generator = package().Eagle3DraftModel(config).double().eval(), torch.Generator().manual_seed(seed)
     for name, weight in draft.named_parameters():  # embeddings and LM head are NaN before
         weight.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
     if draft.use_draft_vocab:
@@ -97,10 +91,8 @@ def random_draft(config: Any, seed: int = 0) -> Any:
 def draft_of(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target: CausalLM) -> Any:
     """A draft of the package with the weights of a checkpoint, in float64.
 
-    Args:
-        raw: its `config.json`, in either dialect.
-        tensors: by the names of either dialect. Embeddings that they lack are the target's.
-    """
+    `raw`: its `config.json`, in either dialect. `tensors`: by the names of either dialect. Embeddings that they lack
+    are the target's."""
     flags = {flag: raw.get(flag, False) for flag in FLAGS}
     count = tensors["fc.weight"].shape[1] // target.config.hidden_size
     vocab = {"draft_vocab_size": len(tensors["lm_head.weight"])}
@@ -129,10 +121,7 @@ def their_logits(draft: Any, text: Tensor, states: Tensor, steps: int) -> list[T
     Example: the text is a b c d. The package is given b c d beside the states at a b c. Its row 0 reads b in the first
     step, and in the second one c, with its own state at b. Its last row has no token in the second step.
 
-    Args:
-        text: `[1, n]`.
-        states: `[1, n, width]`, the target's at each token.
-    """
+    `text`: `[1, n]`. `states`: `[1, n, width]`, the target's at each token."""
     caught: list[Tensor] = []
     hook = draft.lm_head.register_forward_hook(lambda _module, _inputs, logits: caught.append(logits[0]))
     ids, count = text[:, 1:], text.shape[1] - 1
@@ -203,17 +192,14 @@ def test_a_window(tmp_path: Path) -> None:
     assert difference(loaded(tmp_path), draft, steps=1) > FAR
 
 
-@pytest.mark.parametrize(
-    ("variant", "wrong"),
-    [
-        ("plain", {"norm_before_residual": True}),
-        ("norm_before_residual", {"norm_before_residual": False}),
-        ("plain", {"norm_output": True}),
-        ("norm_output", {"norm_output": False}),
-        *(("eagle-3.1", {flag: False}) for flag in ("norm_before_residual", "norm_output")),
-        ("theta", {"rope_theta": 10000.0}),
-    ],
-)
+@pytest.mark.parametrize(("variant", "wrong"), [
+    ("plain", {"norm_before_residual": True}),
+    ("norm_before_residual", {"norm_before_residual": False}),
+    ("plain", {"norm_output": True}),
+    ("norm_output", {"norm_output": False}),
+    *(("eagle-3.1", {flag: False}) for flag in ("norm_before_residual", "norm_output")),
+    ("theta", {"rope_theta": 10000.0}),
+])  # fmt: skip
 def test_a_flag_matters(variant: str, wrong: dict[str, Any], tmp_path: Path) -> None:
     draft = saved(tmp_path, *VARIANTS[variant])
     assert difference(loaded(tmp_path, eagle3=wrong), draft) > FAR
@@ -221,12 +207,10 @@ def test_a_flag_matters(variant: str, wrong: dict[str, Any], tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("flag", "part"), NORMS_OF_STATES)
 def test_a_norm_of_states_matters(flag: str, part: str, tmp_path: Path) -> None:
-    draft = saved(tmp_path, *VARIANTS[flag])
-    drafter = loaded(tmp_path)
+    draft, drafter = saved(tmp_path, *VARIANTS[flag]), loaded(tmp_path)
     setattr(drafter.fusion, part, None)
     assert difference(drafter, draft) > FAR
-    plain = saved(tmp_path, *VARIANTS["plain"])
-    drafter = loaded(tmp_path)
+    plain, drafter = saved(tmp_path, *VARIANTS["plain"]), loaded(tmp_path)
     setattr(drafter.fusion, part, UNIT_NORMS[part])
     assert difference(drafter, plain) > FAR
 

@@ -1,7 +1,5 @@
 """The step of an EAGLE-3 draft beside its formulas (arXiv 2503.01840, section 3), written out here on plain tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +57,7 @@ class Formulas:
     def rows(self, tokens: list[int], g: Tensor, places: list[int], seen: Tensor) -> tuple[Tensor, Tensor]:
         """Logits `[rows, draft_vocab]`, and what a further step goes on from.
 
-        Args:
-            seen: bool `[rows, rows]`: which rows each attends to.
-        """
+        `seen`: bool `[rows, rows]`: which rows each attends to."""
         state, positions = g, torch.tensor(places)
         embedding = self.embeddings[torch.tensor(tokens)]
         for layer in range(self.checkpoint.layers):
@@ -107,8 +103,7 @@ class Formulas:
 
 def of_draft(logits: Tensor, checkpoint: Checkpoint) -> Tensor:
     """Those of the draft's tokens; of the others q is zero."""
-    kept = torch.tensor(checkpoint.ids)
-    others = torch.ones(logits.shape[-1], dtype=torch.bool)
+    kept, others = torch.tensor(checkpoint.ids), torch.ones(logits.shape[-1], dtype=torch.bool)
     others[kept] = False
     assert bool((logits[..., others] == float("-inf")).all())
     return logits[..., kept].double()
@@ -126,10 +121,8 @@ def test_three_steps(name: str, dialect: str, tmp_path: Path) -> None:
     checkpoint = VARIANTS[name]
     drafter, target = loaded(checkpoint, tmp_path, dialect)
     assert drafter.fusion.reads == (READS if checkpoint.num_reads else [])
-    states = states_of(target, drafter, TEXT)
-    candidates = [3, 17]
-    expected = Formulas(checkpoint, target).chain(states, candidates)
-    session = DraftSession(drafter, 48)
+    states, candidates = states_of(target, drafter, TEXT), [3, 17]
+    expected, session = Formulas(checkpoint, target).chain(states, candidates), DraftSession(drafter, 48)
     session.begin_round(TEXT[:, 1:], 0, states[:, :-1])
     for step in range(STEPS):
         logits, _ = session.step([torch.tensor(token) for token in candidates[:step]])
@@ -193,8 +186,7 @@ def test_the_formulas_tell_mutants(mutant: str, tmp_path: Path) -> None:
     expected = Formulas(checkpoint, target).chain(states_of(target, loaded(checkpoint, tmp_path)[0], TEXT), [3, 17])
     session = DraftSession(drafter, 48)
     if mutant == "feedback through fc":
-        fc = drafter.fusion.fc
-        forward = type(drafter.fusion).forward
+        fc, forward = drafter.fusion.fc, type(drafter.fusion).forward
 
         def through_fc(states: Tensor, embeddings: Tensor) -> Tensor:
             own = states.shape[-1] == HIDDEN

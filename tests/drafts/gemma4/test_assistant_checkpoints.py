@@ -1,7 +1,5 @@
 """Checkpoints of Gemma 4 assistants: how they are loaded, stored and described, and what is refused and why."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

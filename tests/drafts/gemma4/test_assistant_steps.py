@@ -1,34 +1,23 @@
 """Steps of a Gemma 4 assistant, beside transformers' class and generator with the very weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
+from support import gemma4_files
 from support.formulas import close
-from support.gemma4_files import (
-    FULL,
-    GENERATOR,
-    SLIDING,
-    VARIANTS,
-    VOCAB,
-    WINDOW,
-    WITH_GENERATOR,
-    begun,
-    read_by,
-    target_for,
-)
 from support.models import prompt
-from support.rounds_anew import Proposed, proposed
+from support.pretend_graph import pretend_graphs
+from support.rounds_anew import Ear, Proposed, check_rounds, proposed
 from torch import Tensor
+from transformers import DynamicCache
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafts.gemma4.drafter import sources
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
-TEXT = prompt(9) % VOCAB
+TEXT = prompt(9) % gemma4_files.VOCAB
 
 
 def drafted_by(theirs: CausalLM, target: CausalLM) -> Any:
@@ -48,19 +37,22 @@ def chain(session: Any, count: int) -> tuple[list[int], Tensor]:
 def seen_by(target: CausalLM, text: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """What transformers' target shares after reading all but the last token, in windows what its own layers see."""
     shared = target(text[:, :-1], return_shared_kv_states=True).shared_kv_states
-    first = {FULL: 0, SLIDING: max(text.shape[1] - 1 - (WINDOW - 1), 0)}
-    return {kind: tuple(each[:, :, first[kind] :] for each in shared[kind]) for kind in (FULL, SLIDING)}
+    first = {gemma4_files.FULL: 0, gemma4_files.SLIDING: max(text.shape[1] - 1 - (gemma4_files.WINDOW - 1), 0)}
+    return {
+        kind: tuple(each[:, :, first[kind] :] for each in shared[kind])
+        for kind in (gemma4_files.FULL, gemma4_files.SLIDING)
+    }
 
 
 @pytest.mark.parametrize("length", [4, 9])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", gemma4_files.VARIANTS)
 @torch.no_grad()
 def test_the_class_of_transformers(name: str, length: int) -> None:
     """Its own forward, step by step, in a text shorter and longer than the window."""
-    variant, text = VARIANTS[name], TEXT[:, :length]
-    theirs, target = variant.theirs(), target_for(variant.of)
+    variant, text = gemma4_files.VARIANTS[name], TEXT[:, :length]
+    theirs, target = variant.theirs(), gemma4_files.target_for(variant.of)
     before = {key: tensor.clone() for key, tensor in theirs.state_dict().items()}
-    session = begun(drafted_by(theirs, target), target, text)
+    session = gemma4_files.begun(drafted_by(theirs, target), target, text)
     tokens, ours = chain(session, 4)
     assert session.passes == 4
     state = target(text[:, :-1], output_hidden_states=True).hidden_states[-1][:, -1:]
@@ -72,7 +64,7 @@ def test_the_class_of_transformers(name: str, length: int) -> None:
         state, expected = found.last_hidden_state, found.logits[0, 0]
         shown = row.isfinite()
         close(row[shown], expected[shown])
-        assert int(shown.sum()) == (VOCAB // 2 if variant.clusters else VOCAB)
+        assert int(shown.sum()) == (gemma4_files.VOCAB // 2 if variant.clusters else gemma4_files.VOCAB)
         assert variant.clusters is False or float(expected[~shown].max()) < float(expected[shown].min())
     assert all(torch.equal(tensor, before[key]) for key, tensor in theirs.state_dict().items())
 
@@ -80,11 +72,11 @@ def test_the_class_of_transformers(name: str, length: int) -> None:
 @torch.no_grad()
 def test_what_a_step_reads() -> None:
     """The control: another row of the target, another state and another position are other logits."""
-    target = target_for()
-    draft = drafted_by(VARIANTS["plain"].theirs(), target)
-    expected = begun(draft, target, TEXT).step([])[0]
+    target = gemma4_files.target_for()
+    draft = drafted_by(gemma4_files.VARIANTS["plain"].theirs(), target)
+    expected = gemma4_files.begun(draft, target, TEXT).step([])[0]
     for change in ("row", "state", "position", "window"):
-        session, text = begun(draft, target, TEXT), read_by(target, TEXT)
+        session, text = gemma4_files.begun(draft, target, TEXT), gemma4_files.read_by(target, TEXT)
         layers = text.cache.layers
         if change == "row":
             layers[3].keys[:, :, 0] += 1.0
@@ -96,25 +88,24 @@ def test_what_a_step_reads() -> None:
             session._state += 0.3
         session.share(text)
         assert float((session.step([])[0] - expected).abs().max()) > 1e-3, change
-    assert sources(target.config) == {SLIDING: 2, FULL: 3}
-    assert sources(target_for("shares its own").config) == {SLIDING: 0, FULL: 1}
+    assert sources(target.config) == {gemma4_files.SLIDING: 2, gemma4_files.FULL: 3}
+    assert sources(gemma4_files.target_for("shares its own").config) == {gemma4_files.SLIDING: 0, gemma4_files.FULL: 1}
 
 
 def rows_read(each: Proposed) -> int:
     """Of the target's cache, by transformers' generator."""
-    return min(each.given["model_outputs"].shared_kv_states[FULL][0].shape[2], each.text.shape[1])
+    return min(each.given["model_outputs"].shared_kv_states[gemma4_files.FULL][0].shape[2], each.text.shape[1])
 
 
 @pytest.mark.every(3)
-@WITH_GENERATOR
-@pytest.mark.parametrize("name", VARIANTS)
+@gemma4_files.WITH_GENERATOR
+@pytest.mark.parametrize("name", gemma4_files.VARIANTS)
 def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its candidates are ours, token for token and in their logits, from the first round on, wherever it reads what the
     target has verified. After a rejection it also reads the row of the first rejected candidate."""
-    variant = VARIANTS[name]
-    changes = {"sliding_window": 64}
-    theirs, target = variant.theirs(seed=3, **changes), target_for(variant.of, **changes)
-    heard, how = proposed(monkeypatch, GENERATOR), {"max_new_tokens": 40, "do_sample": False}
+    variant, changes = gemma4_files.VARIANTS[name], {"sliding_window": 64}
+    theirs, target = variant.theirs(seed=3, **changes), gemma4_files.target_for(variant.of, **changes)
+    heard, how = proposed(monkeypatch, gemma4_files.GENERATOR), {"max_new_tokens": 40, "do_sample": False}
     output = target.generate(TEXT, assistant_model=theirs, **how)
     assert torch.equal(output, target.generate(TEXT, **how))
     draft = drafted_by(theirs, target)
@@ -122,7 +113,7 @@ def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatc
     assert same[0].text.shape[1] == TEXT.shape[1] + 1, "the first round"
     for text, candidates, logits, _ in same:
         with torch.no_grad():
-            tokens, ours = chain(begun(draft, target, text), len(candidates))
+            tokens, ours = chain(gemma4_files.begun(draft, target, text), len(candidates))
         assert tokens == candidates
         shown = ours.isfinite()
         close(ours[shown], logits[shown])
@@ -132,18 +123,110 @@ def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatc
 def test_nodes_of_a_tree_are_paths_of_chains() -> None:
     """A level is one pass, and its nodes do not see one another."""
     for name in ("plain", "clusters"):
-        target = target_for()
-        draft = drafted_by(VARIANTS[name].theirs(), target)
-        session, tree = begun(draft, target, TEXT), DraftTree(int(TEXT[0, -1]))
-        logits = {0: session.expand(tree, [0])[0][0]}
-        level = [0]
+        target = gemma4_files.target_for()
+        draft = drafted_by(gemma4_files.VARIANTS[name].theirs(), target)
+        session, tree = gemma4_files.begun(draft, target, TEXT), DraftTree(int(TEXT[0, -1]))
+        logits, level = {0: session.expand(tree, [0])[0][0]}, [0]
         for depth in range(1, 4):
             level = [tree.add(parent, token) for parent in level for token in (depth, depth + 4)]
             logits |= dict(zip(level, session.expand(tree, level)[0], strict=True))
             assert session.passes == depth + 1
         for node in logits:
-            single = begun(draft, target, TEXT)
-            path = tree.path(node)
+            single, path = gemma4_files.begun(draft, target, TEXT), tree.path(node)
             for place in range(len(path) + 1):
                 row = single.step([torch.tensor(token) for token in path[:place]])[0]
             torch.testing.assert_close(logits[node], row, rtol=3e-6, atol=3e-6)
+
+
+# Generations with Gemma 4 assistants: the target's own text, and in each round what is drafted after reading anew. ----
+
+
+WORDS = 1 + prompt(9) % (gemma4_files.VOCAB - 1)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 5},
+    "throughput": {"rule": "throughput", "costs": {"draft": 0.1, "verify": [1.0]}},
+    "dyspec": {"tree": "dyspec", "tree_budget": 8},
+    "static": {"tree": [3, 2, 1]},
+}
+
+
+def assisted(target: CausalLM, name: str = "plain", **settings: Any) -> SpecDecPPAssistant:
+    speculation = SpeculationConfig(**{"rule": "threshold", **(settings or SETTINGS["fixed"])})
+    return SpecDecPPAssistant.from_draft(gemma4_files.VARIANTS[name].theirs(), target=target, speculation=speculation)
+
+
+def test_a_text_whose_cache_the_draft_reads_is_captured_in_whole_rounds_alone() -> None:
+    target = gemma4_files.target_for()
+    assistant = assisted(target, rule="fixed", num_tokens=5, lookup=True)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
+    plain = target.generate(WORDS, **options)
+    with pretend_graphs() as counts:
+        assert torch.equal(target.generate(WORDS, assistant_model=assistant, **options), plain)
+        assert assistant.stats.uncaptured == "lookups are made on the host"
+        assert not counts
+        assistant.speculation.lookup = False
+        assert torch.equal(target.generate(WORDS, assistant_model=assistant, **options), plain)
+        assert assistant.stats.uncaptured is None
+        assert counts["replayed"] == 2 * assistant.stats.rounds + 1  # a pass that is compared with the target's own
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("settings", ["fixed", "throughput", "dyspec", "static"])
+@pytest.mark.parametrize("name", gemma4_files.VARIANTS)
+def test_sampled_rounds_draft_what_they_say(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = gemma4_files.target_for(gemma4_files.VARIANTS[name].of)
+    assistant = assisted(target, name, **SETTINGS[settings])
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
+    torch.manual_seed(0)
+    target.generate(WORDS, assistant_model=assistant, max_new_tokens=16, do_sample=True, temperature=1.5)
+    assert 0 < assistant.stats.accepted < assistant.stats.drafted
+    ear.check(target)
+
+
+@pytest.mark.parametrize("settings", ["fixed", "dyspec"])
+@pytest.mark.parametrize("name", ["unified", "images"])
+def test_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, theirs = gemma4_files.other_pairs()[name]
+    speculation = SpeculationConfig(**{"rule": "threshold", **SETTINGS[settings]})
+    assistant = SpecDecPPAssistant.from_draft(theirs, target=target, speculation=speculation)
+    check_rounds(target, assistant, WORDS, monkeypatch, max_new_tokens=16)
+
+
+def test_a_cache_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made without the target's config it holds every token, of which the draft sees a window."""
+    target = gemma4_files.target_for()
+    assistant = assisted(target)
+    ear = Ear(assistant.ready_drafter(), monkeypatch)
+    how: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    output = target.generate(WORDS, assistant_model=assistant, **how, **{CACHE: DynamicCache()})
+    assert torch.equal(output, target.generate(WORDS, **how))
+    ear.check(target)
+
+
+# Refused. -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["static", "offloaded"])
+def test_caches_in_another_order(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = gemma4_files.target_for()
+    assistant = assisted(target)
+    monkeypatch.setattr(DynamicCache, "offload", lambda *_: None)
+    with pytest.raises(ValueError, match="reads the keys and values in the target's cache.*cache_implementation unset"):
+        target.generate(WORDS, assistant_model=assistant, max_new_tokens=4, cache_implementation=implementation)
+
+
+def test_together_with_transformers_own() -> None:
+    target = gemma4_files.target_for()
+    with pytest.raises(ValueError, match="speculation_type='dflash' is transformers' own"):
+        target.generate(WORDS, assistant_model=assisted(target), max_new_tokens=4, speculation_type="dflash")
+
+
+@gemma4_files.WITH_GENERATOR
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_transformers_own_is_left_alone(is_attached: bool) -> None:
+    theirs, target = gemma4_files.VARIANTS["plain"].theirs(), gemma4_files.target_for()
+    assistant = assisted(target) if is_attached else None
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    output = target.generate(WORDS, assistant_model=theirs, **how)
+    assert torch.equal(output, target.generate(WORDS, **how))
+    assert assistant is None or assistant.stats.rounds == 0

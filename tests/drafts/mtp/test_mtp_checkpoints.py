@@ -1,7 +1,5 @@
 """Where multi-token layers are read from: the target's files or others, stored assistants, and what is refused."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from support.hub_server import HubServer
 from support.models import prompt, tiny, told
 from support.mtp_files import DEPTH, HIDDEN, VOCAB, Files, dense, load
 from support.repos import change_json, files_of
+from support.watchers import heard
 
 from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.drafts.mtp.kind import layers_among
@@ -71,20 +70,12 @@ def test_elsewhere_than_the_target(tmp_path: Path) -> None:
     assert accepted(target, moved) == expected
 
 
-def test_of_several_files_only_those_with_the_layers_are_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_files_those_with_the_layers_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = dense().load(tmp_path)
-    expected = accepted(target, assist(target, "mtp", default=False))
-    files = shards_of(tmp_path)
+    expected, files = accepted(target, assist(target, "mtp", default=False)), shards_of(tmp_path)
     asked: list[str] = []
-    theirs = Repository.file
 
-    def ask(self: Repository, filename: str, folder: str | None = None) -> Path:
-        asked.append(filename)
-        return theirs(self, filename, folder)
-
-    monkeypatch.setattr(Repository, "file", ask)
+    heard(monkeypatch, Repository, "file", lambda _, filename, *rest: asked.append(filename))
     assert accepted(target, assist(target, "mtp", default=False)) == expected
     assert asked.count(files[2]) == 1, "a file is opened once, whatever it holds"
     assert not {files[0], files[1]} & set(asked)
@@ -94,8 +85,7 @@ def test_the_commit_of_the_hub_is_stored(hub: HubServer, tmp_path: Path) -> None
     """What is committed later is not read, and of several files the target's own are not downloaded again."""
     files, folder = dense(), tmp_path / "files"
     files.save(folder)
-    shards = shards_of(folder)
-    commit = hub.commit("org/target", files_of(folder))
+    shards, commit = shards_of(folder), hub.commit("org/target", files_of(folder))
     target = load("org/target")
     assistant = assist(target, "mtp", default=False)
     expected = accepted(target, assistant)
@@ -160,10 +150,7 @@ def test_targets_without_any(tmp_path: Path) -> None:
 BLOCK = f"model.layers.{DEPTH}."
 OTHER = torch.zeros(3)
 DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
-    "a norm is missing": (
-        {f"{BLOCK}hnorm.weight": None},
-        "a form that hf_specdecpp does not know.*without hnorm",
-    ),
+    "a norm is missing": ({f"{BLOCK}hnorm.weight": None}, "a form that hf_specdecpp does not know.*without hnorm"),
     "a part of the layer is missing": ({f"{BLOCK}mlp.up_proj.weight": None}, "missing: layers.0.mlp.up_proj"),
     "a part is unknown": ({f"{BLOCK}mlp.secret.weight": OTHER}, "unexpected: layers.0.mlp.secret.weight"),
     "a part has another shape": ({f"{BLOCK}mlp.up_proj.weight": OTHER}, "is not like the layers of Glm4MoeModel"),

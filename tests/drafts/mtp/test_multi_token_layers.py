@@ -1,7 +1,5 @@
 """What multi-token layers compute: beside transformers' own model and generator of them, and written out for Qwen's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +76,7 @@ class WrittenOut:
         x = W [norm_e(e); norm_h(h)],  r = x + o(attention(norm_1(x)) * sigmoid(gate)),  y = r + mlp(norm_2(r))
 
     The state that goes on is norm(y), and logits are the LM head of it. Norms scale by 1 + weight. The step for a
-    candidate reads norm(y) of the row before in the place of h, and attends to all rows before it.
-    """
+    candidate reads norm(y) of the row before in the place of h, and attends to all rows before it."""
 
     def __init__(self, target: CausalLM, tensors: dict[str, Tensor]) -> None:
         self.target, self.tensors, self.config = target, tensors, target.config
@@ -143,8 +140,7 @@ def test_the_formula_tells_others_apart(wrong: str, tmp_path: Path, monkeypatch:
     """Mutants: state and embedding exchanged; norms that scale by the weight; a constant state for candidates."""
     files = Files("qwen3_5_text")
     target = files.load(tmp_path)
-    draft = fixed(target).ready_drafter()
-    formula = WrittenOut(target, files.layers[0])
+    draft, formula = fixed(target).ready_drafter(), WrittenOut(target, files.layers[0])
     if wrong == "order":
         weight = files.layers[0]["mtp.fc.weight"]
         formula.tensors = {**files.layers[0], "mtp.fc.weight": weight.roll(weight.shape[0], dims=1)}

@@ -1,7 +1,5 @@
 """What a case passes to `generate()`: prompts, masks, positions, processors, ends and faults."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -89,8 +87,7 @@ class WholePrefix(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         weights = torch.arange(1, input_ids.shape[1] + 1)
-        favoured = int((input_ids[0] * weights).sum()) % VOCAB_SIZE
-        scores = scores.clone()
+        favoured, scores = int((input_ids[0] * weights).sum()) % VOCAB_SIZE, scores.clone()
         scores[:, favoured] += 4.0
         return scores
 
@@ -141,12 +138,8 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "nan": {"remove_invalid_values": True},
 }
 OWN_PROCESSORS: dict[str, Any] = {
-    "in place": NoRepeat,
-    "counting": Counting,
-    "new tensor": NewTensor,
-    "whole prefix": WholePrefix,
-    "nan": Nan,
-}
+    "in place": NoRepeat, "counting": Counting, "new tensor": NewTensor, "whole prefix": WholePrefix, "nan": Nan,
+}  # fmt: skip
 STOPS: dict[str, dict[str, Any]] = {
     "eos": {"eos_token_id": [2, 11, 17], "pad_token_id": PAD},
     "many eos": {"eos_token_id": list(range(1, VOCAB_SIZE, 4)), "pad_token_id": PAD},
@@ -164,8 +157,7 @@ def random_ids(seed: int, length: int) -> Tensor:
 def first_prompt(case: Case) -> tuple[Tensor, Tensor | None]:
     """Ids `[1, n]` and mask `[1, n]` of the first turn. Padding is added to the `case.length` tokens."""
     ids = random_ids(case.seed, case.length)
-    mask = torch.ones_like(ids)
-    pads = torch.full((1, 1 + case.seed % 4), PAD)
+    mask, pads = torch.ones_like(ids), torch.full((1, 1 + case.seed % 4), PAD)
     if case.padding == "no mask":
         return ids, None
     if case.padding == "ones":
@@ -195,9 +187,7 @@ def positions_of(case: Case, ids: Tensor, mask: Tensor | None) -> Tensor | None:
 def arguments(case: Case, turn: int, length: int, has_fault: bool) -> dict[str, Any]:
     """All arguments of a turn's `generate()` but ids, mask, positions, cache and assistant. New objects every time.
 
-    Args:
-        length: tokens of the prompt, as the criteria will count them.
-    """
+    `length`: tokens of the prompt, as the criteria will count them."""
     is_last = turn == case.turns - 1
     new_tokens = case.new_tokens if is_last else case.first_tokens
     found: dict[str, Any] = {"do_sample": case.sampling, "pad_token_id": PAD}

@@ -1,7 +1,5 @@
 """What a case is, and how one is drawn: `Case`, `draw`, `settle`."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,14 +11,9 @@ class Case:
 
     The defaults are the simplest values; the meaning of each is in the tables of `models.py` and `arguments.py`.
 
-    Args:
-        seed: of the prompts.
-        length, new_tokens, turns: tokens in the first prompt, tokens of each answer, answers.
-        first_tokens: tokens of every answer but the last.
-        chunk: `prefill_chunk_size`, 0 for none.
-        records: the outputs asked for; "dict" alone asks for the cache only.
-        fault_at: tokens after which a fault is raised.
-    """
+    `seed`: of the prompts. `length`, `new_tokens`, `turns`: tokens in the first prompt, tokens of each answer, answers.
+    `first_tokens`: tokens of every answer but the last. `chunk`: `prefill_chunk_size`, 0 for none. `records`: the
+    outputs asked for; "dict" alone asks for the cache only. `fault_at`: tokens after which a fault is raised."""
 
     seed: int = 0
     family: str = "llama"
@@ -86,36 +79,24 @@ def draw(randomness: random.Random, families: tuple[str, ...] = FAMILIES) -> Cas
         return tuple(sorted(r.sample(values, r.choice(counts))))
 
     tree = rarely("none", TREES, 0.5)
-    return settle(
-        Case(
-            seed=r.randrange(10**6),
-            family=r.choice(families),
-            attention=rarely("sdpa", ("eager",), 0.4),
-            draft=r.choice(("close", "close", "close", "other", "more ids", "fewer ids", *DRAFTS[3:])),
-            draft_vocab=rarely("all", ("most", "few"), 0.3),
-            head=rarely("none", ("before", "after"), 0.3),
-            rule=r.choice(RULES),
-            tree=tree,
-            door=rarely("attached", ("unattached", "generator"), 0.0 if tree != "none" else 0.35),
-            processors=some(PROCESSORS, (0, 0, 0, 1, 1, 2, 3)),
-            sampling=r.random() < 0.25,
-            stop=rarely("max_new_tokens", STOPS, 0.5),
-            new_tokens=r.choice((1, 2, 5, 9, 12, 12)),
-            length=r.choice((1, 2, 3, 6, 11, 12, 13, 14, 25)),
-            padding=rarely("no mask", PADDINGS, 0.6),
-            positions=rarely("none", ("counted", "offset", "jump"), 0.25),
-            cache=r.choice(("none", "none", "empty", "full ids", "new ids")),
-            turns=r.choice((1, 2, 2, 3)),
-            first_tokens=r.choice((1, 1, 3, 6)),
-            earlier=rarely("ours", ("plain",), 0.3),
-            chunk=rarely(0, (1, 3, 5, 100), 0.2),
-            records=rarely((), (("dict",), some(RECORDS, (1, 2, 4))), 0.5),
-            streamer=r.random() < 0.3,
-            weights=rarely("as they are", ("packed", "scaled", "copied", "merged", "replaced"), 0.08),
-            fault=rarely("none", ("processor", "criterion", "streamer"), 0.1),
-            fault_at=r.choice((0, 1, 2, 4)),
-        )
-    )
+    case = Case(
+        seed=r.randrange(10**6), family=r.choice(families), attention=rarely("sdpa", ("eager",), 0.4),
+        draft=r.choice(("close", "close", "close", "other", "more ids", "fewer ids", *DRAFTS[3:])),
+        draft_vocab=rarely("all", ("most", "few"), 0.3), head=rarely("none", ("before", "after"), 0.3),
+        rule=r.choice(RULES), tree=tree,
+        door=rarely("attached", ("unattached", "generator"), 0.0 if tree != "none" else 0.35),
+        processors=some(PROCESSORS, (0, 0, 0, 1, 1, 2, 3)), sampling=r.random() < 0.25,
+        stop=rarely("max_new_tokens", STOPS, 0.5), new_tokens=r.choice((1, 2, 5, 9, 12, 12)),
+        length=r.choice((1, 2, 3, 6, 11, 12, 13, 14, 25)), padding=rarely("no mask", PADDINGS, 0.6),
+        positions=rarely("none", ("counted", "offset", "jump"), 0.25),
+        cache=r.choice(("none", "none", "empty", "full ids", "new ids")), turns=r.choice((1, 2, 2, 3)),
+        first_tokens=r.choice((1, 1, 3, 6)), earlier=rarely("ours", ("plain",), 0.3),
+        chunk=rarely(0, (1, 3, 5, 100), 0.2), records=rarely((), (("dict",), some(RECORDS, (1, 2, 4))), 0.5),
+        streamer=r.random() < 0.3,
+        weights=rarely("as they are", ("packed", "scaled", "copied", "merged", "replaced"), 0.08),
+        fault=rarely("none", ("processor", "criterion", "streamer"), 0.1), fault_at=r.choice((0, 1, 2, 4)),
+    )  # fmt: skip
+    return settle(case)
 
 
 def settle(case: Case) -> Case:

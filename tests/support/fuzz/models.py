@@ -1,7 +1,5 @@
 """Tiny targets of many families, and every kind of draft for them."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from functools import cache, lru_cache
@@ -104,8 +102,7 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
     """The case's assistant, attached to `target` unless the case's door is another.
 
     Raises:
-        ValueError: this target or draft is refused.
-    """
+        ValueError: this target or draft is refused."""
     common: dict[str, Any] = {"draft_vocab": DRAFT_VOCABS[case.draft_vocab]}
     if case.draft.startswith("exit"):
         layers: Any = [0, 2] if case.draft == "exit some" else 2

@@ -1,7 +1,5 @@
 """Runs a case beside plain `generate()` and says how it went: `run_case`."""
 
-from __future__ import annotations
-
 import copy
 import traceback
 import types
@@ -94,7 +92,7 @@ class Conversation:
             answer.error = error
         return answer
 
-    def copy(self) -> Conversation:
+    def copy(self) -> "Conversation":
         """As it is now, with a cache of its own."""
         other = copy.copy(self)
         other.cache = copy.deepcopy(self.cache)
@@ -152,8 +150,7 @@ def _compare(case: Case, target: CausalLM, assistant: Any) -> Result:
     for turn in range(case.turns):
         is_last = turn == case.turns - 1
         has_fault = case.fault != "none" and is_last
-        before = plain.copy()
-        expected = plain.answer(turn, None, has_fault)
+        before, expected = plain.copy(), plain.answer(turn, None, has_fault)
         actual = ours.answer(turn, None if case.earlier == "plain" and not is_last else assistant, has_fault)
         if has_fault and isinstance(expected.error, Fault) and not _is_refusal(actual.error):
             _compare_fault(before, ours, actual, turn)
@@ -205,8 +202,7 @@ def _compare_outputs(
 def _has_nan(cache: Any, output: Any) -> bool:
     """Whether plain generation computed NaN, as some models do at masked tokens, from where it spreads.
 
-    Masked rows count nothing, but 0 times NaN is NaN: how far it spreads depends on which rows a cache still has.
-    """
+    Masked rows count nothing, but 0 times NaN is NaN: how far it spreads depends on which rows a cache still has."""
     cache = cache or getattr(output, "past_key_values", None)
     layers = [layer for layer in getattr(cache, "layers", []) if getattr(layer, "keys", None) is not None]
     return any(bool(layer.keys.isnan().any()) for layer in layers)
@@ -218,8 +214,7 @@ def _compare_fault(before: Conversation, ours: Conversation, actual: Answer, tur
         raise Different(f"turn {turn}: instead of the fault: {_described(actual.error)}")
     if before.cache is None or ours.cache is None or ours.case.fault == "streamer" or ours.case.door != "attached":
         return  # transformers' own loop rolls nothing back
-    emitted = sum((actual.streamed or [[]])[1:], [])
-    length = ours.cache.get_seq_length()
+    emitted, length = sum((actual.streamed or [[]])[1:], []), ours.cache.get_seq_length()
     if not emitted:
         if length != before.cache.get_seq_length():
             raise Different(f"turn {turn}: nothing was emitted, and the cache grew to {length} tokens")
@@ -320,8 +315,7 @@ def _described(error: Exception | None) -> str:
 
 def minimise(case: Case, budget: int = 200) -> tuple[Case, Result]:
     """A simpler case that is wrong, too: dimensions are made simpler one by one, for as long as one can be."""
-    result = run_case(case)
-    tried = 0
+    result, tried = run_case(case), 0
     while result.kind == "wrong":
         for other in simpler(case):
             tried += 1
