@@ -1,7 +1,5 @@
 """The model that captured passes run: shared tensors, attention without copies, and when it no longer fits."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Functions that are captured once a key and replayed; a failed capture leaves what it changes as it was."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Callable

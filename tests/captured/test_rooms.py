@@ -1,7 +1,5 @@
 """Caches of fixed rooms: what is read from a growing cache, written back, and kept of passes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

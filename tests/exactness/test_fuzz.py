@@ -38,7 +38,7 @@ HELD_OUT: dict[str, Callable[[Case], bool]] = {
     # Plain generation reads the text again on top of what the cache holds, with a mask that is too short.
     "chunked prefill of a later turn": lambda case: (
         Version(transformers.__version__) < Version("5.23") and case.chunk > 0 and case.turns > 1
-    ),
+    )
 }
 
 

@@ -1,7 +1,5 @@
 """Logits processors that no graph can run, on made-up distributions, as rounds call them and as plain sampling does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
