@@ -32,7 +32,7 @@ MOST_COUNTED = 400.0  # tokens of a class; of more, older ones fade
 OF_TEXT = 0.97  # what is left, a token later, of a token's weight in how the text at hand differs
 TEXT_PRIOR = 2.0
 
-_CLASS_OF_LENGTH = [bisect_right(LENGTHS, length) * SHARES for length in range(LONGEST + 1)]
+_CLASSES = [[bisect_right(LENGTHS, length) * SHARES + of for length in range(LONGEST + 1)] for of in range(SHARES)]
 
 
 def classes_of(lengths: range, agree: int, total: int) -> list[int]:
@@ -42,8 +42,8 @@ def classes_of(lengths: range, agree: int, total: int) -> list[int]:
     Example: after matches of 5 and 6 tokens, where 3 of 4 places go on like this, they are 4 * 4 + 1 = 17, twice.
     """
     share = (2 if total == 1 else 3) if agree == total else int(2 * agree >= total)
-    known = _CLASS_OF_LENGTH[lengths.start : lengths.stop]
-    return [each + share for each in known] + [_CLASS_OF_LENGTH[-1] + share] * (len(lengths) - len(known))
+    known = _CLASSES[share][lengths.start : lengths.stop]
+    return known + _CLASSES[share][-1:] * (len(lengths) - len(known))
 
 
 class LookupRates:
@@ -81,8 +81,8 @@ class TextRates:
 
     def estimates(self, classes: Sequence[int]) -> list[float]:
         """The chance that each of these candidates is right, if those before it are."""
-        odds = [self.rates.odds[each] * self._factor for each in classes]
-        return [each / (1.0 + each) for each in odds]
+        known, factor = self.rates.odds, self._factor
+        return [(odds := known[each] * factor) / (1.0 + odds) for each in classes]
 
     def observe(self, of: int, was_right: bool) -> None:
         self._right = OF_TEXT * self._right + was_right
