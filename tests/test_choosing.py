@@ -73,8 +73,7 @@ Made = tuple[CausalLM, Any]  # a target, and what is named as its draft
 
 
 def assistant_of_ours(folder: Path) -> Made:
-    target = tiny("llama").float()
-    SpecDecPPAssistant.from_early_exit(target, 1).save_pretrained(folder)
+    SpecDecPPAssistant.from_early_exit(tiny("llama").float(), 1).save_pretrained(folder)
     return tiny("llama").float(), folder
 
 

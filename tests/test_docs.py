@@ -151,8 +151,7 @@ def test_python_runs(
         ast.parse(code)
     elif excerpt := EXCERPT.match(code):
         source = (ROOT / excerpt[1]).read_text(encoding="utf-8")
-        places = [source.find(call) for call in re.findall(r"\.\w+\(", code)]
-        assert -1 not in places
+        assert -1 not in [source.find(call) for call in re.findall(r"\.\w+\(", code)]
     else:
         run(code, names, folders, tmp_path, monkeypatch)
 
@@ -169,8 +168,7 @@ def run(
 
 def commands(code: str) -> list[str]:
     """The lines of a block that are commands: those that a backslash continues are one."""
-    lines = code.replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.strip() and not line.startswith("#")]
+    return [line for line in code.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
 
 
 @pytest.mark.parametrize("code", blocks("console"))
@@ -178,8 +176,7 @@ def test_commands_are_taken_by_their_programs(code: str, capsys: pytest.CaptureF
     """Their options are parsed, and what they name is there; other programs' commands say what they need."""
     needs = NEEDS.match(code) is not None
     for line in commands(code):
-        words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
-        program, *rest = words
+        program, *rest = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
         if program == "specdecpp":
             parse(rest)
         elif program == "python" and rest[0].startswith("examples/"):
@@ -248,8 +245,7 @@ def test_settings_files_are_taken(code: str) -> None:
 
 
 def test_median_is_not_moved_by_one_disturbed_run() -> None:
-    ratios = [1.5, 1.52, 1.48, 1.51, 1.49, 1.5, 0.2]
-    middle, low, high = median_of_ratios(ratios)
+    middle, low, high = median_of_ratios([1.5, 1.52, 1.48, 1.51, 1.49, 1.5, 0.2])
     assert middle == 1.5
     assert low <= middle <= high
     assert high <= 1.52

@@ -51,8 +51,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("benchmark")
     target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), folder / "target"))
     options = ("--max_new_tokens", "16", "--contestants", ",".join(SOME), "--card", str(folder / "bench/speeds.json"))
-    result = run_bench(target, folder, *options, "--temperatures", "0,0.7", "--batch_size", "2")
-    return folder / "bench", result
+    return folder / "bench", run_bench(target, folder, *options, "--temperatures", "0,0.7", "--batch_size", "2")
 
 
 def test_the_output(ran: tuple[Path, Any]) -> None:
@@ -118,8 +117,7 @@ def test_batches_go_on(target: PreTrainedModel, tmp_path: Path) -> None:
     for _ in range(2):
         result = run_bench(target, tmp_path, *options, "--batch_size", "1,2")
         assert result.exit_code == 0, result.output
-        lines = (tmp_path / "bench/runs.jsonl").read_text().splitlines()
-        assert len(lines) == 3 * (2 + 1), "nothing is timed again"
+        assert len((tmp_path / "bench/runs.jsonl").read_text().splitlines()) == 3 * (2 + 1), "nothing is timed again"
     result = run_bench(target, tmp_path, *options, "--batch_size", "9")
     assert result.exit_code == 1, result.output
     assert "batch_size=9, and there are 2 prompts" in result.output

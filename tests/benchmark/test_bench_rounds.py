@@ -116,8 +116,7 @@ def test_sampled_replays_agree_with_live_rounds_on_average(kind: str) -> None:
     contestant = Contestant(kind, kind, assistant.speculation)
     for seed in range(12):
         torch.manual_seed(seed)
-        text = text_of(target, do_sample=True, top_k=0)
-        replay = RoundReplay(text, assistant, target, Sampling(1.0), seed)
+        replay = RoundReplay(text_of(target, do_sample=True, top_k=0), assistant, target, Sampling(1.0), seed)
         with contestant.arguments(assistant, target):
             for each in replay.rounds(assistant.setup()):
                 replayed[0] += 1

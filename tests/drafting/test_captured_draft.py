@@ -99,8 +99,7 @@ def test_slots_are_valued_as_in_uncaptured_trees(judge: str, greedy: bool) -> No
 
 def told_of_q(head: AcceptanceHead, step: DraftStep, tokens: Tensor, left: Tensor, mass: Tensor) -> Tensor:
     """A mutant: what earlier siblings have taken is not left out."""
-    own = step.q[..., None, :].expand_as(left)
-    return JUDGE(head, step, tokens, own, mass)
+    return JUDGE(head, step, tokens, step.q[..., None, :].expand_as(left), mass)
 
 
 def told_of_no_siblings(head: AcceptanceHead, step: DraftStep, tokens: Tensor, left: Tensor, mass: Tensor) -> Tensor:

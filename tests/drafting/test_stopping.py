@@ -19,8 +19,7 @@ VOCAB = 3
 
 
 def rule_for(min_tokens: int = 1, **knobs: Any) -> StoppingRule:
-    config = SpeculationConfig(**{"rule": "threshold", **knobs})
-    return make_rule(config, DraftProbability(), min_tokens=min_tokens)
+    return make_rule(SpeculationConfig(**{"rule": "threshold", **knobs}), DraftProbability(), min_tokens=min_tokens)
 
 
 # Each rule's formula. -------------------------------------------------------------------------------------------------
@@ -94,8 +93,7 @@ def authors_round(models: Models, head: Any, randomness: Replay, h: float, bound
 
 def two_logits(head: Any, x: Tensor) -> Tensor:
     for index in range(head.num_blocks):
-        linear = head.blocks[0 if head.tied else index].linear
-        x = x + torch.nn.functional.silu(linear(x))
+        x = x + torch.nn.functional.silu(head.blocks[0 if head.tied else index].linear(x))
     return head.output(x)
 
 
@@ -113,8 +111,7 @@ def test_rounds_are_the_authors(h: float, bounds: tuple[int, int], scenario: str
 
         def ours(randomness: Replay, models: Models = models, config: Any = config, head: Any = head) -> Tokens:
             rule = make_rule(config, head, min_tokens=bounds[0])
-            chain = draft_chain(Steps(models), rule, randomness, 10, models.eos)
-            return tuple(chain.candidates)
+            return tuple(draft_chain(Steps(models), rule, randomness, 10, models.eos).candidates)
 
         def theirs(randomness: Replay, models: Models = models, head: Any = head) -> Tokens:
             return authors_round(models, head, randomness, h, bounds)

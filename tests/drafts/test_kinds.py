@@ -83,8 +83,7 @@ def test_nobody_outside_the_room_asks_for_a_kind_by_name_or_class() -> None:
     imported = {(file, kind) for file, source in files.items() for kind in imported_in(source).values()}
     assert imported == IMPORTED.keys(), "a new one needs a reason, an old one is to be deleted from the list"
     assert {file: found for file, source in files.items() if (found := told_apart_in(source))} == {}
-    templates = [file for file in PACKAGE.rglob("*.md") if "draft_kind" in file.read_text(encoding="utf-8")]
-    assert templates == []
+    assert [file for file in PACKAGE.rglob("*.md") if "draft_kind" in file.read_text(encoding="utf-8")] == []
 
 
 def test_the_check_above_sees_names_imports_and_classes() -> None:

@@ -124,8 +124,7 @@ def test_at_once_decides_as_the_readable_versions_do() -> None:
             models = Models("plain", 3, seed)
             for verifier in ("block", "token"):
                 expected = outcomes(verifier, models, candidates)
-                found = outcomes(f"{verifier}, at once", models, candidates)
-                assert found == pytest.approx(expected, abs=TOLERANCE)
+                assert outcomes(f"{verifier}, at once", models, candidates) == pytest.approx(expected, abs=TOLERANCE)
 
 
 def test_the_example_of_the_documentation() -> None:
@@ -180,5 +179,4 @@ def test_draws_have_numbers_of_their_own() -> None:
     """Made ahead, but not used twice: 24 equal ones of 1,000 ids are hardly ever the same."""
     torch.manual_seed(0)
     randomness, weights = TorchRandomness(), torch.ones(1, 1000)
-    drawn = {randomness.outcome(torch.ones(1), lambda _: weights, lambda _: weights)[1] for _ in range(24)}
-    assert len(drawn) > 20
+    assert len({randomness.outcome(torch.ones(1), lambda _: weights, lambda _: weights)[1] for _ in range(24)}) > 20

@@ -168,8 +168,7 @@ def processors_after_the_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Processing.along
 
     def along(self: Processing, input_ids: torch.Tensor, candidates: list[int], scores: torch.Tensor) -> torch.Tensor:
-        rows = [real(self, input_ids, [], scores[i : i + 1]) for i in range(scores.shape[0])]
-        return torch.cat(rows)
+        return torch.cat([real(self, input_ids, [], scores[i : i + 1]) for i in range(scores.shape[0])])
 
     monkeypatch.setattr(Processing, "along", along)
 

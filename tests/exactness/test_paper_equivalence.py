@@ -40,8 +40,7 @@ def case() -> Any:
     head = AcceptanceHead(draft.config.hidden_size, 3, tied=True, inputs="after")
     texts, generator = [prompt(46, seed=1), prompt(38, seed=2)], torch.Generator().manual_seed(3)
     examples = Examples(PAPER, Drafter(draft), target)
-    items = [examples.of_text(ids, PROMPT_LENGTH, Sampling(), generator) for ids in texts]
-    return target, draft, head, texts, items
+    return target, draft, head, texts, [examples.of_text(ids, PROMPT_LENGTH, Sampling(), generator) for ids in texts]
 
 
 def papers_loss(case: Any, w_rej: float = 6.0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -184,8 +183,7 @@ def test_wrong_losses_are_noticed(
 
 
 def test_ignoring_the_rejection_weight_is_noticed(case: Any, tmp_path: Path) -> None:
-    unweighted = HeadConfig(**{**vars(PAPER), "rejection_weight": 1.0})
-    ours = our_loss(case, tmp_path, unweighted)
+    ours = our_loss(case, tmp_path, HeadConfig(**{**vars(PAPER), "rejection_weight": 1.0}))
     assert distance(ours, papers_loss(case)) > VISIBLE
     assert distance(ours, papers_loss(case, w_rej=1.0)) < TOLERANCE
 

@@ -134,8 +134,7 @@ def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, door: str, m
         return chain
 
     monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", hear_text)
-    output = generate(target, assistant_for(target, draft, door), **OPTIONS[name])
-    assert output.shape[1] > PROMPT.shape[1]
+    assert generate(target, assistant_for(target, draft, door), **OPTIONS[name]).shape[1] > PROMPT.shape[1]
     assert_q_is_the_distribution(ear)
     assert len(texts) == len(ear.rounds) >= 3
     for text, (candidates, _, q) in zip(texts, ear.rounds, strict=True):

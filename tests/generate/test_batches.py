@@ -239,8 +239,7 @@ def test_a_cache_is_carried_on(kind: str) -> None:
     assistant = models.assistant_for(target, mix=0.9) if kind == "independent" else models.told(drafts()[kind](target))
     eos = early_ends(target, inputs)
     first = generate(target, inputs, assistant, eos_token_id=eos, return_dict_in_generate=True)
-    length = inputs["input_ids"].shape[1]
-    ends = torch.isin(first.sequences[:, length:], torch.tensor(eos)).long()
+    ends = torch.isin(first.sequences[:, inputs["input_ids"].shape[1] :], torch.tensor(eos)).long()
     answer = (ends.cumsum(dim=1) - ends < 1).long()
     assert answer.sum(dim=1).unique().numel() > 1
     new = torch.cat([models.prompt(4, seed) for seed in range(4)])
@@ -277,8 +276,7 @@ def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any
         enumerate_torch(replay)
         assistant.memory.clear()
         options = {"temperature": 0.8, "top_k": 2, "max_new_tokens": 3}
-        output = generate(target, inputs, assistant, do_sample=True, **options)
-        return tuple(output[:, 3:].flatten().tolist())
+        return tuple(generate(target, inputs, assistant, do_sample=True, **options)[:, 3:].flatten().tolist())
 
     p, found = target_distribution(target, 0.8, 2), exact_distribution(program)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
@@ -516,8 +514,7 @@ def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(DraftSetup, "products", spy)
     target = models.tiny("llama")
-    assistant = models.assistant_for(target, **RULES["throughput"])
-    generate(target, padded(LENGTHS), assistant, max_new_tokens=4)
+    generate(target, padded(LENGTHS), models.assistant_for(target, **RULES["throughput"]), max_new_tokens=4)
     assert len(made) == 1
 
 

@@ -80,8 +80,7 @@ def assistant_at(door: str, target: CausalLM, text: Tensor) -> SpecDecPPAssistan
 
 def is_right(door: str, target: CausalLM, inputs: dict[str, Tensor], plain: Tensor) -> bool:
     """Whether the text is that of plain generation; raises `ValueError` where it is refused."""
-    longest = plain[inputs["attention_mask"].sum(1).argmax()][None]
-    assistant = assistant_at(door, target, longest)
+    assistant = assistant_at(door, target, plain[inputs["attention_mask"].sum(1).argmax()][None])
     try:
         for _ in range(2 if door == "lookup" else 1):
             with pretend_graphs() if door == "captured" else nullcontext():

@@ -26,8 +26,7 @@ def target() -> CausalLM:
 
 def generate(seed: int = 0, **arguments: Any) -> Tensor:
     torch.manual_seed(seed)
-    defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "top_k": 0}
-    return target().generate(PROMPT, **{**defaults, **arguments})
+    return target().generate(PROMPT, **{"max_new_tokens": NEW_TOKENS, "do_sample": True, "top_k": 0, **arguments})
 
 
 @pytest.fixture(params=[True, False], ids=["attached", "unattached"])
@@ -49,13 +48,11 @@ def test_sampling(name: str, assistant: Any) -> None:
 
 
 def test_a_tiny_temperature_gives_the_greedy_text(assistant: Any) -> None:
-    text = generate(assistant_model=assistant, temperature=1e-4)
-    assert torch.equal(text, generate(do_sample=False, top_k=None))
+    assert torch.equal(generate(assistant_model=assistant, temperature=1e-4), generate(do_sample=False, top_k=None))
 
 
 def test_seeds_differ(assistant: Any) -> None:
-    texts = {tuple(generate(seed, assistant_model=assistant)[0].tolist()) for seed in range(4)}
-    assert len(texts) == 4
+    assert len({tuple(generate(seed, assistant_model=assistant)[0].tolist()) for seed in range(4)}) == 4
 
 
 def test_constraints_hold(assistant: Any) -> None:

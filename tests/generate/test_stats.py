@@ -23,8 +23,7 @@ from hf_specdecpp.trees.tree import DraftTree
 
 def count(stats: SpeculationStats, drafted: int, accepted: int) -> None:
     """A round of a chain."""
-    chain = DraftTree.chain([1] * drafted, [torch.empty(0)] * drafted)
-    stats.saw(chain, list(range(1, accepted + 1)))
+    stats.saw(DraftTree.chain([1] * drafted, [torch.empty(0)] * drafted), list(range(1, accepted + 1)))
 
 
 def made(**values: object) -> SpeculationStats:
@@ -248,8 +247,7 @@ def test_a_draft_of_others_that_is_hardly_ever_right_is_named(accepted: int, rou
         f"Only {accepted} of {rounds} first candidates were accepted, so EAGLE-3 org/x may be for another target, or "
         "be read wrongly. Find out: specdecpp inspect REPO --target ID, with its repository and this target."
     )
-    stats = first_candidates(accepted, rounds)
-    assert (said in stats.verdict) is is_named
+    assert (said in first_candidates(accepted, rounds).verdict) is is_named
     assert "specdecpp inspect" not in first_candidates(accepted, rounds, None).verdict, "a draft of one's own"
 
 

@@ -34,8 +34,7 @@ def from_config(name: str, family: str) -> CausalLM:
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} does not have {name}")
     torch.manual_seed(0)
-    model = getattr(transformers, name)._from_config(tiny_config(family))
-    return model.to(torch.float64).eval()
+    return getattr(transformers, name)._from_config(tiny_config(family)).to(torch.float64).eval()
 
 
 # Windows of the cache alone -------------------------------------------------------------------------------------------

@@ -153,8 +153,7 @@ def test_a_draft_alone(pretended: Counter[str]) -> None:
     target = quiet_later_layers(
         tiny("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     )
-    draft = quiet_later_layers(tiny("llama"))
-    assistant = told(SpecDecPPAssistant.from_draft(draft, target), **SETTINGS["fixed"])
+    assistant = told(SpecDecPPAssistant.from_draft(quiet_later_layers(tiny("llama")), target), **SETTINGS["fixed"])
     with pytest.raises(ValueError, match="rotary frequencies change"):
         assistant.warm_up(SHORT)
     assert torch.equal(generate(target, assistant, 12), generate(target, None, 12))

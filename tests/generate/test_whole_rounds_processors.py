@@ -251,8 +251,7 @@ def test_processors_that_are_asked_wrongly_are_noticed(
 
 def asked_about_all(text: Text, tree_pass: TreePass, scores: Tensor) -> Tensor:
     """A mutant."""
-    paths = [tree_pass.tree.path(node) for node in tree_pass.order]
-    return text.processing.after_each(text.ids, paths, scores)
+    return text.processing.after_each(text.ids, [tree_pass.tree.path(node) for node in tree_pass.order], scores)
 
 
 @pytest.mark.every(2)
@@ -310,5 +309,4 @@ def test_scores_of_all_rows_at_once() -> None:
     before = captured_draft.with_paths(processors[0].shown(texts), candidates, seen)
     found = processors[0].together().of_nodes(scores, before)
     for row, each in enumerate(processors):
-        expected = each.along(texts[row : row + 1], candidates[row], scores[row])
-        torch.testing.assert_close(found[row], expected)
+        torch.testing.assert_close(found[row], each.along(texts[row : row + 1], candidates[row], scores[row]))

@@ -122,8 +122,7 @@ def test_the_folder_and_its_config(tmp_path: Path) -> None:
 
 def test_an_assistant_with_a_converted_head_generates(tmp_path: Path) -> None:
     target, released = tiny("llama"), ReleasedHead(2, hidden_size=32)
-    draft = partly_agreeing(target)
-    draft.save_pretrained(tmp_path / "draft")
+    partly_agreeing(target).save_pretrained(tmp_path / "draft")
     convert(save_bin(released, tmp_path / "released"), tmp_path / "out", draft_id=str(tmp_path / "draft"))
     plain = target.generate(prompt(), max_new_tokens=12, do_sample=False)
     assistant = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)

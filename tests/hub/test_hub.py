@@ -238,8 +238,7 @@ def test_auto_tokenizer(hub: HubServer, target: PreTrainedModel, tmp_path: Path)
 
 
 def test_uploaded_files(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
-    info = assistant.push_to_hub("org/head", commit_message="Better head")
-    assert info.commit_message == "Better head"
+    assert assistant.push_to_hub("org/head", commit_message="Better head").commit_message == "Better head"
     weights = {"acceptance_head.safetensors", "draft_vocab.safetensors", "adapter/adapter_model.safetensors"}
     assert hub.lfs_files("org/head") == weights
     assert set(hub.files("org/head")) == weights | {"README.md", "config.json", "adapter/adapter_config.json"}

@@ -114,7 +114,6 @@ def test_lossless_and_as_good_as_the_card(case: str, dataset: str) -> None:
         assert assistant.stats.accepted > 0
         starts = range(inputs["input_ids"].shape[1] + 1, plain.shape[1], 8)
         recorder = Recorder(assistant, target, Sampling(0.0), "before")
-        rows = recorder.of_text(plain[0].tolist(), list(starts), torch.Generator())
-        labels.append(rows["label"])
+        labels.append(recorder.of_text(plain[0].tolist(), list(starts), torch.Generator())["label"])
     assistant.detach()
     assert abs(float(torch.cat(labels).mean()) - said(repository, dataset, 0.0)) < TOLERANCE

@@ -239,8 +239,7 @@ def test_huge_weights_do_not_hang_tree_growth(monkeypatch: pytest.MonkeyPatch, t
             parameter.copy_(size * (-1.0) ** torch.arange(place, place + parameter.numel()).view(parameter.shape))
     knobs = SpeculationConfig(rule="threshold", tree=tree, tree_budget=8)  # type: ignore[arg-type]
     assistant = SpecDecPPAssistant.from_draft(tiny("llama", seed=1), target, head=head, speculation=knobs)
-    output = target.generate(prompt(), assistant_model=assistant, do_sample=True, max_new_tokens=6)
-    assert output.shape[1] == 18
+    assert target.generate(prompt(), assistant_model=assistant, do_sample=True, max_new_tokens=6).shape[1] == 18
     assert draws
 
 

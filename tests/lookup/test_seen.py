@@ -164,8 +164,7 @@ def test_answers_are_saved_on_purpose_and_loaded_again(tmp_path: Path) -> None:
 def like_text(length: int) -> list[int]:
     """Token ids as frequent as words are, with passages that come again."""
     draw = random.Random(0)
-    weights = [1.0 / rank for rank in range(1, 30_001)]
-    tokens = draw.choices(range(1000, 31_000), weights, k=length)
+    tokens = draw.choices(range(1000, 31_000), [1.0 / rank for rank in range(1, 30_001)], k=length)
     for begin in range(500, length - 100, 500):
         tokens[begin : begin + 60] = tokens[begin - 400 : begin - 340]
     return tokens

@@ -189,5 +189,4 @@ def test_target_with_a_peft_adapter(tmp_path: Path) -> None:
     expected = greedy(wrapped)
     with pytest.raises(ValueError, match="already has a PEFT adapter"):
         SpecDecPPAssistant.from_early_exit(wrapped, 2, adapter=folder)
-    assistant = SpecDecPPAssistant.from_early_exit(wrapped, 2, speculation=FIXED)
-    assert greedy(wrapped, assistant) == expected
+    assert greedy(wrapped, SpecDecPPAssistant.from_early_exit(wrapped, 2, speculation=FIXED)) == expected

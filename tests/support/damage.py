@@ -297,8 +297,7 @@ def bounded(what: str) -> Iterator[None]:
 
 
 def _memory(name: str) -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(rf"{name}:\s+(\d+)", status)[0]) / 1024
+    return int(re.findall(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[0]) / 1024
 
 
 def check(sound: Sound, folder: Path, what: str) -> bool:

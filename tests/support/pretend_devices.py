@@ -194,8 +194,7 @@ def on_device(what: Placed, device: str = "cuda:0") -> Placed:
     for module in what.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in moved:
-                on_it = DeviceTensor(parameter.detach(), place)
-                moved[id(parameter)] = nn.Parameter(on_it, requires_grad=False)
+                moved[id(parameter)] = nn.Parameter(DeviceTensor(parameter.detach(), place), requires_grad=False)
             module._parameters[name] = None if parameter is None else moved[id(parameter)]
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else DeviceTensor(buffer, place)

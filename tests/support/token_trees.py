@@ -32,8 +32,7 @@ def one_by_one(model: CausalLM, text: Tensor, nodes: Tensor) -> Tensor:
     """Logits `[nodes, vocab]` of each node, each read at the end of its own path, without any cache."""
     rows = []
     for node in range(len(PARENTS)):
-        sequence = torch.cat((text, nodes[path_to(node)]))[None]
-        rows.append(model(input_ids=sequence, use_cache=False).logits[0, -1])
+        rows.append(model(input_ids=torch.cat((text, nodes[path_to(node)]))[None], use_cache=False).logits[0, -1])
     return torch.stack(rows)
 
 

@@ -96,8 +96,7 @@ def test_what_fails_after_a_text_does_not_take_it_away(monkeypatch: pytest.Monke
 def test_costs_are_assumed_and_not_kept(cache: Path) -> None:
     """By the number of weights."""
     target = tiny("llama")
-    assistant = assistant_of("early_exit", target, rule="throughput")
-    target.generate(prompt(12), **GREEDY, assistant_model=assistant)
+    target.generate(prompt(12), **GREEDY, assistant_model=assistant_of("early_exit", target, rule="throughput"))
     (known,) = known_costs._known.values()
     assert 0.1 < known.first.draft / known.first.verify[0] < 0.9, "one of three layers, and the LM head"
     assert not list(cache.glob("*.json"))

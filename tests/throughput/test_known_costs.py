@@ -170,5 +170,4 @@ def test_what_rounds_teach_is_of_one_way_to_draw_candidates() -> None:
             for mixes, temperature in product((False, True), (0.8, 1.0)):
                 assistant.decisions = Decisions(draft_successors=mixes, draft_temperature=temperature)
                 target.generate(prompt(), assistant_model=assistant, max_new_tokens=8, do_sample=do_sample)
-        learned = assistant.memory.learned[target].values()
-        assert sum(each.greedy is not do_sample for each in learned) == ways
+        assert sum(each.greedy is not do_sample for each in assistant.memory.learned[target].values()) == ways

@@ -145,8 +145,7 @@ def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, 
             assert "of one text, so it may be far from that of others" in title
         else:
             assert "[{:.3f}, {:.3f}]".format(*part["interval"]) in title
-        names = ["**head**", "draft probability", f"fixed length {best['length']}"]
-        assert [row[0] for row in rows[2:]] == names
+        assert [row[0] for row in rows[2:]] == ["**head**", "draft probability", f"fixed length {best['length']}"]
         assert all(len(row) == 6 for row in rows)
         head = part["estimators"]["head"]
         assert rows[2][1:4] == [f"{head[metric]:.3f}" for metric in ("auc", "ece", "binary_kl")]
@@ -218,8 +217,7 @@ def test_the_card_says_what_training_did_not_help() -> None:
         said = unhelped(trained({"1.00": 0.6}, 0.6, auc, kl))
         assert bool(said) is is_said
         assert all(each.startswith(f"Training did not help the head: its AUC is {auc:.3f} and") for each in said)
-    head_only = {**trained({}, auc=0.6, kl=0.5), "distillation": {"before": {}}}
-    assert len(unhelped(head_only)) == 1
+    assert len(unhelped({**trained({}, auc=0.6, kl=0.5), "distillation": {"before": {}}})) == 1
 
 
 def test_the_card_says_it_at_its_beginning(run: TrainingConfig) -> None:

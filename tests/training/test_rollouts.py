@@ -231,8 +231,7 @@ def test_no_training_on_test_sets(tested: TrainingConfig, limit: int | None, mon
     assert {row["prompt_id"] for row in rows} <= {"t0", "t1", "t2", "t3"}
     for row in rows:
         assert row["input_ids"] == greedy(tested.target, row["input_ids"][: row["prompt_length"]])
-    record = json.loads((tested.work / "rollouts" / "rollouts.json").read_text())
-    assert record["quiz"]["answers"] == (limit or 4)
+    assert json.loads((tested.work / "rollouts" / "rollouts.json").read_text())["quiz"]["answers"] == (limit or 4)
 
 
 def test_a_test_set_that_is_all_there_is(tested: TrainingConfig, tmp_path: Path) -> None:

@@ -343,8 +343,7 @@ def test_passes_in_place(name: str, length: int, padding: int) -> None:
 @torch.no_grad()
 def test_additive_masks() -> None:
     """Of eager attention, whose softmax is float32."""
-    model = tiny("gemma3_text", attn_implementation="eager")
-    torch.testing.assert_close(*passes(model, 26, 0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*passes(tiny("gemma3_text", attn_implementation="eager"), 26, 0), rtol=1e-4, atol=1e-5)
 
 
 ALL_SHOWN = torch.ones((1, ROOM), dtype=torch.bool)

@@ -83,8 +83,7 @@ def random_draft(config: Any, seed: int = 0) -> Any:
         weight.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
     if draft.use_draft_vocab:
         ids = torch.randperm(VOCAB, generator=generator)[: config.draft_vocab_size].sort().values
-        kept = torch.isin(torch.arange(VOCAB), ids)
-        draft.load_vocab_mappings(kept, ids - torch.arange(len(ids)))
+        draft.load_vocab_mappings(torch.isin(torch.arange(VOCAB), ids), ids - torch.arange(len(ids)))
     return draft
 
 

@@ -141,8 +141,7 @@ def test_rows_of_a_tree_are_those_of_chains(name: str, tmp_path: Path) -> None:
     session.expand(tree, [0])
     nodes = [tree.add(0, 3), tree.add(0, 17)]
     first, _ = session.expand(tree, nodes)
-    below = tree.add(nodes[0], 5)
-    second, _ = session.expand(tree, [below])
+    second, _ = session.expand(tree, [tree.add(nodes[0], 5)])
     for logits, path in ((first[0], [3]), (first[1], [17]), (second[0], [3, 5])):
         close(of_draft(logits, checkpoint), formulas.chain(states, path)[-1])
 

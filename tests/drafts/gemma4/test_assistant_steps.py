@@ -106,8 +106,7 @@ def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatc
     variant, changes = gemma4_files.VARIANTS[name], {"sliding_window": 64}
     theirs, target = variant.theirs(seed=3, **changes), gemma4_files.target_for(variant.of, **changes)
     heard, how = proposed(monkeypatch, gemma4_files.GENERATOR), {"max_new_tokens": 40, "do_sample": False}
-    output = target.generate(TEXT, assistant_model=theirs, **how)
-    assert torch.equal(output, target.generate(TEXT, **how))
+    assert torch.equal(target.generate(TEXT, assistant_model=theirs, **how), target.generate(TEXT, **how))
     draft = drafted_by(theirs, target)
     same = [each for each in heard if rows_read(each) == each.text.shape[1] - 1]
     assert same[0].text.shape[1] == TEXT.shape[1] + 1, "the first round"
@@ -227,6 +226,5 @@ def test_transformers_own_is_left_alone(is_attached: bool) -> None:
     theirs, target = gemma4_files.VARIANTS["plain"].theirs(), gemma4_files.target_for()
     assistant = assisted(target) if is_attached else None
     how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    output = target.generate(WORDS, assistant_model=theirs, **how)
-    assert torch.equal(output, target.generate(WORDS, **how))
+    assert torch.equal(target.generate(WORDS, assistant_model=theirs, **how), target.generate(WORDS, **how))
     assert assistant is None or assistant.stats.rounds == 0

@@ -108,8 +108,7 @@ class WrittenOut:
         key, value = key[0].repeat_interleave(groups, 0), value.transpose(0, 1).repeat_interleave(groups, 0)
         weights = (query[0] @ key.transpose(-1, -2)) / size**0.5
         weights = weights.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf")).softmax(-1)
-        attended = (weights @ value).transpose(0, 1).flatten(1) * gate.flatten(1).sigmoid()
-        x = x + project("self_attn.o_proj", attended)
+        x = x + project("self_attn.o_proj", (weights @ value).transpose(0, 1).flatten(1) * gate.flatten(1).sigmoid())
         normed = self.norm("mtp.layers.0.post_attention_layernorm", x)
         inner = torch.nn.functional.silu(project("mlp.gate_proj", normed)) * project("mlp.up_proj", normed)
         return self.norm("mtp.norm", x + project("mlp.down_proj", inner))
@@ -191,8 +190,7 @@ def test_what_was_read_is_taken_back(family: str, num_layers: int, tmp_path: Pat
     text, known, accepted = TEXT, 0, 0
     generator = torch.Generator().manual_seed(0)
     for drafts, stands in [(5, 0), (1, 1), (0, 0), (4, 2), (5, 5), (2, 0), (0, 0), (0, 0), (3, 1), (1, 0), (5, 3)]:
-        states = states_of(target, draft, text[:, :-1])
-        session.begin_round(text[:, known:], accepted, states[:, max(known - 1, 0) :])
+        session.begin_round(text[:, known:], accepted, states_of(target, draft, text[:, :-1])[:, max(known - 1, 0) :])
         path = torch.randint(VOCAB, (5,), generator=generator).tolist()
         candidates = [torch.tensor(token) for token in path]
         found = [session.step(candidates[:place])[0] for place in range(drafts)]
