@@ -29,9 +29,7 @@ def run_bench(target: PreTrainedModel, folder: Path, *options: str, draft: tuple
     return CliRunner().invoke(app, [*arguments, "--output", str(folder / "bench"), "--device", "cpu", "--threads", "1"])
 
 
-def test_without_an_assistant_and_matplotlib(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_assistant_no_matplotlib(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are looked up, and the report has no pictures."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run_bench(target, tmp_path, "--quick", "--max_new_tokens", "8", draft=())
@@ -72,10 +70,7 @@ def test_the_results(ran: tuple[Path, Any]) -> None:
     results = json.loads((folder / "results.json").read_text())
     assert results["environment"]["threads"] == 1
     assert not results["mismatches"]
-    assert {(each["set"], each["temperature"]) for each in results["replays"]} == {
-        ("questions", 0.0),
-        ("questions", 0.7),
-    }
+    assert {(row["set"], row["temperature"]) for row in results["replays"]} == {("questions", 0.0), ("questions", 0.7)}
     assert set(results["costs"]) == {"measured", "paper"}
     batches = [row for row in results["summary"] if row["batch"]]
     chains = ("plain", "plain, same passes", "fixed 3", "threshold 0.5 (q)")  # trees and others' take single texts

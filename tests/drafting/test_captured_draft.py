@@ -123,8 +123,6 @@ JUDGE = AcceptanceHead.estimate_siblings
     ],
     ids=["by q alone", "by all of q", "no siblings", "siblings do not count", "nothing learned", "not calibrated"],
 )
-def test_other_values_are_noticed(
-    owner: Any, name: str, mutant: Any, greedy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutants_are_noticed(owner: Any, name: str, mutant: Any, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, mutant)
     assert differing("before", greedy) > SEEDS / 2

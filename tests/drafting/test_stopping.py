@@ -134,9 +134,8 @@ def test_a_round_that_stops_has_one_unjudged_candidate(probability: float) -> No
             return torch.tensor(probability)
 
     steps = Steps(Models("plain", VOCAB, 0))
-    chain = draft_chain(
-        steps, make_rule(SpeculationConfig(rule="threshold", threshold=0.7), After()), Replay([]), max_tokens=20
-    )
+    rule = make_rule(SpeculationConfig(rule="threshold", threshold=0.7), After())
+    chain = draft_chain(steps, rule, Replay([]), max_tokens=20)
     needed = math.floor(math.log(0.3) / math.log(probability)) + 1  # verdicts until 1 - probability^n > 0.7
     assert judged == list(range(needed))
     assert len(chain.candidates) == needed + 1 == steps.calls
@@ -145,8 +144,7 @@ def test_a_round_that_stops_has_one_unjudged_candidate(probability: float) -> No
 def test_the_first_forward_judges_nothing_before_but_its_own_candidate() -> None:
     """A token head can stop after the first candidate: one draft forward less than the paper's."""
     steps, rule = Steps(Models("plain", VOCAB, 0)), rule_for(rule="threshold", threshold=0.0)
-    assert len(draft_chain(steps, rule, Replay([]), max_tokens=20)) == 1
-    assert steps.calls == 1
+    assert (len(draft_chain(steps, rule, Replay([]), max_tokens=20)), steps.calls) == (1, 1)
 
 
 @pytest.mark.parametrize(("room", "length"), [(0, 0), (1, 1), (3, 3), (9, 5)])

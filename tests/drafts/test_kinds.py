@@ -134,9 +134,8 @@ def test_only_drafts_of_others_can_be_misread() -> None:
             override(config, {"norm_output": True})
             assert kind.describe(config) == "EAGLE-3 org/draft, read with norm_output=True"
             config.draft_id = None
-        with pytest.raises(
-            ValueError, match=r"eagle3=\{'fc_norm': True\} says how an EAGLE-3 draft that others trained"
-        ):
+        said = r"eagle3=\{'fc_norm': True\} says how an EAGLE-3 draft that others trained"
+        with pytest.raises(ValueError, match=said):
             override(config, {"fc_norm": True})
 
 
@@ -153,8 +152,7 @@ def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
 
 def test_one_price_makes_the_rule_draft_the_whole_block() -> None:
     """With a step for each candidate it would stop earlier: the same prices, another block."""
-    target = tiny("llama")
-    drafted = {}
+    target, drafted = tiny("llama"), {}
     for block in (1, BLOCK):
         costs = {"draft": 0.4, "branch": 0.0, "block": block, "verify": [1.0]}
         speculation = SpeculationConfig("throughput", costs=costs)

@@ -167,9 +167,7 @@ def test_outcomes_are_drawn_by_their_chances() -> None:
     rows = torch.tensor([[0.1, 0.9, 0.0], [1.0, 0.0, 0.0], [0.3, 0.3, 0.4], [0.0, 0.0, 2.0]])
     counts, randomness = torch.zeros(4, 3), TorchRandomness()
     for _ in range(20_000):
-        counts[randomness.outcome(as_tests(weights), partial(rows.index_select, 0), partial(rows.index_select, 0))] += (
-            1.0
-        )
+        counts[randomness.outcome(as_tests(weights), *[partial(rows.index_select, 0)] * 2)] += 1.0
     expected = weights[:, None] * rows / rows.sum(-1, keepdim=True)
     assert float((counts / counts.sum() - expected).abs().max()) < 0.014
     assert float(counts[expected == 0.0].sum()) == 0.0

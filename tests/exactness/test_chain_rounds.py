@@ -18,8 +18,7 @@ from hf_specdecpp.sampling.verification import residual, verify_chain, verify_gr
 from hf_specdecpp.trees.tree import DraftTree
 
 # All probabilities are float64 here (heads answer in float32, but they only decide when to stop).
-TOLERANCE = 1e-12
-SEEDS = range(10)
+TOLERANCE, SEEDS = 1e-12, range(10)
 
 
 def test_every_rule_is_covered() -> None:

@@ -23,8 +23,7 @@ from hf_specdecpp.training.configuration import HeadConfig
 from hf_specdecpp.training.features import Examples
 from hf_specdecpp.training.head import HeadTrainer, collate
 
-PAPER = HeadConfig(inputs="after", tied=True, num_blocks=3, rejection_weight=6.0)
-PROMPT_LENGTH = 6
+PAPER, PROMPT_LENGTH = HeadConfig(inputs="after", tied=True, num_blocks=3, rejection_weight=6.0), 6
 TOLERANCE = 1e-5  # heads are float32
 VISIBLE = 1e-3
 
@@ -54,9 +53,8 @@ def papers_loss(case: Any, w_rej: float = 6.0) -> tuple[Tensor, dict[str, Tensor
         with torch.no_grad():
             p, q = target(ids).logits[0].softmax(-1), draft(ids).logits[0].softmax(-1)
             # Z_i = Y_i where it counts, X_i where it was mixed in; the prompt stays.
-            z = x[:PROMPT_LENGTH] + [
-                drawn[i] if counts[i] else x[PROMPT_LENGTH + i] for i in range(len(x) - PROMPT_LENGTH)
-            ]
+            answer = x[PROMPT_LENGTH:]
+            z = x[:PROMPT_LENGTH] + [drawn[i] if counts[i] else answer[i] for i in range(len(answer))]
             states = draft(torch.tensor([z]), output_hidden_states=True).hidden_states[-1][0]
         for i, y in enumerate(drawn):
             if not counts[i]:

@@ -18,8 +18,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, Specul
 from hf_specdecpp.generation import text as verification
 from hf_specdecpp.sampling.randomness import TorchRandomness
 
-VOCAB = 24
-DOORS = ["attached", "unattached"]
+VOCAB, DOORS = 24, ["attached", "unattached"]
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 8, 5, 6]])
 
 

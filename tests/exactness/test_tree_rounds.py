@@ -20,10 +20,8 @@ from hf_specdecpp.trees.slots import Growth
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
 
-TOLERANCE = 1e-12
-ALGORITHMS = ["dyspec", "dyspec-exact", "static"]
-EVERY = [*ALGORITHMS, "throughput"]
-ESTIMATORS = ["draft probability", "before"]
+TOLERANCE, ALGORITHMS = 1e-12, ["dyspec", "dyspec-exact", "static"]
+EVERY, ESTIMATORS = [*ALGORITHMS, "throughput"], ["draft probability", "before"]
 
 
 def error_of(program: ToyTree, vocab: int = 3) -> float:

@@ -73,9 +73,8 @@ def assistant_at(door: str, target: CausalLM, text: Tensor) -> SpecDecPPAssistan
         draft = informed_draft(text, target.config.get_text_config(decoder=True).vocab_size)
         return SpecDecPPAssistant.from_draft(draft, target, speculation=CHAINS)
     shape = SpeculationConfig(tree=[2, 2, 1]) if door == "tree" else CHAINS
-    return SpecDecPPAssistant.from_draft(
-        partly_agreeing(target), None if door == "unattached" else target, speculation=shape
-    )
+    attached = None if door == "unattached" else target
+    return SpecDecPPAssistant.from_draft(partly_agreeing(target), attached, speculation=shape)
 
 
 def is_right(door: str, target: CausalLM, inputs: dict[str, Tensor], plain: Tensor) -> bool:

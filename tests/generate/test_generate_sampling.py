@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hf_specdecpp.models.causal_lm import CausalLM
 
-NEW_TOKENS = 30
-PROMPT = prompt(10)
+NEW_TOKENS, PROMPT = 30, prompt(10)
 
 
 @lru_cache

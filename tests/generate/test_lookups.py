@@ -229,8 +229,7 @@ def test_a_draft_never_reads_a_prompt_where_too_few_tokens_are_left() -> None:
 @pytest.mark.parametrize("rule", ["throughput", "fixed"])
 @pytest.mark.parametrize("drafts", [True, False], ids=["beside a draft", "alone"])
 def test_batches(rule: str, drafts: bool) -> None:
-    target = tiny("llama")
-    ids = torch.cat([prompt(12, seed) for seed in range(3)])
+    target, ids = tiny("llama"), torch.cat([prompt(12, seed) for seed in range(3)])
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     options = {**GREEDY, "attention_mask": mask}

@@ -245,9 +245,8 @@ def test_a_quantised_lm_head(name: str, kind: str) -> None:
     if kind == "some":
         hidden = torch.randn(3, SHAPE["hidden_size"])
         error = 0.05 if multiplies_in_half(target) else 1e-4
-        torch.testing.assert_close(
-            drafter.vocab_logits(hidden), target.lm_head(hidden)[:, VOCAB].float(), rtol=error, atol=error
-        )
+        expected = target.lm_head(hidden)[:, VOCAB].float()
+        torch.testing.assert_close(drafter.vocab_logits(hidden), expected, rtol=error, atol=error)
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])

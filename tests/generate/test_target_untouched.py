@@ -169,8 +169,7 @@ def test_other_calls_on_an_attached_target_are_plain() -> None:
         torch.manual_seed(0)
         return generate(target, **arguments)
 
-    plain = [run(arguments) for arguments in calls]
-    assistant = assistant_for(target)
+    plain, assistant = [run(arguments) for arguments in calls], assistant_for(target)
     for arguments, expected in zip(calls, plain, strict=True):
         assert torch.equal(run(arguments), expected), arguments
     assert assistant.stats.rounds == 0

@@ -44,11 +44,8 @@ def with_generator(target: CausalLM, assistant: SpecDecPPAssistant) -> list[Spec
     return made
 
 
-QUICK = [
-    ("llama", "fixed", "independent"),
-    ("gemma3_text", "threshold", "early exit"),
-    ("gpt2", "throughput", "independent"),
-]
+QUICK = [("llama", "fixed", "independent"), ("gemma3_text", "threshold", "early exit"),
+         ("gpt2", "throughput", "independent")]  # fmt: skip
 CASES = list(product(["llama", "gemma3_text", "gpt2"], RULES, ["independent", "early exit"]))
 
 
@@ -95,10 +92,9 @@ def test_a_compiled_target_is_attached_behind_its_wrapper() -> None:
     compiled: Any = torch.compile(target)
     draft = partly_agreeing(target)
     assistant = SpecDecPPAssistant.from_draft(draft, compiled, speculation=SpeculationConfig(rule="fixed"))
-    plain = target.generate(prompt(), do_sample=False, max_new_tokens=20)
-    assert torch.equal(
-        compiled.generate(prompt(), assistant_model=assistant, do_sample=False, max_new_tokens=20), plain
-    )
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
+    plain = target.generate(prompt(), **how)
+    assert torch.equal(compiled.generate(prompt(), assistant_model=assistant, **how), plain)
     assert assistant.stats.complete, "our own loop ran"
     assistant.detach(compiled)
     assert not has_our_methods(target)

@@ -318,10 +318,8 @@ def moves_nothing(cache: RoomCache, rows: Tensor) -> None:
 
 
 def keeps_states_of_candidates(take: Callable[..., None]) -> Callable[..., None]:
-    def wrong(
-        draft: CapturedDraft, accepted: Tensor, token: Tensor, candidates: Tensor, states: Any, **how: Any
-    ) -> None:
-        take(draft, accepted, token, candidates, None if states is None else states.flip(1), **how)
+    def wrong(draft: CapturedDraft, accepted: Tensor, token: Tensor, drafted: Tensor, states: Any, **how: Any) -> None:
+        take(draft, accepted, token, drafted, None if states is None else states.flip(1), **how)
 
     return wrong
 
@@ -337,11 +335,8 @@ def test_rows_that_are_not_moved_are_noticed(tmp_path: Path, monkeypatch: pytest
                 patch.setattr(RoomCache, "move", mutant)
             target, assistant = made("independent", tmp_path, **TREE)
             ours = generate(target, assistant, **how)
-        pairs = zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True)
-        same = [
-            one.keys.shape == other.keys.shape and torch.allclose(one.keys, other.keys, atol=1e-9)
-            for one, other in pairs
-        ]
+        pairs = zip(*([each.keys for each in of.past_key_values.layers] for of in (ours, plain)), strict=True)
+        same = [one.shape == other.shape and torch.allclose(one, other, atol=1e-9) for one, other in pairs]
         assert all(same) == (mutant is None)
 
 

@@ -51,8 +51,7 @@ def test_released_heads_are_recognised_and_judge_the_same(tmp_path: Path, depth:
     convert(save(released, tmp_path / "released"), tmp_path / "out")
     head = load(tmp_path / "out")
     assert_same(head, released)
-    assert (head.num_blocks, head.inputs) == (depth, "after")
-    assert head.tied == (tied and depth > 1)
+    assert (head.num_blocks, head.inputs, head.tied) == (depth, "after", tied and depth > 1)
     assert len(head.blocks) == (min(depth, 1) if tied else depth)
 
 

@@ -38,9 +38,8 @@ def save_target(folder: Path, shape: str = "llama") -> Any:
 def exits_early(target: Any, shape: str, folder: Path, **arguments: Any) -> SpecDecPPAssistant:
     """Saved to `folder`, with an adapter."""
     layers = SHAPES[shape][2]
-    adapter = save_adapter(
-        early_exit(target, layers), folder.parent / "peft", 0, LORA.get(shape, ("q_proj", "up_proj"))
-    )
+    adapted = LORA.get(shape, ("q_proj", "up_proj"))
+    adapter = save_adapter(early_exit(target, layers), folder.parent / "peft", 0, adapted)
     made = SpecDecPPAssistant.from_early_exit(target, layers, adapter=adapter, speculation=FIXED, **arguments)
     made.save_pretrained(folder)
     return made
@@ -115,11 +114,8 @@ def test_an_adapter_of_the_head_unties_it(tmp_path: Path) -> None:
 
 
 def test_layers_of_several_kinds_that_are_not_the_first_are_noted(tmp_path: Path) -> None:
-    for shape, layers, noted in (
-        ("gemma3 tied", [0, 2], True),
-        ("gemma3 tied", [0, 1], False),
-        ("llama", [0, 2], False),
-    ):
+    cases = ("gemma3 tied", [0, 2], True), ("gemma3 tied", [0, 1], False), ("llama", [0, 2], False)
+    for shape, layers, noted in cases:
         root = tmp_path / f"{shape} {layers}"
         SpecDecPPAssistant.from_early_exit(save_target(root / "target", shape), layers).save_pretrained(root / "made")
         assert any("of several kinds" in note for note in export(root / "made", root / "out").notes) is noted

@@ -105,9 +105,8 @@ def test_lossless_and_as_good_as_the_card(case: str, dataset: str) -> None:
     labels = []
     for row in [row for row in PROMPTS if row["set"] == dataset][:num_prompts]:
         messages = [{"role": "user", "content": row["prompt"]}]
-        inputs: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        how: dict[str, Any] = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        inputs: Any = tokenizer.apply_chat_template(messages, **how)
         knobs: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
         plain = target.generate(**inputs, **knobs)
         assert torch.equal(plain, target.generate(**inputs, **knobs, assistant_model=assistant))

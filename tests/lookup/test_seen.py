@@ -45,10 +45,8 @@ def by_hand(text: list[int], most: int, earlier: list[int], after: list[int], ne
         beyond = [*after, *found.tokens]
         at = [s[p] if p < len(s) else beyond[p - len(s)] for s, p in alive]
         counts = {token: at.count(token) for token in at}
-        latest = {
-            token: max((s is text, p) for (s, p), each in zip(alive, at, strict=True) if each == token)
-            for token in counts
-        }
+        ranks = [(s is text, p) for s, p in alive]
+        latest = {token: max(rank for rank, each in zip(ranks, at, strict=True) if each == token) for token in counts}
         best = max(counts, key=lambda token: (counts[token], latest[token]))
         if best in never or best < 0:
             break

@@ -28,8 +28,7 @@ def test_adapter(hub: HubServer, target: PreTrainedModel, draft: str, tmp_path: 
     change_json(Path(folder) / "adapter_config.json", base_model_name_or_path="org/draft")
     hub.commit("org/adapter", files_of(folder))
     hub.requests.clear()
-    named = base if source == "object" else draft
-    untouched = logits(base)
+    named, untouched = (base if source == "object" else draft), logits(base)
     assistant = SpecDecPPAssistant.from_draft(named, target, adapter="org/adapter" if source == "id" else folder)
     assert torch.equal(logits(base), untouched), "a model object is left as it is"
     assert not hasattr(base, "peft_config")

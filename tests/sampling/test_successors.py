@@ -83,9 +83,7 @@ def test_the_longest_known_part_of_a_context_counts() -> None:
         order, ids, r = known(table, *tokens)
         return int(order[0]), int(ids[0, r.argmax()])
 
-    assert likeliest(4, 5, 7) == (3, 1)
-    assert likeliest(9, 5, 7) == (2, 2)
-    assert likeliest(9, 9, 7) == (1, 3)
+    assert [likeliest(4, 5, 7), likeliest(9, 5, 7), likeliest(9, 9, 7)] == [(3, 1), (2, 2), (1, 3)]
     assert likeliest(9, 9, 9)[0] == 0
 
 

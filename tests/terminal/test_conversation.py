@@ -49,9 +49,8 @@ def said(talk: Conversation, message: str, stop: Stop | None = None) -> tuple[li
 def plainly(talk: Conversation, message: str) -> list[int]:
     """What plain generation says to a message, after reading all of the conversation."""
     messages = [*talk.messages, {"role": "user", "content": message}]
-    inputs: Any = talk.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
+    how: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    inputs: Any = talk.tokenizer.apply_chat_template(messages, **how)
     with talk.assistant.paused():
         output = talk.model.generate(**inputs, do_sample=False, max_new_tokens=14)
     return output[0, inputs["input_ids"].shape[1] :].tolist()

@@ -24,8 +24,7 @@ from hf_specdecpp.throughput.target_passes import passes_of
 
 pytestmark = pytest.mark.usefixtures("cache")
 
-real = time.perf_counter
-random_numbers = random.Random(0)
+real, random_numbers = time.perf_counter, random.Random(0)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
 
 

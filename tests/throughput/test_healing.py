@@ -128,10 +128,7 @@ def test_costs_that_never_change_stay_wrong() -> None:
 
 def test_long_texts_are_reckoned_with_what_their_passes_cost() -> None:
     """At 4,000 tokens of context passes grow steeply with their width; at 100 they are flat."""
-    short, long = (
-        costs(tuple(40.0 + n for n in range(MOST + 1))),
-        costs(tuple(60.0 + 20.0 * n for n in range(MOST + 1))),
-    )
+    short, long = (costs(tuple(a + b * n for n in range(MOST + 1))) for a, b in ((40.0, 1.0), (60.0, 20.0)))
     plan = ChainPlan(KnownCosts(short), MOST, 0)
     few, many = Machine(short, plan), Machine(long, plan)
     for _ in range(10):

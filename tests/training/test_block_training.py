@@ -279,8 +279,7 @@ def test_what_training_takes_no_part_of(tmp_path: Path) -> None:
     layer = models.load_own(config.kind, config.work)
     assert layer.token_ids is not None
     assert layer.lm_head is not None
-    torch.testing.assert_close(
-        layer.lm_head.weight.float(), target.lm_head.weight[layer.token_ids], rtol=1e-3, atol=1e-3
-    )
+    kept = target.lm_head.weight[layer.token_ids]
+    torch.testing.assert_close(layer.lm_head.weight.float(), kept, rtol=1e-3, atol=1e-3)
     begun = initial_layer.untrained(layer.settings, target, layer.token_ids)
     assert not torch.allclose(layer.norm.weight.float(), begun.norm.weight, atol=1e-4)

@@ -20,9 +20,8 @@ from hf_specdecpp.training.models import Trained, load_head
 
 
 def test_what_is_perfectly_told_apart_stays_finite() -> None:
-    found = calibrate(
-        torch.tensor([-1.0, 1.0] * 200), torch.tensor([0.0, 1.0] * 200), torch.zeros(400, dtype=torch.long)
-    )
+    score, label = torch.tensor([-1.0, 1.0] * 200), torch.tensor([0.0, 1.0] * 200)
+    found = calibrate(score, label, torch.zeros(400, dtype=torch.long))
     assert abs(found.bias) <= 8.0
     assert 0.0 < found.temperatures[0] < 0.1
 

@@ -353,8 +353,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
 # What training computes of texts, on a pretended accelerator: the numbers of the host, on the right devices. ----------
 
 
-KINDS = ["independent", "early exit", "conditioned"]
-SAMPLINGS = [Sampling(0.0), Sampling(0.8, 20)]
+KINDS, SAMPLINGS = ["independent", "early exit", "conditioned"], [Sampling(0.0), Sampling(0.8, 20)]
 PROMPT_LENGTH = 5
 
 

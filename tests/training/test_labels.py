@@ -131,10 +131,8 @@ def test_greedy_siblings_are_the_likeliest_tokens_and_accepted_if_the_target_tak
     assert bool((q > 0).all())
     drawn = draw_siblings(q, 3, greedy=True)
     assert drawn.tokens.tolist() == [[0, 1, 2]]
-    each = [
-        sampling.drawn_from(each_q, token)
-        for each_q, token in zip(drawn.drawn_from, drawn.tokens.unbind(-1), strict=True)
-    ]
+    pairs = zip(drawn.drawn_from, drawn.tokens.unbind(-1), strict=True)
+    each = [sampling.drawn_from(each_q, token) for each_q, token in pairs]
     assert_close(each[1], point_mass(torch.tensor([1]), q))
     label, reach = sibling_labels(p, each, drawn.tokens)
     assert (label.tolist(), reach.tolist()) == ([[0.0, 1.0, 0.0]], [[1.0, 1.0, 0.0]])

@@ -112,9 +112,8 @@ def test_padding_before_the_prompt_changes_nothing(family: str, attention: str, 
                 use_cache=True,
             )
         cache.activate_past_recording()
-        logits = read_tree(
-            model, cache, PREFIX, nodes, groups, prefix_mask=mask, position=torch.tensor([PREFIX - padding])
-        )
+        position = torch.tensor([PREFIX - padding])
+        logits = read_tree(model, cache, PREFIX, nodes, groups, prefix_mask=mask, position=position)
         assert gap(logits, one_by_one(model, text[padding:], nodes)) < 1e-4
 
 

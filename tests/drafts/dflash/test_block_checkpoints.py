@@ -224,9 +224,8 @@ def parts_of(target: Any) -> dict[str, Tensor]:
 
 def drafted(folder: Path, target: Any) -> tuple[Any, SpecDecPPAssistant]:
     """The first block's logits after a prompt, and the assistant."""
-    assistant = SpecDecPPAssistant.from_pretrained(
-        folder, target=target, speculation=SpeculationConfig("fixed", num_tokens=4)
-    )
+    speculation = SpeculationConfig("fixed", num_tokens=4)
+    assistant = SpecDecPPAssistant.from_pretrained(folder, target=target, speculation=speculation)
     reading = assistant.ready_drafter().session(VOCAB)
     states = torch.ones(1, 5, assistant.ready_drafter().reads.width, dtype=torch.float64)
     reading.begin_round(prompt(6) % VOCAB, 0, states)

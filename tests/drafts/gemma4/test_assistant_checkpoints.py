@@ -73,10 +73,8 @@ def test_what_its_costs_depend_on(name: str) -> None:
     assert costs.draft > 0.0
     assert costs.read < costs.draft
     assert costs.branch < costs.draft
-    assert draft.describe()["reads"] == {
-        "sources": {SLIDING: 2, FULL: 3},
-        "clusters": 2 if name == "clusters" else None,
-    }
+    clusters = 2 if name == "clusters" else None
+    assert draft.describe()["reads"] == {"sources": {SLIDING: 2, FULL: 3}, "clusters": clusters}
 
 
 def test_inspected(tmp_path: Path) -> None:

@@ -38,10 +38,7 @@ def seen_by(target: CausalLM, text: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """What transformers' target shares after reading all but the last token, in windows what its own layers see."""
     shared = target(text[:, :-1], return_shared_kv_states=True).shared_kv_states
     first = {gemma4_files.FULL: 0, gemma4_files.SLIDING: max(text.shape[1] - 1 - (gemma4_files.WINDOW - 1), 0)}
-    return {
-        kind: tuple(each[:, :, first[kind] :] for each in shared[kind])
-        for kind in (gemma4_files.FULL, gemma4_files.SLIDING)
-    }
+    return {kind: tuple(each[:, :, begin:] for each in shared[kind]) for kind, begin in first.items()}
 
 
 @pytest.mark.parametrize("length", [4, 9])

@@ -146,8 +146,7 @@ def test_targets_without_any(tmp_path: Path) -> None:
         assist(target, "mtp", source=tmp_path, default=False)
 
 
-BLOCK = f"model.layers.{DEPTH}."
-OTHER = torch.zeros(3)
+BLOCK, OTHER = f"model.layers.{DEPTH}.", torch.zeros(3)
 DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
     "a norm is missing": ({f"{BLOCK}hnorm.weight": None}, "a form that hf_specdecpp does not know.*without hnorm"),
     "a part of the layer is missing": ({f"{BLOCK}mlp.up_proj.weight": None}, "missing: layers.0.mlp.up_proj"),
