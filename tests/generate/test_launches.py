@@ -58,7 +58,7 @@ def texts(ids: Tensor, target: Any, assistant: Any, **how: Any) -> Tensor:
 
 
 def two_texts(rule: str, rows: int, rounds: list[Any], **how: Any) -> tuple[Any, list[Tensor], Tensor]:
-    """An assistant, two equal texts with it, of which `rounds` are the second's, and plain generation's."""
+    """An assistant, two texts with it, of which `rounds` are the second's, and plain generation's."""
     target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
     ids, found = torch.cat([prompt(9, seed=row) for row in range(rows)]), []
     plain = texts(ids, target, None, **how)
