@@ -149,8 +149,7 @@ def test_settings_are_words_and_not_python(folder: Path) -> None:
 def test_lines_fit_in_100_columns(folder: Path) -> None:
     edit_config(folder, target_id="organisation/" + "x" * 200, unknown="")
     (folder / "adapter" / "adapter_config.json").write_text("[]" * 100)
-    lines = run("inspect", folder).stdout.splitlines()
-    assert max(map(len, lines)) == 100
+    assert max(map(len, run("inspect", folder).stdout.splitlines())) == 100
 
 
 def test_a_repository_cannot_write_to_the_terminal(folder: Path) -> None:

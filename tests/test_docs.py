@@ -27,9 +27,7 @@ from hf_specdecpp.figures import median_of_ratios, ratio_of_sums
 from hf_specdecpp.training.configuration import TrainingConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *(page for folder in ("docs", "hub_cards") for page in ROOT.glob(f"{folder}/**/*.md"))]
-)
+PAGES = sorted(page for glob in ("*.md", "docs/**/*.md", "hub_cards/**/*.md") for page in ROOT.glob(glob))
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE_BLOCK = re.compile(r"^```.*?^```", flags=re.DOTALL | re.MULTILINE)
 CODE_SPAN = re.compile(r"`[^`\n]*`")
@@ -151,8 +149,7 @@ def test_python_runs(
         ast.parse(code)
     elif excerpt := EXCERPT.match(code):
         source = (ROOT / excerpt[1]).read_text(encoding="utf-8")
-        places = [source.find(call) for call in re.findall(r"\.\w+\(", code)]
-        assert -1 not in places
+        assert -1 not in [source.find(call) for call in re.findall(r"\.\w+\(", code)]
     else:
         run(code, names, folders, tmp_path, monkeypatch)
 
@@ -169,8 +166,7 @@ def run(
 
 def commands(code: str) -> list[str]:
     """The lines of a block that are commands: those that a backslash continues are one."""
-    lines = code.replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.strip() and not line.startswith("#")]
+    return [line for line in code.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
 
 
 @pytest.mark.parametrize("code", blocks("console"))
@@ -178,8 +174,7 @@ def test_commands_are_taken_by_their_programs(code: str, capsys: pytest.CaptureF
     """Their options are parsed, and what they name is there; other programs' commands say what they need."""
     needs = NEEDS.match(code) is not None
     for line in commands(code):
-        words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
-        program, *rest = words
+        program, *rest = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=\S*", word)]
         if program == "specdecpp":
             parse(rest)
         elif program == "python" and rest[0].startswith("examples/"):
@@ -248,8 +243,7 @@ def test_settings_files_are_taken(code: str) -> None:
 
 
 def test_median_is_not_moved_by_one_disturbed_run() -> None:
-    ratios = [1.5, 1.52, 1.48, 1.51, 1.49, 1.5, 0.2]
-    middle, low, high = median_of_ratios(ratios)
+    middle, low, high = median_of_ratios([1.5, 1.52, 1.48, 1.51, 1.49, 1.5, 0.2])
     assert middle == 1.5
     assert low <= middle <= high
     assert high <= 1.52
@@ -261,10 +255,7 @@ def test_one_prompt_has_no_width() -> None:
 
 
 def test_ratio_weighs_texts_by_their_length() -> None:
-    middle, low, high = ratio_of_sums([100.0, 1.0], [50.0, 1.0])
-    assert middle == pytest.approx(101 / 51)
-    assert low == pytest.approx(1.0)
-    assert high == pytest.approx(2.0)
+    assert ratio_of_sums([100.0, 1.0], [50.0, 1.0]) == pytest.approx((101 / 51, 1.0, 2.0))
 
 
 @pytest.mark.parametrize("size", [20, 80])

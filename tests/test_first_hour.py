@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, pipeline
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 
-PROMPT = prompt(12)
-FIXED = SpeculationConfig("fixed", num_tokens=4)
+PROMPT, FIXED = prompt(12), SpeculationConfig("fixed", num_tokens=4)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
 
 
@@ -201,9 +200,8 @@ def test_no_network(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with HubServer() as hub:
         point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
         for make in (lambda: load("org/head", target=place.target), lambda: load("org/head")):
-            with pytest.raises(
-                OSError, match="'org/head' is no folder here, and as a Hub id it is neither in the local"
-            ):
+            said = "'org/head' is no folder here, and as a Hub id it is neither in the local"
+            with pytest.raises(OSError, match=said):
                 make()
         with pytest.raises(OSError, match="couldn't find them in the cached files|offline"):
             draft_with("org/draft", target=place.target)

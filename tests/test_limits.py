@@ -20,8 +20,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 pytestmark = pytest.mark.takes(60)
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-CHAIN = SpeculationConfig("fixed", num_tokens=4)
-TREE = SpeculationConfig(tree=[2, 2, 1])
+CHAIN, TREE = SpeculationConfig("fixed", num_tokens=4), SpeculationConfig(tree=[2, 2, 1])
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 TINY: dict[str, Any] = {
     **dict.fromkeys(("encoder_layers", "decoder_layers", "num_layers"), 2),

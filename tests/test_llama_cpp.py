@@ -49,9 +49,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     convert(export(folder / "assistant", folder / "my-draft", source).commands["llama.cpp"][0], folder)
     convert(f"python convert_hf_to_gguf.py {shlex.quote(source)} --outfile target.gguf", folder)
     messages = [{"role": "user", "content": QUESTION}]
-    prompt: Any = AutoTokenizer.from_pretrained(source).apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    prompt: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     return Served(target, prompt, folder)
 
 

@@ -140,8 +140,7 @@ def test_the_commit_is_this_code_s_own(tmp_path: Path, monkeypatch: pytest.Monke
 
     git(tmp_path, "add", "venv")
     git(tmp_path, "commit", "-qm", "ours")
-    head = (tmp_path / ".git" / "refs" / "heads").glob("*")
-    assert provenance.source_commit() == next(head).read_text().strip()
+    assert provenance.source_commit() == next((tmp_path / ".git" / "refs" / "heads").glob("*")).read_text().strip()
 
 
 def test_without_git_there_is_no_commit(monkeypatch: pytest.MonkeyPatch) -> None:

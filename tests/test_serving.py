@@ -49,8 +49,7 @@ def write(model: CausalLM, to: Destination, config: SpecDecPPConfig = CONFIG) ->
 def test_configs_describe_the_chosen_layers(
     family: str, settings: dict[str, Any], kept: list[int], described: dict[str, Any], to: Destination
 ) -> None:
-    target = tiny_of(family, **settings).float()
-    draft = early_exit(target, kept)
+    draft = early_exit(tiny_of(family, **settings).float(), kept)
     write(draft, to)
     config = json.loads((to.folder / "config.json").read_text())
     assert ({name: config[name] for name in described}, config["num_hidden_layers"]) == (described, 2)
@@ -59,8 +58,7 @@ def test_configs_describe_the_chosen_layers(
 
 
 def test_numbers_of_layers_are_no_list_of_what_each_layer_is() -> None:
-    config = tiny_of("qwen3_moe", mlp_only_layers=[0, 1, 2, 3]).config
-    assert "mlp_only_layers" not in per_layer(config)
+    assert "mlp_only_layers" not in per_layer(tiny_of("qwen3_moe", mlp_only_layers=[0, 1, 2, 3]).config)
     assert "layer_types" in per_layer(tiny_of("qwen2").config)
 
 
@@ -98,8 +96,7 @@ def _scaled(output: Any) -> Any:
 ])  # fmt: skip
 def test_files_that_say_something_else(spoil: Callable[[CausalLM], None], said: str, to: Destination) -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention"]
-    target = tiny("gemma3_text", sliding_window=LONG_WINDOW, layer_types=kinds).float()
-    draft = early_exit(target, 2)
+    draft = early_exit(tiny("gemma3_text", sliding_window=LONG_WINDOW, layer_types=kinds).float(), 2)
     spoil(draft)
     with pytest.raises(ValueError, match=said):
         write(draft, to)

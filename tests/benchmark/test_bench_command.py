@@ -29,9 +29,7 @@ def run_bench(target: PreTrainedModel, folder: Path, *options: str, draft: tuple
     return CliRunner().invoke(app, [*arguments, "--output", str(folder / "bench"), "--device", "cpu", "--threads", "1"])
 
 
-def test_without_an_assistant_and_matplotlib(
-    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_assistant_no_matplotlib(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are looked up, and the report has no pictures."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run_bench(target, tmp_path, "--quick", "--max_new_tokens", "8", draft=())
@@ -51,8 +49,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("benchmark")
     target = AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), folder / "target"))
     options = ("--max_new_tokens", "16", "--contestants", ",".join(SOME), "--card", str(folder / "bench/speeds.json"))
-    result = run_bench(target, folder, *options, "--temperatures", "0,0.7", "--batch_size", "2")
-    return folder / "bench", result
+    return folder / "bench", run_bench(target, folder, *options, "--temperatures", "0,0.7", "--batch_size", "2")
 
 
 def test_the_output(ran: tuple[Path, Any]) -> None:
@@ -73,10 +70,7 @@ def test_the_results(ran: tuple[Path, Any]) -> None:
     results = json.loads((folder / "results.json").read_text())
     assert results["environment"]["threads"] == 1
     assert not results["mismatches"]
-    assert {(each["set"], each["temperature"]) for each in results["replays"]} == {
-        ("questions", 0.0),
-        ("questions", 0.7),
-    }
+    assert {(row["set"], row["temperature"]) for row in results["replays"]} == {("questions", 0.0), ("questions", 0.7)}
     assert set(results["costs"]) == {"measured", "paper"}
     batches = [row for row in results["summary"] if row["batch"]]
     chains = ("plain", "plain, same passes", "fixed 3", "threshold 0.5 (q)")  # trees and others' take single texts
@@ -118,8 +112,7 @@ def test_batches_go_on(target: PreTrainedModel, tmp_path: Path) -> None:
     for _ in range(2):
         result = run_bench(target, tmp_path, *options, "--batch_size", "1,2")
         assert result.exit_code == 0, result.output
-        lines = (tmp_path / "bench/runs.jsonl").read_text().splitlines()
-        assert len(lines) == 3 * (2 + 1), "nothing is timed again"
+        assert len((tmp_path / "bench/runs.jsonl").read_text().splitlines()) == 3 * (2 + 1), "nothing is timed again"
     result = run_bench(target, tmp_path, *options, "--batch_size", "9")
     assert result.exit_code == 1, result.output
     assert "batch_size=9, and there are 2 prompts" in result.output

@@ -91,8 +91,7 @@ def test_passes_of_transformers_own_speculation() -> None:
     with PassClock(target) as clock, contestant.arguments(assistant, target) as arguments:
         said = answer(target, question.ids, 0.0, 0, {"max_new_tokens": 24, **arguments})
     watched = _watched(clock, question, said)
-    counted = [watched[name] for name in ("passes", "drafting", "drafted", "accepted")]
-    assert counted == [6, 6, 18, 18]
+    assert [watched[name] for name in ("passes", "drafting", "drafted", "accepted")] == [6, 6, 18, 18]
     assert min(watched["split"][0], watched["split"][2]) > 0.0
 
 

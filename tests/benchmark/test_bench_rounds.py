@@ -116,8 +116,7 @@ def test_sampled_replays_agree_with_live_rounds_on_average(kind: str) -> None:
     contestant = Contestant(kind, kind, assistant.speculation)
     for seed in range(12):
         torch.manual_seed(seed)
-        text = text_of(target, do_sample=True, top_k=0)
-        replay = RoundReplay(text, assistant, target, Sampling(1.0), seed)
+        replay = RoundReplay(text_of(target, do_sample=True, top_k=0), assistant, target, Sampling(1.0), seed)
         with contestant.arguments(assistant, target):
             for each in replay.rounds(assistant.setup()):
                 replayed[0] += 1
@@ -139,8 +138,7 @@ def test_the_table_of_rounds() -> None:
     lines = [line.split(" | ") for line in round_table(rows).splitlines()[2:]]
     assert [line[0] for line in lines] == ["| all", "| code", "| talk"]
     tokens, by_token, leads = zip(*((line[3][:4], line[4], line[5][:6]) for line in lines), strict=True)
-    assert tokens == ("2.50", "3.00", "2.00")
-    assert by_token == ("2.00", "2.50", "1.50")
+    assert (tokens, by_token) == (("2.50", "3.00", "2.00"), ("2.00", "2.50", "1.50"))
     assert leads == ("+25.0%", "+20.0%", "+33.3%")
     assert lines[0][6:8] == [f"{2.5 / 1.15:.3f}", f"{2.5 / 1.57:.3f}"], "three draft steps of 0.05 or 0.19 passes"
     assert len(round_table(rows[:1]).splitlines()) == 3

@@ -58,6 +58,5 @@ def test_masks_of_rows_with_holes() -> None:
     """The example of `row_masks`, and a dummy, which sees itself."""
     model = tiny("mistral", sliding_window=2)
     valid = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]], dtype=torch.bool)
-    masks = row_masks(model, valid, 1)
-    assert masks[:, 0, 0].tolist() == [[False, False, True, True], [False, True, True, True]]
+    assert row_masks(model, valid, 1)[:, 0, 0].tolist() == [[False, False, True, True], [False, True, True, True]]
     assert torch.equal(row_masks(tiny("llama"), valid, 1), valid.long())

@@ -58,8 +58,7 @@ def test_a_mask_for_other_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 @torch.no_grad()
 def test_a_copy_shares_tensors_and_leaves_the_model_as_it_is() -> None:
     target = tiny("llama")
-    expected = target(prompt()).logits
-    copied = for_capture(target)
+    expected, copied = target(prompt()).logits, for_capture(target)
     assert [each.data_ptr() for each in copied.parameters()] == [each.data_ptr() for each in target.parameters()]
     assert copied.config._attn_implementation == GROUPED
     assert target.config._attn_implementation == "sdpa"
@@ -122,10 +121,8 @@ def test_what_generate_notes_of_its_caches_is_no_change() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_norms_mlps_and_rotary_embeddings_are_compiled_where_they_are_captured(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nowhere else: a prompt has any number of tokens, each of which would take seconds to compile for."""
+def test_norms_mlps_and_rotary_embeddings_are_compiled(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where they are captured: prompts have any number of tokens, each of which would take seconds to compile."""
     compiled: list[str] = []
 
     def note(function: Any, shape: torch.Size) -> Any:
@@ -147,11 +144,8 @@ def test_norms_mlps_and_rotary_embeddings_are_compiled_where_they_are_captured(
     with pretend_graphs():
         Graphs(torch.device("cpu")).run("pass", run)
     torch.testing.assert_close(found[0], expected)
-    assert {name.partition(".")[0][-4:] for name in compiled} == {
-        "_emb",
-        "Norm",
-        "aMLP" if family == "llama" else "3MLP",
-    }
+    mlp = "aMLP" if family == "llama" else "3MLP"
+    assert {name.partition(".")[0][-4:] for name in compiled} == {"_emb", "Norm", mlp}
 
 
 @pytest.mark.apart

@@ -65,8 +65,7 @@ def test_rows_that_are_not_kept_are_written_over() -> None:
     chosen = [ids[:, :3], torch.cat((ids[:, 3:4], ids[:, :3]), dim=1), ids[:, 4:6]]
     span = torch.arange(32)
     for tokens, kept in zip(chosen, (3, 1, 2), strict=True):
-        begin = int(room.length)
-        queries = begin + torch.arange(tokens.shape[1])
+        queries = int(room.length) + torch.arange(tokens.shape[1])
         mask = (span <= queries[:, None])[None, None]
         room.begin_pass(tokens.shape[1])
         target(tokens, past_key_values=room, attention_mask=mask, position_ids=queries[None])

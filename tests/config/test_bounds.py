@@ -82,8 +82,7 @@ def test_numbers_that_do_not_go_together(changes: dict[str, Any], message: str) 
 
 def test_the_names_are_those_of_what_is_made() -> None:
     """A field that nobody takes would be read, bounded, and mean nothing."""
-    theirs = {field.name for config in (LlamaConfig, Qwen3Config) for field in fields(config)}
-    assert set(LAYER) <= theirs
+    assert set(LAYER) <= {field.name for config in (LlamaConfig, Qwen3Config) for field in fields(config)}
     assert set(DFLASH) <= {field.name for field in fields(DFlashSettings)}
     assert set(EAGLE3) <= {field.name for field in fields(Eagle3Settings)}
 

@@ -99,8 +99,7 @@ def test_slots_are_valued_as_in_uncaptured_trees(judge: str, greedy: bool) -> No
 
 def told_of_q(head: AcceptanceHead, step: DraftStep, tokens: Tensor, left: Tensor, mass: Tensor) -> Tensor:
     """A mutant: what earlier siblings have taken is not left out."""
-    own = step.q[..., None, :].expand_as(left)
-    return JUDGE(head, step, tokens, own, mass)
+    return JUDGE(head, step, tokens, step.q[..., None, :].expand_as(left), mass)
 
 
 def told_of_no_siblings(head: AcceptanceHead, step: DraftStep, tokens: Tensor, left: Tensor, mass: Tensor) -> Tensor:
@@ -124,8 +123,6 @@ JUDGE = AcceptanceHead.estimate_siblings
     ],
     ids=["by q alone", "by all of q", "no siblings", "siblings do not count", "nothing learned", "not calibrated"],
 )
-def test_other_values_are_noticed(
-    owner: Any, name: str, mutant: Any, greedy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mutants_are_noticed(owner: Any, name: str, mutant: Any, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, mutant)
     assert differing("before", greedy) > SEEDS / 2

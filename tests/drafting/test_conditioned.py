@@ -91,15 +91,13 @@ def test_reads_the_states_of_the_verified_text(
     reading: Making, target: CausalLM, drafted: list[Drafted], speculation: SpeculationConfig, chunk: int | None
 ) -> None:
     assistant, ids = reading(target, speculation), prompt()
-    plain = target.generate(ids, max_new_tokens=32, do_sample=False)
-    output = target.generate(
-        ids, max_new_tokens=32, do_sample=False, assistant_model=assistant, prefill_chunk_size=chunk
-    )
+    how: dict[str, Any] = {"max_new_tokens": 32, "do_sample": False}
+    plain = target.generate(ids, **how)
+    output = target.generate(ids, **how, assistant_model=assistant, prefill_chunk_size=chunk)
     assert torch.equal(output, plain)
     assert len(drafted) > 3
     assert worst(assistant, target, drafted) < 1e-4
-    accepted = assistant.stats.accepted
-    assert 0 < accepted < assistant.stats.drafted, "rounds that accept some and reject some"
+    assert 0 < assistant.stats.accepted < assistant.stats.drafted, "rounds that accept some and reject some"
 
 
 @pytest.mark.every(5)

@@ -19,8 +19,7 @@ VOCAB = 3
 
 
 def rule_for(min_tokens: int = 1, **knobs: Any) -> StoppingRule:
-    config = SpeculationConfig(**{"rule": "threshold", **knobs})
-    return make_rule(config, DraftProbability(), min_tokens=min_tokens)
+    return make_rule(SpeculationConfig(**{"rule": "threshold", **knobs}), DraftProbability(), min_tokens=min_tokens)
 
 
 # Each rule's formula. -------------------------------------------------------------------------------------------------
@@ -94,8 +93,7 @@ def authors_round(models: Models, head: Any, randomness: Replay, h: float, bound
 
 def two_logits(head: Any, x: Tensor) -> Tensor:
     for index in range(head.num_blocks):
-        linear = head.blocks[0 if head.tied else index].linear
-        x = x + torch.nn.functional.silu(linear(x))
+        x = x + torch.nn.functional.silu(head.blocks[0 if head.tied else index].linear(x))
     return head.output(x)
 
 
@@ -113,8 +111,7 @@ def test_rounds_are_the_authors(h: float, bounds: tuple[int, int], scenario: str
 
         def ours(randomness: Replay, models: Models = models, config: Any = config, head: Any = head) -> Tokens:
             rule = make_rule(config, head, min_tokens=bounds[0])
-            chain = draft_chain(Steps(models), rule, randomness, 10, models.eos)
-            return tuple(chain.candidates)
+            return tuple(draft_chain(Steps(models), rule, randomness, 10, models.eos).candidates)
 
         def theirs(randomness: Replay, models: Models = models, head: Any = head) -> Tokens:
             return authors_round(models, head, randomness, h, bounds)
@@ -137,9 +134,8 @@ def test_a_round_that_stops_has_one_unjudged_candidate(probability: float) -> No
             return torch.tensor(probability)
 
     steps = Steps(Models("plain", VOCAB, 0))
-    chain = draft_chain(
-        steps, make_rule(SpeculationConfig(rule="threshold", threshold=0.7), After()), Replay([]), max_tokens=20
-    )
+    rule = make_rule(SpeculationConfig(rule="threshold", threshold=0.7), After())
+    chain = draft_chain(steps, rule, Replay([]), max_tokens=20)
     needed = math.floor(math.log(0.3) / math.log(probability)) + 1  # verdicts until 1 - probability^n > 0.7
     assert judged == list(range(needed))
     assert len(chain.candidates) == needed + 1 == steps.calls
@@ -148,8 +144,7 @@ def test_a_round_that_stops_has_one_unjudged_candidate(probability: float) -> No
 def test_the_first_forward_judges_nothing_before_but_its_own_candidate() -> None:
     """A token head can stop after the first candidate: one draft forward less than the paper's."""
     steps, rule = Steps(Models("plain", VOCAB, 0)), rule_for(rule="threshold", threshold=0.0)
-    assert len(draft_chain(steps, rule, Replay([]), max_tokens=20)) == 1
-    assert steps.calls == 1
+    assert (len(draft_chain(steps, rule, Replay([]), max_tokens=20)), steps.calls) == (1, 1)
 
 
 @pytest.mark.parametrize(("room", "length"), [(0, 0), (1, 1), (3, 3), (9, 5)])

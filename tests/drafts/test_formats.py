@@ -212,6 +212,5 @@ def test_no_pickle_and_nothing_outside_is_opened(name: str, tmp_path: Path, monk
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("opened a pickle"))
     (written(name, tmp_path) / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
     refused(name, tmp_path, rf"neither model\.safetensors nor.*pickle.*specdecpp inspect {tmp_path} --convert FOLDER")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
     refused(name, tmp_path, "does not map tensors to safetensors files beside it")

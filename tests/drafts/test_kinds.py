@@ -83,8 +83,7 @@ def test_nobody_outside_the_room_asks_for_a_kind_by_name_or_class() -> None:
     imported = {(file, kind) for file, source in files.items() for kind in imported_in(source).values()}
     assert imported == IMPORTED.keys(), "a new one needs a reason, an old one is to be deleted from the list"
     assert {file: found for file, source in files.items() if (found := told_apart_in(source))} == {}
-    templates = [file for file in PACKAGE.rglob("*.md") if "draft_kind" in file.read_text(encoding="utf-8")]
-    assert templates == []
+    assert [file for file in PACKAGE.rglob("*.md") if "draft_kind" in file.read_text(encoding="utf-8")] == []
 
 
 def test_the_check_above_sees_names_imports_and_classes() -> None:
@@ -135,9 +134,8 @@ def test_only_drafts_of_others_can_be_misread() -> None:
             override(config, {"norm_output": True})
             assert kind.describe(config) == "EAGLE-3 org/draft, read with norm_output=True"
             config.draft_id = None
-        with pytest.raises(
-            ValueError, match=r"eagle3=\{'fc_norm': True\} says how an EAGLE-3 draft that others trained"
-        ):
+        said = r"eagle3=\{'fc_norm': True\} says how an EAGLE-3 draft that others trained"
+        with pytest.raises(ValueError, match=said):
             override(config, {"fc_norm": True})
 
 
@@ -154,8 +152,7 @@ def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
 
 def test_one_price_makes_the_rule_draft_the_whole_block() -> None:
     """With a step for each candidate it would stop earlier: the same prices, another block."""
-    target = tiny("llama")
-    drafted = {}
+    target, drafted = tiny("llama"), {}
     for block in (1, BLOCK):
         costs = {"draft": 0.4, "branch": 0.0, "block": block, "verify": [1.0]}
         speculation = SpeculationConfig("throughput", costs=costs)

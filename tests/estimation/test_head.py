@@ -62,8 +62,7 @@ def test_the_after_head_is_the_papers(depth: int, tied: bool) -> None:
             ours.blocks[0 if tied else index].load_state_dict(block.state_dict())
         ours.output.load_state_dict(paper[-1].state_dict())
     step = make_step(index=2)
-    expected = paper(step.hidden).softmax(dim=-1)[1]
-    assert_close(ours.estimate(step), expected)
+    assert_close(ours.estimate(step), paper(step.hidden).softmax(dim=-1)[1])
     assert sum(each.numel() for each in ours.parameters()) == sum(each.numel() for each in paper.parameters())
 
 
@@ -99,8 +98,7 @@ def test_estimates_are_probabilities_even_if_the_head_overflows(inputs: str, siz
     with torch.no_grad():
         for place, parameter in enumerate(head.parameters()):
             parameter.copy_(size * (-1.0) ** torch.arange(place, place + parameter.numel()).view(parameter.shape))
-    estimate = probability(head, make_step(index=1, token=3))
-    assert 0.0 <= estimate <= 1.0
+    assert 0.0 <= probability(head, make_step(index=1, token=3)) <= 1.0
 
 
 # The token head ("before"). -------------------------------------------------------------------------------------------
@@ -131,8 +129,7 @@ def test_the_before_head_is_q_plus_scalars_plus_correction(blocks: int, rank: in
         x = x + silu(linear(f"blocks.{index}.linear", x))
     correction = linear("output", x)[0]
     trunk = linear("from_scalars.2", silu(linear("from_scalars.0", scalars)))[0]
-    expected = (step.q[4].logit() + trunk + correction).sigmoid()
-    assert_close(head.estimate(step), expected, rtol=1e-4, atol=1e-6)
+    assert_close(head.estimate(step), (step.q[4].logit() + trunk + correction).sigmoid(), rtol=1e-4, atol=1e-6)
 
 
 def test_embeddings_may_have_another_size() -> None:

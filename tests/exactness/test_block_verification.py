@@ -124,8 +124,7 @@ def test_at_once_decides_as_the_readable_versions_do() -> None:
             models = Models("plain", 3, seed)
             for verifier in ("block", "token"):
                 expected = outcomes(verifier, models, candidates)
-                found = outcomes(f"{verifier}, at once", models, candidates)
-                assert found == pytest.approx(expected, abs=TOLERANCE)
+                assert outcomes(f"{verifier}, at once", models, candidates) == pytest.approx(expected, abs=TOLERANCE)
 
 
 def test_the_example_of_the_documentation() -> None:
@@ -168,9 +167,7 @@ def test_outcomes_are_drawn_by_their_chances() -> None:
     rows = torch.tensor([[0.1, 0.9, 0.0], [1.0, 0.0, 0.0], [0.3, 0.3, 0.4], [0.0, 0.0, 2.0]])
     counts, randomness = torch.zeros(4, 3), TorchRandomness()
     for _ in range(20_000):
-        counts[randomness.outcome(as_tests(weights), partial(rows.index_select, 0), partial(rows.index_select, 0))] += (
-            1.0
-        )
+        counts[randomness.outcome(as_tests(weights), *[partial(rows.index_select, 0)] * 2)] += 1.0
     expected = weights[:, None] * rows / rows.sum(-1, keepdim=True)
     assert float((counts / counts.sum() - expected).abs().max()) < 0.014
     assert float(counts[expected == 0.0].sum()) == 0.0
@@ -180,5 +177,4 @@ def test_draws_have_numbers_of_their_own() -> None:
     """Made ahead, but not used twice: 24 equal ones of 1,000 ids are hardly ever the same."""
     torch.manual_seed(0)
     randomness, weights = TorchRandomness(), torch.ones(1, 1000)
-    drawn = {randomness.outcome(torch.ones(1), lambda _: weights, lambda _: weights)[1] for _ in range(24)}
-    assert len(drawn) > 20
+    assert len({randomness.outcome(torch.ones(1), lambda _: weights, lambda _: weights)[1] for _ in range(24)}) > 20

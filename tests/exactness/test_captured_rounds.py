@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from support.exact_distribution import VISIBLE
-from support.next_tokens import VOCAB, Path, distributions, plain_texts
+from support.next_tokens import VOCAB, Path, add_texts, distributions, furthest, plain_texts
 from support.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
 from torch import Tensor
 
@@ -41,23 +41,18 @@ def texts_of_rounds(
         counts = weights_of(tests)
         counts[0] += 1.0 - counts.sum()  # where no test passes, none is accepted
         for accepted, share in enumerate(counts.tolist()):
-            following = weights[accepted] / weights[accepted].sum()
-            for token in range(VOCAB):
-                if (own := chance * share * float(following[token])) > 0.0:
-                    for text, each in plain_texts(p, K + 1, (*drawn[:accepted], token)[: K + 1], own).items():
-                        found[text] = found.get(text, 0.0) + each
+            add_texts(found, p, K + 1, drawn[:accepted], weights[accepted], chance * share)
     return found
 
 
 def error(stop: Stop, verification: Verification, rule: Outcomes = outcomes, seeds: Sequence[int] = range(4)) -> float:
-    """The largest difference of a text's chance, relative to nothing: chances are at most one. Visible ones end it."""
+    """The largest difference of a text's chance; a visible one ends it."""
     largest = 0.0
     for seed in seeds:
         if largest > VISIBLE:
             break
         p, q = (distributions(each, K + 1, spread=2.0, every=5) for each in (seed, 100 + seed))
-        plain, ours = plain_texts(p, K + 1), texts_of_rounds(p, q, stop, verification, rule)
-        largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
+        largest = max(largest, furthest(plain_texts(p, K + 1), texts_of_rounds(p, q, stop, verification, rule)))
     return largest
 
 
@@ -108,9 +103,8 @@ def error_of_processors(name: str, process: Process, seeds: Sequence[int] = rang
         def rows(drawn: Path, between: Between = between) -> Tensor:
             return between.rows(between.chain(drawn), process)
 
-        plain = plain_texts(between.p, K + 1)
         ours = texts_of_rounds(between.p, q, STOPS["fixed"], "block", outcomes, rows)
-        largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
+        largest = max(largest, furthest(plain_texts(between.p, K + 1), ours))
     return largest
 
 
@@ -187,8 +181,7 @@ def test_greedy_acceptance() -> None:
         drawn, seen = torch.arange(3) < count, torch.ones(1, 4, 4, dtype=torch.bool).tril()
         stands = stands_greedily(torch.tensor([candidates]), torch.arange(3)[None], drawn[None], choices[None])
         last, on_path = last_on_path(stands, seen)
-        assert (int(last), int(choices[last])) == expected
-        assert int(on_path.sum()) == expected[0] + 1
+        assert (int(last), int(choices[last]), int(on_path.sum())) == (*expected, expected[0] + 1)
 
 
 def test_the_longest_test_that_passes_counts() -> None:

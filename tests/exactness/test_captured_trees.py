@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import VISIBLE
-from support.next_tokens import VOCAB, Path, distributions, plain_texts
+from support.next_tokens import VOCAB, Path, add_texts, distributions, furthest, plain_texts
 from support.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
 from torch import Tensor
 from torch.nn import functional
@@ -124,12 +124,7 @@ def texts_of_rounds(
                 continue
             uniform = torch.where(torch.tensor([passed]) > 0, -1.0, 2.0)  # below any chance, and above
             last, _ = last_on_path(stands_sampled(parents, chances, uniform), tree.ancestors)
-            following = left[0, int(last)] / left[0, int(last)].sum()
-            for token in range(VOCAB):
-                if (share := chance * float(following[token])) > 0.0:
-                    begun = (*tree.paths[int(last)], token)
-                    for text, each in plain_texts(p, LEVELS + 1, begun, share).items():
-                        found[text] = found.get(text, 0.0) + each
+            add_texts(found, p, LEVELS + 1, tree.paths[int(last)], left[0, int(last)], chance)
     return found
 
 
@@ -140,8 +135,8 @@ def error(tests: Tests = on_device.tree_tests, slots: Slots = best_slots, seeds:
         if largest > VISIBLE:
             break
         p, q = (distributions(each, LEVELS, spread=1.5, every=4) for each in (seed, 100 + seed))
-        plain, ours = plain_texts(p, LEVELS + 1), texts_of_rounds(p, trees(q, slots, judge), tests)
-        largest = max(largest, *(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours}))
+        ours = texts_of_rounds(p, trees(q, slots, judge), tests)
+        largest = max(largest, furthest(plain_texts(p, LEVELS + 1), ours))
     return largest
 
 
@@ -207,9 +202,8 @@ def error_of_processors(name: str, process: Process) -> float:
             tree.add(parent, token)
         return between.rows(tree, process)
 
-    plain = plain_texts(between.p, LEVELS + 1)
     ours = texts_of_rounds(between.p, trees(q), on_device.tree_tests, known)
-    return max(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours})
+    return furthest(plain_texts(between.p, LEVELS + 1), ours)
 
 
 @pytest.mark.every(3)
@@ -253,8 +247,7 @@ def test_greedy_trees() -> None:
         ([9, 5, 6, 0, 0], 0, []),
     ):
         found, on_path = last_on_path(stands_greedily(tokens, parents, drawn, torch.tensor([choices])), ancestors)
-        assert int(found) == last
-        assert [node for node in range(1, 5) if on_path[0, node]] == path
+        assert (int(found), [node for node in range(1, 5) if on_path[0, node]]) == (last, path)
 
 
 def test_several_texts_at_once() -> None:

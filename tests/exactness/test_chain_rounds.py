@@ -18,8 +18,7 @@ from hf_specdecpp.sampling.verification import residual, verify_chain, verify_gr
 from hf_specdecpp.trees.tree import DraftTree
 
 # All probabilities are float64 here (heads answer in float32, but they only decide when to stop).
-TOLERANCE = 1e-12
-SEEDS = range(10)
+TOLERANCE, SEEDS = 1e-12, range(10)
 
 
 def test_every_rule_is_covered() -> None:
@@ -37,8 +36,7 @@ def test_a_round_emits_exactly_p(verifier: str, rule: str, scenario: str, thorou
     quick = SEEDS[:2] if verifier in ("block", "token") else SEEDS[:1]
     for seed in SEEDS if thorough else quick:
         models = Models(scenario, vocab, seed)
-        one_round = ToyRound(models, rule, BOUNDS[seed % len(BOUNDS)], seed, verifier)
-        distribution = exact_distribution(one_round)
+        distribution = exact_distribution(ToyRound(models, rule, BOUNDS[seed % len(BOUNDS)], seed, verifier))
         assert sum(distribution.values()) == pytest.approx(1.0, abs=TOLERANCE)
         error = worst_error(distribution, models.p, vocab)
         assert error < TOLERANCE, f"seed {seed}: off by {error}"
@@ -178,8 +176,7 @@ RESIDUALS = [ResamplesFromP, SubtractsTheFirstQ]
     ("mutant", "verifier"), [(m, v) for m in MUTANTS for v in ("block", "token")] + [(m, "token") for m in RESIDUALS]
 )
 def test_mutants_are_caught(mutant: type[ToyRound], verifier: str, rule: str) -> None:
-    rounds = (mutant(Models("plain", 3, seed), rule, (1, 3), seed, verifier) for seed in SEEDS)
-    assert is_caught(rounds)
+    assert is_caught(mutant(Models("plain", 3, seed), rule, (1, 3), seed, verifier) for seed in SEEDS)
 
 
 # The greedy analogue. -------------------------------------------------------------------------------------------------
@@ -191,8 +188,7 @@ def test_greedy_rounds_emit_the_likeliest_tokens() -> None:
         models = Models("plain", 4, seed)
         text: Tokens = ()
         while len(text) < 12:
-            step = ToyRound(models, "fixed").stepper(text)
-            chain = draft_chain(step, FixedLength(3), None, max_tokens=3)
+            chain = draft_chain(ToyRound(models, "fixed").stepper(text), FixedLength(3), None, max_tokens=3)
             after = [(*text, *chain.candidates[:count]) for count in range(4)]
             accepted, token = verify_greedy(chain.candidates, torch.stack([models.at(prefix)[0] for prefix in after]))
             outcomes.add(accepted)

@@ -158,9 +158,7 @@ def not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def path_kept_in_drawing_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rows of a tree kept, not those of the accepted path."""
     real = text.keep_path
-    monkeypatch.setattr(
-        text, "keep_path", lambda cache, num_prefix, path, _: real(cache, num_prefix, list(range(len(path))))
-    )
+    monkeypatch.setattr(text, "keep_path", lambda cache, count, path, _: real(cache, count, list(range(len(path)))))
 
 
 def processors_after_the_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +166,7 @@ def processors_after_the_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Processing.along
 
     def along(self: Processing, input_ids: torch.Tensor, candidates: list[int], scores: torch.Tensor) -> torch.Tensor:
-        rows = [real(self, input_ids, [], scores[i : i + 1]) for i in range(scores.shape[0])]
-        return torch.cat(rows)
+        return torch.cat([real(self, input_ids, [], scores[i : i + 1]) for i in range(scores.shape[0])])
 
     monkeypatch.setattr(Processing, "along", along)
 

@@ -81,8 +81,7 @@ def test_early_exit(family: str, layers: int | list[int], rounds: Rounds) -> Non
     target = quiet_later_layers(tiny(family))
     plain = target.generate(PROMPT, **ARGUMENTS)
     assistant = SpecDecPPAssistant.from_early_exit(target, layers, speculation=SpeculationConfig("fixed", num_tokens=3))
-    text = target.generate(PROMPT, assistant_model=assistant, **ARGUMENTS)
-    assert torch.equal(text, plain)
+    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **ARGUMENTS), plain)
     rounds.assert_all_kinds()
 
 

@@ -94,8 +94,7 @@ class Block(Models):
     @torch.no_grad()
     def _p(self, prefix: Tokens) -> Tensor:
         ids = torch.tensor([[*TEXT, *prefix]])
-        logits = self.target(ids).logits[0, -1]
-        return self.processing.one(ids, [], logits).double().softmax(dim=-1)
+        return self.processing.one(ids, [], self.target(ids).logits[0, -1]).double().softmax(dim=-1)
 
     def begun(self, prefix: Tokens) -> tuple[Any, Tensor]:
         return self.session, torch.tensor([TEXT])
@@ -206,8 +205,7 @@ class LessCertain(KindRound):
 
     def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
         chain = super().draft(randomness, rule, prefix)
-        share = [torch.where(row.isinf(), -2.0, row) for row in chain.drawn_from]
-        return DraftTree.chain(chain.candidates, share)
+        return DraftTree.chain(chain.candidates, [torch.where(row.isinf(), -2.0, row) for row in chain.drawn_from])
 
 
 class AnotherPlace(KindRound):

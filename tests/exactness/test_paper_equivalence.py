@@ -23,8 +23,7 @@ from hf_specdecpp.training.configuration import HeadConfig
 from hf_specdecpp.training.features import Examples
 from hf_specdecpp.training.head import HeadTrainer, collate
 
-PAPER = HeadConfig(inputs="after", tied=True, num_blocks=3, rejection_weight=6.0)
-PROMPT_LENGTH = 6
+PAPER, PROMPT_LENGTH = HeadConfig(inputs="after", tied=True, num_blocks=3, rejection_weight=6.0), 6
 TOLERANCE = 1e-5  # heads are float32
 VISIBLE = 1e-3
 
@@ -40,8 +39,7 @@ def case() -> Any:
     head = AcceptanceHead(draft.config.hidden_size, 3, tied=True, inputs="after")
     texts, generator = [prompt(46, seed=1), prompt(38, seed=2)], torch.Generator().manual_seed(3)
     examples = Examples(PAPER, Drafter(draft), target)
-    items = [examples.of_text(ids, PROMPT_LENGTH, Sampling(), generator) for ids in texts]
-    return target, draft, head, texts, items
+    return target, draft, head, texts, [examples.of_text(ids, PROMPT_LENGTH, Sampling(), generator) for ids in texts]
 
 
 def papers_loss(case: Any, w_rej: float = 6.0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -55,9 +53,8 @@ def papers_loss(case: Any, w_rej: float = 6.0) -> tuple[Tensor, dict[str, Tensor
         with torch.no_grad():
             p, q = target(ids).logits[0].softmax(-1), draft(ids).logits[0].softmax(-1)
             # Z_i = Y_i where it counts, X_i where it was mixed in; the prompt stays.
-            z = x[:PROMPT_LENGTH] + [
-                drawn[i] if counts[i] else x[PROMPT_LENGTH + i] for i in range(len(x) - PROMPT_LENGTH)
-            ]
+            answer = x[PROMPT_LENGTH:]
+            z = x[:PROMPT_LENGTH] + [drawn[i] if counts[i] else answer[i] for i in range(len(answer))]
             states = draft(torch.tensor([z]), output_hidden_states=True).hidden_states[-1][0]
         for i, y in enumerate(drawn):
             if not counts[i]:
@@ -184,8 +181,7 @@ def test_wrong_losses_are_noticed(
 
 
 def test_ignoring_the_rejection_weight_is_noticed(case: Any, tmp_path: Path) -> None:
-    unweighted = HeadConfig(**{**vars(PAPER), "rejection_weight": 1.0})
-    ours = our_loss(case, tmp_path, unweighted)
+    ours = our_loss(case, tmp_path, HeadConfig(**{**vars(PAPER), "rejection_weight": 1.0}))
     assert distance(ours, papers_loss(case)) > VISIBLE
     assert distance(ours, papers_loss(case, w_rej=1.0)) < TOLERANCE
 

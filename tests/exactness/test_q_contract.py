@@ -18,8 +18,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, Specul
 from hf_specdecpp.generation import text as verification
 from hf_specdecpp.sampling.randomness import TorchRandomness
 
-VOCAB = 24
-DOORS = ["attached", "unattached"]
+VOCAB, DOORS = 24, ["attached", "unattached"]
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 8, 5, 6]])
 
 
@@ -134,8 +133,7 @@ def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, door: str, m
         return chain
 
     monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", hear_text)
-    output = generate(target, assistant_for(target, draft, door), **OPTIONS[name])
-    assert output.shape[1] > PROMPT.shape[1]
+    assert generate(target, assistant_for(target, draft, door), **OPTIONS[name]).shape[1] > PROMPT.shape[1]
     assert_q_is_the_distribution(ear)
     assert len(texts) == len(ear.rounds) >= 3
     for text, (candidates, _, q) in zip(texts, ear.rounds, strict=True):

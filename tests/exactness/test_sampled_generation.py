@@ -26,8 +26,7 @@ from hf_specdecpp.trees.tree import TreePass
 VOCAB = 12
 TEMPERATURE, TOP_K = 0.8, 3
 COUNTED = 3  # tokens; a fourth is generated so that the attached loop drafts two candidates in its first round
-PROMPT = torch.tensor([[1, 5, 9, 2]])
-SUSPICIOUS = 1e-4
+PROMPT, SUSPICIOUS = torch.tensor([[1, 5, 9, 2]]), 1e-4
 
 
 def make_target() -> Any:

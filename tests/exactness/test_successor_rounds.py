@@ -45,8 +45,7 @@ def pair(kind: str, shape: str) -> tuple[CausalLM, SpecDecPPAssistant]:
     settings = {**SHAPES[shape], "draft_successors": True}
     if kind in KINDS:
         return target, assistant_of(kind, target, **settings)
-    draft = BlockDraft(partly_agreeing(target, 0.9))
-    assistant = told(SpecDecPPAssistant(SpecDecPPConfig(), draft), **settings)
+    assistant = told(SpecDecPPAssistant(SpecDecPPConfig(), BlockDraft(partly_agreeing(target, 0.9))), **settings)
     assistant.attach(target)
     return target, assistant
 
@@ -100,8 +99,7 @@ def tell_q_again(monkeypatch: pytest.MonkeyPatch, again: Again) -> None:
         drafted.distributions.clear()
         for node in drafted.scores:
             if children := drafted.children[node]:
-                drawn = drafted.tokens[children[0]]
-                drafted.scores[node] = told(self, input_ids, drafted.path(node), drawn)
+                drafted.scores[node] = told(self, input_ids, drafted.path(node), drafted.tokens[children[0]])
         return drafted
 
     monkeypatch.setattr(one, "one", note)

@@ -16,8 +16,7 @@ from hf_specdecpp.sampling.verification import verify_block
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_at_once, verify_tree_block
 
-TOLERANCE = 1e-12
-ALGORITHMS = ["dyspec", "dyspec-exact", "static", "throughput"]
+TOLERANCE, ALGORITHMS = 1e-12, ["dyspec", "dyspec-exact", "static", "throughput"]
 
 
 class Traversal(ToyTree):
@@ -145,9 +144,8 @@ def test_at_once_decides_as_the_readable_versions_do(parents: list[int], tokens:
 
     rows = TreePass(tree)  # as the target reads them
     found = outcomes(lambda replay: verify_tree_at_once(rows, p[rows.order], replay, "block"))
-    assert found == pytest.approx(
-        outcomes(lambda replay: verify_tree_block(tree, p.__getitem__, replay)), abs=TOLERANCE
-    )
+    expected = outcomes(lambda replay: verify_tree_block(tree, p.__getitem__, replay))
+    assert found == pytest.approx(expected, abs=TOLERANCE)
     drawn = TreePass(tree, range(len(p)))
     found = outcomes(lambda replay: verify_tree_at_once(drawn, p.clone(), replay, "token"))
     assert found == pytest.approx(outcomes(lambda replay: verify_tree(tree, p.__getitem__, replay)), abs=TOLERANCE)

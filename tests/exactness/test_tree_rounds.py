@@ -20,10 +20,8 @@ from hf_specdecpp.trees.slots import Growth
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
 
-TOLERANCE = 1e-12
-ALGORITHMS = ["dyspec", "dyspec-exact", "static"]
-EVERY = [*ALGORITHMS, "throughput"]
-ESTIMATORS = ["draft probability", "before"]
+TOLERANCE, ALGORITHMS = 1e-12, ["dyspec", "dyspec-exact", "static"]
+EVERY, ESTIMATORS = [*ALGORITHMS, "throughput"], ["draft probability", "before"]
 
 
 def error_of(program: ToyTree, vocab: int = 3) -> float:
@@ -45,8 +43,7 @@ def test_a_round_emits_exactly_p(verifier: str, algorithm: str, estimator: str, 
     for seed in range(2 if thorough and estimator == ESTIMATORS[0] else 1):
         for budget in range(1, 7 if thorough and vocab == 3 and not at_once else 4 if at_once else 5):
             models = Models(scenario, vocab, 10 * seed + budget)
-            program = ToyTree(models, algorithm, estimator, budget, seed=seed, verifier=verifier)
-            error = error_of(program, vocab)
+            error = error_of(ToyTree(models, algorithm, estimator, budget, seed=seed, verifier=verifier), vocab)
             assert error < TOLERANCE, f"seed {seed}, budget {budget}: off by {error}"
 
 
@@ -240,8 +237,7 @@ def test_mutants_are_caught(mutant: type[ToyTree], verifier: str, algorithm: str
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "throughput"])
 def test_what_is_drawn_must_not_decide(algorithm: str) -> None:
     models = {seed: Models("plain", 3, seed) for seed in range(6)}
-    rounds = (LetsTheDrawDecide(models[s], algorithm, ESTIMATORS[0], budget=4, seed=s) for s in models)
-    assert is_caught(rounds)
+    assert is_caught(LetsTheDrawDecide(models[s], algorithm, ESTIMATORS[0], budget=4, seed=s) for s in models)
 
 
 def test_the_mutants_walk_is_right_with_all_its_parts() -> None:

@@ -69,9 +69,7 @@ def test_greedy_equality(family: str) -> None:
 
 def drafts() -> dict[str, Any]:
     def vocabulary(target: Any) -> Any:
-        return SpecDecPPAssistant.from_draft(
-            models.partly_agreeing(target, 0.9), target, draft_vocab=list(range(5, 40))
-        )
+        return SpecDecPPAssistant.from_draft(models.partly_agreeing(target, 0.9), target, draft_vocab=[*range(5, 40)])
 
     def conditioned(target: Any) -> Any:
         return SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=models.random_fusion(target))
@@ -96,9 +94,8 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
         assistant = drafts()[kind](target)
     else:
         # MPT itself says NaN after padding in float64.
-        draft = (
-            copy.deepcopy(model_of("mpt")).float() if kind == "mpt" else models.partly_agreeing(models.tiny(kind), 0.9)
-        )
+        is_mpt = kind == "mpt"
+        draft = copy.deepcopy(model_of(kind)).float() if is_mpt else models.partly_agreeing(models.tiny(kind), 0.9)
         assistant = SpecDecPPAssistant.from_draft(draft, target)
     models.told(assistant, rule="fixed", num_tokens=3, draft_successors=False)  # the rows share the table
     drafted: dict[Any, list[list[int]]] = {}
@@ -203,10 +200,8 @@ def test_records_and_cache_are_plain_generations(family: str, holes: float, monk
     eos = early_ends(target, inputs, repetition_penalty=1.2)
     records = dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), True)
     options = {"return_dict_in_generate": True, "repetition_penalty": 1.2, "eos_token_id": eos, **records}
-    plain, ours = (
-        generate(target, inputs, **options),
-        generate(target, inputs, models.assistant_for(target, mix=0.9), **options),
-    )
+    plain = generate(target, inputs, **options)
+    ours = generate(target, inputs, models.assistant_for(target, mix=0.9), **options)
     assert torch.equal(ours.sequences, plain.sequences)
     length, num_ends = inputs["input_ids"].shape[1], 0
     for name in ("scores", "logits", "hidden_states", "attentions"):
@@ -239,8 +234,7 @@ def test_a_cache_is_carried_on(kind: str) -> None:
     assistant = models.assistant_for(target, mix=0.9) if kind == "independent" else models.told(drafts()[kind](target))
     eos = early_ends(target, inputs)
     first = generate(target, inputs, assistant, eos_token_id=eos, return_dict_in_generate=True)
-    length = inputs["input_ids"].shape[1]
-    ends = torch.isin(first.sequences[:, length:], torch.tensor(eos)).long()
+    ends = torch.isin(first.sequences[:, inputs["input_ids"].shape[1] :], torch.tensor(eos)).long()
     answer = (ends.cumsum(dim=1) - ends < 1).long()
     assert answer.sum(dim=1).unique().numel() > 1
     new = torch.cat([models.prompt(4, seed) for seed in range(4)])
@@ -277,14 +271,12 @@ def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any
         enumerate_torch(replay)
         assistant.memory.clear()
         options = {"temperature": 0.8, "top_k": 2, "max_new_tokens": 3}
-        output = generate(target, inputs, assistant, do_sample=True, **options)
-        return tuple(output[:, 3:].flatten().tolist())
+        return tuple(generate(target, inputs, assistant, do_sample=True, **options)[:, 3:].flatten().tolist())
 
     p, found = target_distribution(target, 0.8, 2), exact_distribution(program)
     assert sum(found.values()) == pytest.approx(1.0, abs=1e-9)
     for tokens, weight in found.items():
-        rows = tokens[:3], tokens[3:]
-        expected = 1.0
+        rows, expected = (tokens[:3], tokens[3:]), 1.0
         for row in rows:
             for place, token in enumerate(row):
                 expected *= float(p(row[:place])[token])
@@ -516,8 +508,7 @@ def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(DraftSetup, "products", spy)
     target = models.tiny("llama")
-    assistant = models.assistant_for(target, **RULES["throughput"])
-    generate(target, padded(LENGTHS), assistant, max_new_tokens=4)
+    generate(target, padded(LENGTHS), models.assistant_for(target, **RULES["throughput"]), max_new_tokens=4)
     assert len(made) == 1
 
 

@@ -92,8 +92,7 @@ def test_passes_over_both_sides_differ(kind: str, speculation: dict[str, Any], m
 @pytest.mark.parametrize("kind", TARGETS)
 def test_static_caches(kind: str) -> None:
     target = target_of(kind)
-    assistant = assistant_of("independent", target, **CHAIN)
-    assert differing(target, assistant, cache_implementation="static") == []
+    assert differing(target, assistant_of("independent", target, **CHAIN), cache_implementation="static") == []
 
 
 @pytest.mark.every(2)

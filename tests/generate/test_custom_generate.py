@@ -20,8 +20,7 @@ from transformers.utils import hub as transformers_hub
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.version import __version__
 
-RECIPE = Path(__file__).parents[2] / "hub_cards" / "custom_generate"
-PROMPT = prompt(12)
+RECIPE, PROMPT = Path(__file__).parents[2] / "hub_cards" / "custom_generate", prompt(12)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
 
 

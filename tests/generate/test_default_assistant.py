@@ -201,9 +201,8 @@ def test_what_shows_only_with_the_prompt_s_rows() -> None:
     target, options = model_of("git"), {**GREEDY, "input_ids": PROMPT, "pixel_values": torch.rand(1, 3, 16, 16)}
     plain = target.generate(**options)
     draft = informed_draft(plain, target.config.vocab_size)
-    made = SpecDecPPAssistant.from_draft(
-        draft, target, speculation=SpeculationConfig(rule="threshold", tree="dyspec"), default=True
-    )
+    speculation = SpeculationConfig(rule="threshold", tree="dyspec")
+    made = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation, default=True)
     ours = target.generate(**options)
     made.detach()
     assert torch.equal(ours, plain)
@@ -216,9 +215,8 @@ def test_what_shows_only_in_a_batch_s_numbers(own_cache: bool) -> None:
     target = model_of("gemma3n")
 
     def answer() -> Any:
-        cache = (
-            {"past_key_values": transformers.DynamicCache(config=target.config.get_text_config())} if own_cache else {}
-        )
+        made = transformers.DynamicCache(config=target.config.get_text_config())
+        cache = {"past_key_values": made} if own_cache else {}
         options = {"return_dict_in_generate": True, "output_hidden_states": True, **cache}
         output = target.generate(BATCH, **GREEDY, **options)
         assert not own_cache or output.past_key_values is cache["past_key_values"]
@@ -250,11 +248,8 @@ def test_other_ways_to_speculate_are_left_alone(target: CausalLM, assistant: Any
     with assistant.paused():
         plain = target.generate(PROMPT, **GREEDY)
     other = assistant_for(target)
-    for arguments in (
-        {"prompt_lookup_num_tokens": 3},
-        {"assistant_model": partly_agreeing(target)},
-        {"assistant_model": other},
-    ):
+    models = ({"assistant_model": each} for each in (partly_agreeing(target), other))
+    for arguments in ({"prompt_lookup_num_tokens": 3}, *models):
         assistant.stats = SpeculationStats()
         assert torch.equal(target.generate(PROMPT, **GREEDY, **arguments), plain)
         assert assistant.stats.target_passes == 0

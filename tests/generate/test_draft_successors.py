@@ -78,8 +78,7 @@ def test_by_default_greedy_texts_of_drafts_that_read_states_are_corrected(target
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_a_draft_that_knows_nothing_is_accepted_more_often(target: CausalLM, shape: str) -> None:
     """Of texts like those before: the very same ones."""
-    draft = tiny("llama", 5)
-    accepted = {}
+    draft, accepted = tiny("llama", 5), {}
     for mixes in (False, True):
         assistant = told(SpecDecPPAssistant.from_draft(draft, target), **SHAPES[shape], draft_successors=mixes)
         for _ in range(2):

@@ -40,8 +40,7 @@ def test_by_folder_and_by_object(target: PreTrainedModel, draft: str, attached: 
 
 
 def test_dtype_of_a_draft_given_by_name(draft: str) -> None:
-    target = tiny("llama").to(torch.bfloat16)
-    assert SpecDecPPAssistant.from_draft(draft, target).dtype == torch.bfloat16
+    assert SpecDecPPAssistant.from_draft(draft, tiny("llama").to(torch.bfloat16)).dtype == torch.bfloat16
     assert SpecDecPPAssistant.from_draft(draft).dtype == torch.float64, "its own"
 
 
@@ -73,8 +72,7 @@ SMALL: dict[str, Any] = {
 def test_decoder_of_an_encoder_decoder() -> None:
     """Half of an encoder-decoder, loaded as a causal LM, is a draft like any other; also fresh from training."""
     target, draft = tiny("llama"), BartForCausalLM(BartConfig(**{**SMALL, "dropout": 0.5})).train()
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=FIXED)
-    assert greedy(target, assistant) == greedy(target)
+    assert greedy(target, SpecDecPPAssistant.from_draft(draft, target, speculation=FIXED)) == greedy(target)
 
 
 # --- vocabularies ---
@@ -89,8 +87,7 @@ def test_draft_vocab(target: PreTrainedModel, draft: str, tmp_path: Path, kind: 
             assistant = SpecDecPPAssistant.from_draft(draft, target, draft_vocab=vocab, head=head_for(target))
         else:
             assistant = SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=vocab, head=head_for(target))
-        rows = estimates(assistant)[:, :VOCAB_SIZE]
-        assert set(rows.isfinite().nonzero()[:, 1].tolist()) == set(ids)
+        assert set(estimates(assistant)[:, :VOCAB_SIZE].isfinite().nonzero()[:, 1].tolist()) == set(ids)
         assert greedy(target, assistant) == greedy(target)
     check_round_trip(assistant, target, tmp_path / "a")
 
@@ -127,8 +124,7 @@ def test_padded_vocabularies(ours: int, theirs: int, tmp_path: Path) -> None:
 
 
 def test_different_tokenizers(target: PreTrainedModel, tmp_path: Path) -> None:
-    words = [*WORDS[:5], "other", *WORDS[6:-1], "last"]
-    other = save_model(tiny("llama"), tmp_path / "other", words)
+    other = save_model(tiny("llama"), tmp_path / "other", [*WORDS[:5], "other", *WORDS[6:-1], "last"])
     message = (
         r"The target '.*target' and the draft '.*other' have different tokenizers: 2 ids stand for different tokens, "
         r"the first being 5 \('w5' against 'other'\).*Use a draft of the target's own family, or an early exit"
@@ -164,8 +160,7 @@ def test_an_early_exit_attached_again(target: PreTrainedModel) -> None:
         assistant.detach()
         assistant.attach(model)
         assert greedy(model, assistant) == greedy(model)
-        embeddings = assistant.ready_drafter().model.get_input_embeddings()
-        assert embeddings.weight is model.get_input_embeddings().weight
+        assert assistant.ready_drafter().model.get_input_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_saved_config_is_the_documented_one(target: PreTrainedModel, tmp_path: Path) -> None:

@@ -73,15 +73,13 @@ def assistant_at(door: str, target: CausalLM, text: Tensor) -> SpecDecPPAssistan
         draft = informed_draft(text, target.config.get_text_config(decoder=True).vocab_size)
         return SpecDecPPAssistant.from_draft(draft, target, speculation=CHAINS)
     shape = SpeculationConfig(tree=[2, 2, 1]) if door == "tree" else CHAINS
-    return SpecDecPPAssistant.from_draft(
-        partly_agreeing(target), None if door == "unattached" else target, speculation=shape
-    )
+    attached = None if door == "unattached" else target
+    return SpecDecPPAssistant.from_draft(partly_agreeing(target), attached, speculation=shape)
 
 
 def is_right(door: str, target: CausalLM, inputs: dict[str, Tensor], plain: Tensor) -> bool:
     """Whether the text is that of plain generation; raises `ValueError` where it is refused."""
-    longest = plain[inputs["attention_mask"].sum(1).argmax()][None]
-    assistant = assistant_at(door, target, longest)
+    assistant = assistant_at(door, target, plain[inputs["attention_mask"].sum(1).argmax()][None])
     try:
         for _ in range(2 if door == "lookup" else 1):
             with pretend_graphs() if door == "captured" else nullcontext():

@@ -178,6 +178,5 @@ def test_cache_implementations_that_can_be_rolled_back(implementation: str) -> N
     if implementation == "offloaded" and not torch.accelerator.is_available():
         pytest.skip("offloading needs a device to offload from")
     target = tiny("gemma3_text")
-    assistant = assistant_for(target)
-    text = generate(target, cache_implementation=implementation, assistant_model=assistant)
+    text = generate(target, cache_implementation=implementation, assistant_model=assistant_for(target))
     assert torch.equal(text, generate(target))

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hf_specdecpp.models.causal_lm import CausalLM
 
-NEW_TOKENS = 30
-PROMPT = prompt(10)
+NEW_TOKENS, PROMPT = 30, prompt(10)
 
 
 @lru_cache
@@ -26,8 +25,7 @@ def target() -> CausalLM:
 
 def generate(seed: int = 0, **arguments: Any) -> Tensor:
     torch.manual_seed(seed)
-    defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "top_k": 0}
-    return target().generate(PROMPT, **{**defaults, **arguments})
+    return target().generate(PROMPT, **{"max_new_tokens": NEW_TOKENS, "do_sample": True, "top_k": 0, **arguments})
 
 
 @pytest.fixture(params=[True, False], ids=["attached", "unattached"])
@@ -49,13 +47,11 @@ def test_sampling(name: str, assistant: Any) -> None:
 
 
 def test_a_tiny_temperature_gives_the_greedy_text(assistant: Any) -> None:
-    text = generate(assistant_model=assistant, temperature=1e-4)
-    assert torch.equal(text, generate(do_sample=False, top_k=None))
+    assert torch.equal(generate(assistant_model=assistant, temperature=1e-4), generate(do_sample=False, top_k=None))
 
 
 def test_seeds_differ(assistant: Any) -> None:
-    texts = {tuple(generate(seed, assistant_model=assistant)[0].tolist()) for seed in range(4)}
-    assert len(texts) == 4
+    assert len({tuple(generate(seed, assistant_model=assistant)[0].tolist()) for seed in range(4)}) == 4
 
 
 def test_constraints_hold(assistant: Any) -> None:

@@ -57,6 +57,18 @@ def texts(ids: Tensor, target: Any, assistant: Any, **how: Any) -> Tensor:
     return text.cpu()
 
 
+def two_texts(rule: str, rows: int, rounds: list[Any], **how: Any) -> tuple[Any, list[Tensor], Tensor]:
+    """An assistant, two texts with it, of which `rounds` are the second's, and plain generation's."""
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
+    ids, found = torch.cat([prompt(9, seed=row) for row in range(rows)]), []
+    plain = texts(ids, target, None, **how)
+    assistant = assistant_of("early_exit", on_device(target), **RULES[rule])
+    for _ in range(2):
+        rounds.clear()
+        found.append(texts(on_device(ids), target, assistant, **how))
+    return assistant, found, plain
+
+
 @pytest.mark.every(13, takes=8)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("how", WAYS)
@@ -64,15 +76,8 @@ def texts(ids: Tensor, target: Any, assistant: Any, **how: Any) -> Tensor:
 def test_two_launches_and_one_read(rule: str, how: str, rows: int, rounds: list[tuple[int, int, int, int]]) -> None:
     if rows > 1 and rule == "tree":
         return  # which are captured for one text
-    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
-    ids = torch.cat([prompt(9, seed=row) for row in range(rows)])
-    plain = texts(ids, target, None, **WAYS[how])
-    on_device(target)
-    assistant = assistant_of("early_exit", target, **RULES[rule])
-    for _ in range(2):
-        rounds.clear()
-        text = texts(on_device(ids), target, assistant, **WAYS[how])
-    assert how == "sampled" or torch.equal(text, plain)
+    assistant, found, plain = two_texts(rule, rows, rounds, **WAYS[how])
+    assert how == "sampled" or torch.equal(found[1], plain)
     assert assistant.stats.decided["rounds"] == "captured"
     assert len(rounds) > 3
     for captured, replayed, read, launched in rounds:
@@ -94,15 +99,9 @@ def test_three_launches_and_two_reads_with_processors_between(
     """The processors, which read nothing by themselves, launch what they launch."""
     if rows > 1 and rule == "tree":
         return  # which are captured for one text
-    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
-    ids = torch.cat([prompt(9, seed=row) for row in range(rows)])
     how: dict[str, Any] = {"bad_words_ids": [[3], [5, 7], [11, 12]], "do_sample": sampled, "top_k": 1}
-    plain = texts(ids, target, None, **how)
-    on_device(target)
-    assistant = assistant_of("early_exit", target, **RULES[rule])
-    for _ in range(2):
-        rounds.clear()
-        assert torch.equal(texts(on_device(ids), target, assistant, **how), plain)
+    assistant, found, plain = two_texts(rule, rows, rounds, **how)
+    assert all(torch.equal(text, plain) for text in found)
     assert assistant.stats.decided["rounds"] == BETWEEN
     assert len(rounds) > 3
     for captured, replayed, read, _ in rounds:

@@ -229,8 +229,7 @@ def test_a_draft_never_reads_a_prompt_where_too_few_tokens_are_left() -> None:
 @pytest.mark.parametrize("rule", ["throughput", "fixed"])
 @pytest.mark.parametrize("drafts", [True, False], ids=["beside a draft", "alone"])
 def test_batches(rule: str, drafts: bool) -> None:
-    target = tiny("llama")
-    ids = torch.cat([prompt(12, seed) for seed in range(3)])
+    target, ids = tiny("llama"), torch.cat([prompt(12, seed) for seed in range(3)])
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     options = {**GREEDY, "attention_mask": mask}
@@ -269,8 +268,7 @@ def test_a_request_that_comes_again_is_answered_from_memory() -> None:
     target = tiny("llama")
     assistant = lookup_for(target, **RULES["throughput"], lookup="history")
     first, before = generate(target, assistant), assistant.stats
-    again = generate(target, assistant)
-    assert torch.equal(first, again)
+    assert torch.equal(first, generate(target, assistant))
     assert assistant.stats.target_passes < 0.5 * before.target_passes
     assistant.memory.clear()
     assert len(assistant.memory.answers) == 0

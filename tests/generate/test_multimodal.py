@@ -16,8 +16,7 @@ OPTIONS: dict[str, Any] = {
     "return_dict_in_generate": True, "output_hidden_states": True, "output_scores": True,
 }  # fmt: skip
 FAST = ("gemma3", "llava", "qwen2 audio", "qwen2.5 vl")
-CHAIN = SpeculationConfig("fixed", num_tokens=4)
-TREE = SpeculationConfig(tree=[2, 2, 1])
+CHAIN, TREE = SpeculationConfig("fixed", num_tokens=4), SpeculationConfig(tree=[2, 2, 1])
 
 
 def assert_equal(target: Any, inputs: Any, assistant: SpecDecPPAssistant, plain: Any) -> None:
@@ -62,6 +61,5 @@ def test_unattached(name: str) -> None:
     options = {**OPTIONS, "output_hidden_states": False}
     plain = target.generate(**inputs, **options)
     assistant = SpecDecPPAssistant.from_draft(informed_draft(plain.sequences), speculation=CHAIN)
-    ours = target.generate(**inputs, assistant_model=assistant, **options)
-    assert torch.equal(ours.sequences, plain.sequences)
+    assert torch.equal(target.generate(**inputs, assistant_model=assistant, **options).sequences, plain.sequences)
     assert assistant.stats.accepted > 0

@@ -93,8 +93,7 @@ def test_the_text_of_plain_generation(kind: str, setting: str, name: str, tmp_pa
     assistant = assistant_of(kind, target, TARGETS[name], tmp_path / "adapter", SETTINGS[setting])
     assert torch.equal(generate(target, assistant), plain)  # attached before its first pass
     assert assistant.stats.accepted > 0
-    sampled = generate(target, assistant, do_sample=True)
-    assert int(sampled.max()) < 64
+    assert int(generate(target, assistant, do_sample=True).max()) < 64
     if setting != "tree":
         ids = torch.cat((prompt(), prompt(seed=3)))
         assert torch.equal(generate(target, assistant, ids), generate(target, ids=ids))
@@ -246,9 +245,8 @@ def test_a_quantised_lm_head(name: str, kind: str) -> None:
     if kind == "some":
         hidden = torch.randn(3, SHAPE["hidden_size"])
         error = 0.05 if multiplies_in_half(target) else 1e-4
-        torch.testing.assert_close(
-            drafter.vocab_logits(hidden), target.lm_head(hidden)[:, VOCAB].float(), rtol=error, atol=error
-        )
+        expected = target.lm_head(hidden)[:, VOCAB].float()
+        torch.testing.assert_close(drafter.vocab_logits(hidden), expected, rtol=error, atol=error)
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
@@ -317,8 +315,7 @@ def test_why_quantised_activations_are_refused() -> None:
     ids = torch.cat((prompt(), prompt(seed=5)), dim=1)
     assert difference(with_torchao(), ids) < 1e-4
     target, states = with_torchao("Int8DynamicActivationInt8WeightConfig"), torch.randn(5, SHAPE["hidden_size"])
-    rows = torch.cat([target.lm_head(row) for row in states.split(1)])
-    assert torch.equal(target.lm_head(states), rows)
+    assert torch.equal(target.lm_head(states), torch.cat([target.lm_head(row) for row in states.split(1)]))
     assert difference(target, ids) > 1e-3
 
 
@@ -338,8 +335,7 @@ def test_how_far_passes_of_smollm2_differ(how: str, least: float, most: float) -
         bits: dict[str, Any] = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
         config = BitsAndBytesConfig(**(bits if how == "bitsandbytes int8" else {"load_in_4bit": True}))
     target: Any = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32, quantization_config=config)
-    ids = AutoTokenizer.from_pretrained(SMOLLM2)(ANSWER, return_tensors="pt").input_ids
-    found = difference(target, ids)
+    found = difference(target, AutoTokenizer.from_pretrained(SMOLLM2)(ANSWER, return_tensors="pt").input_ids)
     logger.info(f"{how}: passes over 5 tokens and over 1 differ by {found:.2g} of the logits' spread")
     assert least <= found <= most
 

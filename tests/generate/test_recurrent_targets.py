@@ -23,8 +23,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 FAMILIES = ["granitemoehybrid", "zaya", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "falcon_h1",
             "bamba", "mamba2"]  # fmt: skip
-FAST = ("granitemoehybrid", "zaya", "mamba2")
-PROMPT = prompt(10)
+FAST, PROMPT = ("granitemoehybrid", "zaya", "mamba2"), prompt(10)
 PLAIN = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 # States are computed in float32.
 ROUNDING = 1e-3
@@ -121,9 +120,8 @@ def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.Monk
         assert_same_states(self.cache, expected)
 
     monkeypatch.setattr(Prefix, "settle", check)
-    assert torch.equal(
-        target.generate(PROMPT, **PLAIN, max_new_tokens=60, assistant_model=assistant_of(target, plain)), plain
-    )
+    ours = target.generate(PROMPT, **PLAIN, max_new_tokens=60, assistant_model=assistant_of(target, plain))
+    assert torch.equal(ours, plain)
     assert 0 in pending
     assert max(pending) > 4, "rejections followed one another"
 
@@ -258,9 +256,8 @@ def test_tokens_that_are_not_read_again_are_noticed(monkeypatch: pytest.MonkeyPa
 def test_a_state_that_does_not_go_on_is_refused(family: str) -> None:
     """Jamba reads several tokens at once only at the beginning of a text, and so does Mamba."""
     target = tiny_of(family)
-    with pytest.raises(
-        ValueError, match="keeps a recurrent state that.*cannot be taken back.*Generate without assistant_model"
-    ):
+    said = "keeps a recurrent state that.*cannot be taken back.*Generate without assistant_model"
+    with pytest.raises(ValueError, match=said):
         SpecDecPPAssistant.from_draft(tiny("llama"), target)
     with pytest.raises(ValueError, match="cannot be taken back.*so it cannot draft"):
         SpecDecPPAssistant.from_draft(target, tiny("llama"))

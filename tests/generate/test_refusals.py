@@ -134,15 +134,13 @@ def encoder_decoder() -> CausalLM:
         "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
     }  # fmt: skip
     heads: dict[str, Any] = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": VOCAB_SIZE}
-    return transformers.BartForConditionalGeneration(
-        transformers.BartConfig(**size, **heads, max_position_embeddings=32)
-    ).eval()
+    config = transformers.BartConfig(**size, **heads, max_position_embeddings=32)
+    return transformers.BartForConditionalGeneration(config).eval()
 
 
 def stateful() -> CausalLM:
-    return transformers.RwkvForCausalLM(
-        transformers.RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2)
-    ).eval()
+    config = transformers.RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2)
+    return transformers.RwkvForCausalLM(config).eval()
 
 
 @pytest.mark.parametrize(("make", "message"), [

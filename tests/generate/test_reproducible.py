@@ -52,8 +52,7 @@ def test_a_seed_repeats_a_text_whatever_was_before(target: CausalLM, way: str, r
         generate(target, assistant, ids, seed)  # learns costs, estimates, successors and answers
     told(assistant, **settings, reproducible=True)
     assert (generate(target, assistant, ids, seed=1), assistant.stats.drafted) == (first, drafted)
-    again = assistant_of("conditioned", target, **settings, reproducible=True)
-    assert generate(target, again, ids, seed=1) == first
+    assert generate(target, assistant_of("conditioned", target, **settings, reproducible=True), ids, seed=1) == first
 
 
 def test_a_draft_of_its_own_without_a_target(target: CausalLM) -> None:

@@ -45,5 +45,4 @@ def test_texts(kind: str, change: int, way: str, tmp_path: Path) -> None:
     assert torch.equal(target.generate(TEXT, **GREEDY, assistant_model=assistant), plain)
     assert assistant.stats.drafted > 0
     if way == "chains":
-        sampled = {**GREEDY, "do_sample": True}
-        assert target.generate(TEXT, **sampled, assistant_model=assistant).shape == plain.shape
+        assert target.generate(TEXT, **{**GREEDY, "do_sample": True}, assistant_model=assistant).shape == plain.shape

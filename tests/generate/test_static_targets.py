@@ -204,8 +204,7 @@ def keeps_one_too_many(text: StaticText, count: int, of: int, path: Any) -> None
 
 
 def forgets_too_much(text: StaticText, count: int, of: int, path: Any) -> None:
-    first = text.held == 0
-    text.held = int(text.cache.get_seq_length()) if first else text.held + 1
+    text.held = int(text.cache.get_seq_length()) if text.held == 0 else text.held + 1
     hold(text.cache, text.held)
 
 
@@ -258,8 +257,7 @@ def test_a_pass_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     target.model.layers[1].register_forward_pre_hook(fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         target.generate(prompt(), assistant_model=assistant, past_key_values=cache, **OPTIONS)
-    lengths = {int(layer.get_seq_length()) for layer in cache.layers}
-    assert lengths == {12 + assistant.stats.generated - 1}
+    assert {int(layer.get_seq_length()) for layer in cache.layers} == {12 + assistant.stats.generated - 1}
 
 
 # Widths --------------------------------------------------------------------------------------------------------------

@@ -23,8 +23,7 @@ from hf_specdecpp.trees.tree import DraftTree
 
 def count(stats: SpeculationStats, drafted: int, accepted: int) -> None:
     """A round of a chain."""
-    chain = DraftTree.chain([1] * drafted, [torch.empty(0)] * drafted)
-    stats.saw(chain, list(range(1, accepted + 1)))
+    stats.saw(DraftTree.chain([1] * drafted, [torch.empty(0)] * drafted), list(range(1, accepted + 1)))
 
 
 def made(**values: object) -> SpeculationStats:
@@ -87,9 +86,8 @@ def test_times_add_up_and_are_those_of_this_call() -> None:
 def test_rates() -> None:
     stats = made()
     assert (stats.generated, stats.target_passes, stats.discarded) == (31, 11, 20)
-    assert stats.tokens_per_pass == pytest.approx(31 / 11)
-    assert stats.discard_rate == pytest.approx(20 / 31)
-    assert stats.verification_rate == pytest.approx(11 / 31)
+    rates = stats.tokens_per_pass, stats.discard_rate, stats.verification_rate
+    assert rates == pytest.approx((31 / 11, 20 / 31, 11 / 31))
     assert stats.acceptance_by_position == [1.0, 1.0, 0.0, 0.0]
     assert stats.speedup == pytest.approx(30 * 0.1 / 1.4)
 
@@ -181,8 +179,7 @@ def test_a_rule_that_stopped_is_named_and_gains_no_more_than_was_counted() -> No
 )
 def test_products_are_credited_with_what_they_gained(gain: float, passes: float, is_credited: bool) -> None:
     stats = made(same_pass_seconds=gain * 1.4 / 30, plain_pass_seconds=passes * gain * 1.4 / 30)
-    assert stats.same_pass_speedup == pytest.approx(gain)
-    assert stats.speedup == pytest.approx(gain * passes)
+    assert (stats.same_pass_speedup, stats.speedup) == pytest.approx((gain, gain * passes))
     assert ("most of which comes from the products" in stats.verdict) is is_credited
 
 
@@ -248,8 +245,7 @@ def test_a_draft_of_others_that_is_hardly_ever_right_is_named(accepted: int, rou
         f"Only {accepted} of {rounds} first candidates were accepted, so EAGLE-3 org/x may be for another target, or "
         "be read wrongly. Find out: specdecpp inspect REPO --target ID, with its repository and this target."
     )
-    stats = first_candidates(accepted, rounds)
-    assert (said in stats.verdict) is is_named
+    assert (said in first_candidates(accepted, rounds).verdict) is is_named
     assert "specdecpp inspect" not in first_candidates(accepted, rounds, None).verdict, "a draft of one's own"
 
 

@@ -24,8 +24,7 @@ from hf_specdecpp.models.reader import Reader
 
 PROMPT = prompt(2 * WINDOW)
 BATCH = torch.cat((PROMPT, prompt(2 * WINDOW, seed=5)))
-CHAIN = SpeculationConfig("fixed", num_tokens=4)
-TREE = SpeculationConfig(tree=[2, 2, 1])
+CHAIN, TREE = SpeculationConfig("fixed", num_tokens=4), SpeculationConfig(tree=[2, 2, 1])
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
 
 
@@ -34,8 +33,7 @@ def from_config(name: str, family: str) -> CausalLM:
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} does not have {name}")
     torch.manual_seed(0)
-    model = getattr(transformers, name)._from_config(tiny_config(family))
-    return model.to(torch.float64).eval()
+    return getattr(transformers, name)._from_config(tiny_config(family)).to(torch.float64).eval()
 
 
 # Windows of the cache alone -------------------------------------------------------------------------------------------
@@ -137,9 +135,8 @@ def test_positions_that_a_forward_counts_itself(prompts: Tensor) -> None:
     target = tiny("llama")
     target.__class__ = CountsItself
     plain = target.generate(prompts, **GREEDY)
-    tree = SpecDecPPAssistant.from_draft(
-        informed_draft(plain[:1]), target, speculation=CHAIN if len(prompts) > 1 else TREE
-    )
+    shape = CHAIN if len(prompts) > 1 else TREE
+    tree = SpecDecPPAssistant.from_draft(informed_draft(plain[:1]), target, speculation=shape)
     with pytest.raises(ValueError, match="counts positions within its forward|takes no positions of its own"):
         target.generate(prompts, **GREEDY, assistant_model=tree)
     tree.attach(target, default=True)
@@ -249,9 +246,8 @@ def test_costs_need_no_pass_over_text_alone() -> None:
     inputs = {"input_ids": PROMPT, "pixel_values": torch.zeros(1, 1, 3, 16, 16, dtype=torch.float64),
               "image_attention_mask": torch.zeros(1, PROMPT.shape[1], 1, dtype=torch.long)}  # fmt: skip
     plain = target.generate(**inputs, **GREEDY)
-    assistant = SpecDecPPAssistant.from_draft(
-        informed_draft(plain), target, speculation=SpeculationConfig("throughput")
-    )
+    speculation = SpeculationConfig("throughput")
+    assistant = SpecDecPPAssistant.from_draft(informed_draft(plain), target, speculation=speculation)
     drafted = []
     for _ in range(2):
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=assistant), plain)

@@ -47,9 +47,8 @@ def target() -> Any:
 
 def with_small_vocabulary(target: Any, way: str, attached: bool = True) -> SpecDecPPAssistant:
     draft, speculation = partly_agreeing(target, 0.9), SpeculationConfig(**{"rule": "threshold", **WAYS[way]})
-    return SpecDecPPAssistant.from_draft(
-        draft, target if attached else None, draft_vocab=COMMON, speculation=speculation
-    )
+    attach = target if attached else None
+    return SpecDecPPAssistant.from_draft(draft, attach, draft_vocab=COMMON, speculation=speculation)
 
 
 @pytest.mark.every(11)
@@ -109,8 +108,7 @@ def test_tokens_that_are_suppressed_altogether(target: Any) -> None:
 # Logits processors that keep state from call to call, as grammars do, are called as plain `generate()` calls them. ----
 
 
-IDS = prompt(12)
-EOS = 7
+IDS, EOS = prompt(12), 7
 SHAPES: dict[str, dict[str, Any]] = {"chain": {"rule": "fixed", "num_tokens": 4}, "tree": {"tree": [3, 2, 1]}}
 
 
@@ -149,9 +147,8 @@ class Plain(Matcher):
 
 def generate(target: CausalLM, processor: LogitsProcessor, **arguments: Any) -> Any:
     arguments = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 0, **arguments}
-    return target.generate(
-        IDS, logits_processor=[processor], return_dict_in_generate=True, output_scores=True, **arguments
-    )
+    arguments |= {"return_dict_in_generate": True, "output_scores": True}
+    return target.generate(IDS, logits_processor=[processor], **arguments)
 
 
 @pytest.mark.every(3)

@@ -169,8 +169,7 @@ def test_other_calls_on_an_attached_target_are_plain() -> None:
         torch.manual_seed(0)
         return generate(target, **arguments)
 
-    plain = [run(arguments) for arguments in calls]
-    assistant = assistant_for(target)
+    plain, assistant = [run(arguments) for arguments in calls], assistant_for(target)
     for arguments, expected in zip(calls, plain, strict=True):
         assert torch.equal(run(arguments), expected), arguments
     assert assistant.stats.rounds == 0
@@ -222,8 +221,7 @@ def test_saving_an_attached_target(tmp_path: Path) -> None:
     original, assistant = type(target), assistant_for(target)
     target.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    loaded = original.from_pretrained(tmp_path, dtype=torch.float64)
-    assert hash_of(loaded) == hash_of(target)
+    assert hash_of(original.from_pretrained(tmp_path, dtype=torch.float64)) == hash_of(target)
     assistant.detach()
 
 

@@ -102,8 +102,7 @@ def test_ends_and_caches(end: str, index: int) -> None:
     }
     assistant = assistant_for(target, mix=0.95, **TREES["dyspec"])
     ours = generate(target, assistant, return_dict_in_generate=True, **{**ARGUMENTS, **arguments[end]})
-    expected = text[: text.index(token) + 1]
-    assert ours.sequences[0, 20:].tolist() == expected
+    assert ours.sequences[0, 20:].tolist() == text[: text.index(token) + 1]
     assert_same_cache(ours.past_key_values, prefill(target, ours.sequences[:, :-1]))
 
 

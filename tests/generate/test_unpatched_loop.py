@@ -44,11 +44,8 @@ def with_generator(target: CausalLM, assistant: SpecDecPPAssistant) -> list[Spec
     return made
 
 
-QUICK = [
-    ("llama", "fixed", "independent"),
-    ("gemma3_text", "threshold", "early exit"),
-    ("gpt2", "throughput", "independent"),
-]
+QUICK = [("llama", "fixed", "independent"), ("gemma3_text", "threshold", "early exit"),
+         ("gpt2", "throughput", "independent")]  # fmt: skip
 CASES = list(product(["llama", "gemma3_text", "gpt2"], RULES, ["independent", "early exit"]))
 
 
@@ -66,8 +63,7 @@ def test_greedy_equality(family: str, rule: str, kind: str, monkeypatch: pytest.
         assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=speculation)
         assistant.detach()  # it keeps its draft, and the loop is transformers' again
     made, rounds = with_generator(target, assistant), Rounds(monkeypatch)
-    text = target.generate(PROMPT, assistant_model=assistant, **arguments)
-    assert torch.equal(text, plain)
+    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
 
     # Feedback: transformers tells the generator of every round, the last one included.
     stats = made[0].stats
@@ -96,10 +92,9 @@ def test_a_compiled_target_is_attached_behind_its_wrapper() -> None:
     compiled: Any = torch.compile(target)
     draft = partly_agreeing(target)
     assistant = SpecDecPPAssistant.from_draft(draft, compiled, speculation=SpeculationConfig(rule="fixed"))
-    plain = target.generate(prompt(), do_sample=False, max_new_tokens=20)
-    assert torch.equal(
-        compiled.generate(prompt(), assistant_model=assistant, do_sample=False, max_new_tokens=20), plain
-    )
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
+    plain = target.generate(prompt(), **how)
+    assert torch.equal(compiled.generate(prompt(), assistant_model=assistant, **how), plain)
     assert assistant.stats.complete, "our own loop ran"
     assistant.detach(compiled)
     assert not has_our_methods(target)

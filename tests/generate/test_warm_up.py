@@ -150,11 +150,9 @@ def test_the_last_positions(pretended: Counter[str]) -> None:
 
 def test_a_draft_alone(pretended: Counter[str]) -> None:
     """Beside a target that cannot be captured nothing is, and there is nothing to warm up."""
-    target = quiet_later_layers(
-        tiny("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    )
-    draft = quiet_later_layers(tiny("llama"))
-    assistant = told(SpecDecPPAssistant.from_draft(draft, target), **SETTINGS["fixed"])
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    target = quiet_later_layers(tiny("llama", rope_parameters=rope))
+    assistant = told(SpecDecPPAssistant.from_draft(quiet_later_layers(tiny("llama")), target), **SETTINGS["fixed"])
     with pytest.raises(ValueError, match="rotary frequencies change"):
         assistant.warm_up(SHORT)
     assert torch.equal(generate(target, assistant, 12), generate(target, None, 12))

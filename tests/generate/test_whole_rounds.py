@@ -65,8 +65,7 @@ def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: 
 def test_other_rules(rule: str, kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     if rule == "tree" and kind == "mtp 3":
         return  # which drafts no trees
-    settings = TREE if rule == "tree" else {"rule": rule, "max_tokens": 5}
-    target, assistant = made(kind, tmp_path, **settings)
+    target, assistant = made(kind, tmp_path, **(TREE if rule == "tree" else {"rule": rule, "max_tokens": 5}))
     for how in ({}, SAMPLED):
         for turn in range(2):
             before, text = pretended["captured"], generate(target, assistant, 9, **how)
@@ -84,8 +83,7 @@ def test_texts_after_one_in_which_drafting_did_not_pay(kind: str, tmp_path: Path
     """They are not left to the target without its states, which rounds go on to read."""
     target, assistant = made(kind, tmp_path, rule="throughput", max_tokens=5)
     for turn in range(4):
-        text = generate(target, assistant, 236 + turn)
-        assert torch.equal(text, generate(target, None, 236 + turn))
+        assert torch.equal(generate(target, assistant, 236 + turn), generate(target, None, 236 + turn))
         assert assistant.stats.decided["rounds"] == "captured"
 
 
@@ -95,8 +93,7 @@ def test_texts_after_one_in_which_drafting_did_not_pay(kind: str, tmp_path: Path
 @torch.inference_mode()
 def test_replays_with_other_contents(kind: str, sampled: bool, tmp_path: Path) -> None:
     """What is captured, replayed twice with other contents, is the function run anew."""
-    settings = TREE if kind in ("conditioned", "dflash windows") else CHAIN
-    target, assistant = made(kind, tmp_path, **settings)
+    target, assistant = made(kind, tmp_path, **(TREE if kind in ("conditioned", "dflash windows") else CHAIN))
     generate(target, assistant, **(SAMPLED if sampled else {}))
     (rounds,) = captured_target._known[target][1].rounds.values()
     draft = rounds.draft
@@ -264,8 +261,7 @@ def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
         assert assistant.stats.uncaptured is None
         assert assistant.stats.decided["rounds"] == "captured"
         assert (pretended["captured"] > before["captured"]) == (turn == 0)
-    rounds = max(row.rounds for row in assistant.stats.rows)
-    assert pretended["replayed"] - before["replayed"] == 2 * rounds
+    assert pretended["replayed"] - before["replayed"] == 2 * max(row.rounds for row in assistant.stats.rows)
     together_accepted = [row.accepted for row in assistant.stats.rows]
     assert sum(together_accepted) > 0
     for row, own in enumerate(mask):
@@ -322,10 +318,8 @@ def moves_nothing(cache: RoomCache, rows: Tensor) -> None:
 
 
 def keeps_states_of_candidates(take: Callable[..., None]) -> Callable[..., None]:
-    def wrong(
-        draft: CapturedDraft, accepted: Tensor, token: Tensor, candidates: Tensor, states: Any, **how: Any
-    ) -> None:
-        take(draft, accepted, token, candidates, None if states is None else states.flip(1), **how)
+    def wrong(draft: CapturedDraft, accepted: Tensor, token: Tensor, drafted: Tensor, states: Any, **how: Any) -> None:
+        take(draft, accepted, token, drafted, None if states is None else states.flip(1), **how)
 
     return wrong
 
@@ -341,11 +335,8 @@ def test_rows_that_are_not_moved_are_noticed(tmp_path: Path, monkeypatch: pytest
                 patch.setattr(RoomCache, "move", mutant)
             target, assistant = made("independent", tmp_path, **TREE)
             ours = generate(target, assistant, **how)
-        pairs = zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True)
-        same = [
-            one.keys.shape == other.keys.shape and torch.allclose(one.keys, other.keys, atol=1e-9)
-            for one, other in pairs
-        ]
+        pairs = zip(*([each.keys for each in of.past_key_values.layers] for of in (ours, plain)), strict=True)
+        same = [one.shape == other.shape and torch.allclose(one, other, atol=1e-9) for one, other in pairs]
         assert all(same) == (mutant is None)
 
 
@@ -425,7 +416,6 @@ def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monke
     shapes: list[RoundShape] = []
 
     heard(monkeypatch, captured_rounds.CapturedRounds, "run", lambda _, shape, *rest: shapes.append(shape))
-    text = generate(target, assistant, max_new_tokens=60)
-    assert torch.equal(text, generate(target, None, max_new_tokens=60))
+    assert torch.equal(generate(target, assistant, max_new_tokens=60), generate(target, None, max_new_tokens=60))
     assert shapes[-12:].count(cheap) > 6
     assert len(set(shapes)) > 1, "others are tried now and then"

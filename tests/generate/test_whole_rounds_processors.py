@@ -110,11 +110,9 @@ def test_a_batch_whose_rows_are_mistaken_is_noticed(
     """The padding is a token that rows would go on with."""
     target, assistant = made("independent", tmp_path, **CHAIN)
     ids, mask = batch(3)
-    often = int(
-        together(target, None, ids, mask, max_new_tokens=60, repetition_penalty=2.0)[0, ids.shape[1] :].mode()[0]
-    )
-    ids = torch.where(mask > 0, ids, often)
     how: dict[str, Any] = {"max_new_tokens": 30, "repetition_penalty": 2.0}
+    often = together(target, None, ids, mask, **{**how, "max_new_tokens": 60})[0, ids.shape[1] :].mode()[0]
+    ids = torch.where(mask > 0, ids, often)
     expected = together(target, None, ids, mask, **how)
     assert torch.equal(together(target, assistant, ids, mask, **how), expected)
     monkeypatch.setattr(owner, name, mutant)
@@ -171,15 +169,11 @@ NAMES = ["no_repeat_ngram_size", "many", "bad_words_ids", "sequence_bias", "supp
 @pytest.mark.parametrize("settings", [CHAIN, TREE, {"rule": "threshold", "threshold": 0.9}, {"rule": "throughput"}],
                          ids=["chain", "tree", "threshold", "throughput"])  # fmt: skip
 @pytest.mark.parametrize("name", NAMES)
-def test_processors_that_no_graph_can_run(
-    name: str, settings: dict[str, Any], tmp_path: Path, pretended: Counter[str]
-) -> None:
-    """Greedy, and drawn where one token alone is possible: a launch more a round, and no capture after the first
-    text."""
+def test_processors_between(name: str, settings: dict[str, Any], tmp_path: Path, pretended: Counter[str]) -> None:
+    """Greedy, and drawn where one token alone is possible: a launch more a round, no capture after the first text."""
     target, assistant = made("independent", tmp_path, **settings)
     for further in ({}, {}, {"do_sample": True, "top_k": 1}):
-        before = pretended.copy()
-        how = {"max_new_tokens": 16, **PROCESSORS[name], **further}
+        before, how = pretended.copy(), {"max_new_tokens": 16, **PROCESSORS[name], **further}
         assert torch.equal(*(generate(target, each, 10, **how) for each in (assistant, None)))
         stats = assistant.stats
         assert stats.decided["rounds"] == BETWEEN
@@ -251,8 +245,7 @@ def test_processors_that_are_asked_wrongly_are_noticed(
 
 def asked_about_all(text: Text, tree_pass: TreePass, scores: Tensor) -> Tensor:
     """A mutant."""
-    paths = [tree_pass.tree.path(node) for node in tree_pass.order]
-    return text.processing.after_each(text.ids, paths, scores)
+    return text.processing.after_each(text.ids, [tree_pass.tree.path(node) for node in tree_pass.order], scores)
 
 
 @pytest.mark.every(2)
@@ -310,5 +303,4 @@ def test_scores_of_all_rows_at_once() -> None:
     before = captured_draft.with_paths(processors[0].shown(texts), candidates, seen)
     found = processors[0].together().of_nodes(scores, before)
     for row, each in enumerate(processors):
-        expected = each.along(texts[row : row + 1], candidates[row], scores[row])
-        torch.testing.assert_close(found[row], expected)
+        torch.testing.assert_close(found[row], each.along(texts[row : row + 1], candidates[row], scores[row]))

@@ -51,8 +51,7 @@ def test_released_heads_are_recognised_and_judge_the_same(tmp_path: Path, depth:
     convert(save(released, tmp_path / "released"), tmp_path / "out")
     head = load(tmp_path / "out")
     assert_same(head, released)
-    assert (head.num_blocks, head.inputs) == (depth, "after")
-    assert head.tied == (tied and depth > 1)
+    assert (head.num_blocks, head.inputs, head.tied) == (depth, "after", tied and depth > 1)
     assert len(head.blocks) == (min(depth, 1) if tied else depth)
 
 
@@ -122,8 +121,7 @@ def test_the_folder_and_its_config(tmp_path: Path) -> None:
 
 def test_an_assistant_with_a_converted_head_generates(tmp_path: Path) -> None:
     target, released = tiny("llama"), ReleasedHead(2, hidden_size=32)
-    draft = partly_agreeing(target)
-    draft.save_pretrained(tmp_path / "draft")
+    partly_agreeing(target).save_pretrained(tmp_path / "draft")
     convert(save_bin(released, tmp_path / "released"), tmp_path / "out", draft_id=str(tmp_path / "draft"))
     plain = target.generate(prompt(), max_new_tokens=12, do_sample=False)
     assistant = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)

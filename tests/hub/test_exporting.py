@@ -38,9 +38,8 @@ def save_target(folder: Path, shape: str = "llama") -> Any:
 def exits_early(target: Any, shape: str, folder: Path, **arguments: Any) -> SpecDecPPAssistant:
     """Saved to `folder`, with an adapter."""
     layers = SHAPES[shape][2]
-    adapter = save_adapter(
-        early_exit(target, layers), folder.parent / "peft", 0, LORA.get(shape, ("q_proj", "up_proj"))
-    )
+    adapted = LORA.get(shape, ("q_proj", "up_proj"))
+    adapter = save_adapter(early_exit(target, layers), folder.parent / "peft", 0, adapted)
     made = SpecDecPPAssistant.from_early_exit(target, layers, adapter=adapter, speculation=FIXED, **arguments)
     made.save_pretrained(folder)
     return made
@@ -115,15 +114,11 @@ def test_an_adapter_of_the_head_unties_it(tmp_path: Path) -> None:
 
 
 def test_layers_of_several_kinds_that_are_not_the_first_are_noted(tmp_path: Path) -> None:
-    for shape, layers, noted in (
-        ("gemma3 tied", [0, 2], True),
-        ("gemma3 tied", [0, 1], False),
-        ("llama", [0, 2], False),
-    ):
+    cases = ("gemma3 tied", [0, 2], True), ("gemma3 tied", [0, 1], False), ("llama", [0, 2], False)
+    for shape, layers, noted in cases:
         root = tmp_path / f"{shape} {layers}"
         SpecDecPPAssistant.from_early_exit(save_target(root / "target", shape), layers).save_pretrained(root / "made")
-        notes = export(root / "made", root / "out").notes
-        assert any("of several kinds" in note for note in notes) is noted
+        assert any("of several kinds" in note for note in export(root / "made", root / "out").notes) is noted
 
 
 # From the Hub, and another target. ------------------------------------------------------------------------------------
@@ -143,13 +138,11 @@ def test_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
 
 
 def test_the_target_elsewhere(tmp_path: Path) -> None:
-    target = save_target(tmp_path / "target")
-    exits_early(target, "llama", tmp_path / "assistant")
+    exits_early(save_target(tmp_path / "target"), "llama", tmp_path / "assistant")
     (tmp_path / "target").rename(tmp_path / "moved")
     exported = export(tmp_path / "assistant", tmp_path / "out", tmp_path / "moved")
     assert exported.commands["vLLM"][0].startswith(f"vllm serve {tmp_path / 'moved'} ")
-    others = ["<unk>", *reversed(WORDS[1:])]
-    save_model(tiny("llama").float(), tmp_path / "other", others)
+    save_model(tiny("llama").float(), tmp_path / "other", ["<unk>", *reversed(WORDS[1:])])
     with pytest.raises(ValueError, match="whose tokenizer differs"):
         export(tmp_path / "assistant", tmp_path / "wrong", tmp_path / "other")
     change_json(tmp_path / "assistant" / "config.json", target_id=None)
@@ -207,8 +200,7 @@ def test_a_folder_that_is_taken_is_refused_before_any_work(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("place", ["empty", "new/and deep"])
 def test_a_new_or_empty_folder_is_taken(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = save_target(tmp_path / "target")
-    SpecDecPPAssistant.from_early_exit(target, 2).save_pretrained(tmp_path / "assistant")
+    SpecDecPPAssistant.from_early_exit(save_target(tmp_path / "target"), 2).save_pretrained(tmp_path / "assistant")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     export("assistant", place)
@@ -218,8 +210,7 @@ def test_a_new_or_empty_folder_is_taken(place: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("error", [OSError("disk full"), ValueError("something"), KeyboardInterrupt()])
 def test_nothing_is_left_of_a_failure(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = save_target(tmp_path / "target")
-    SpecDecPPAssistant.from_early_exit(target, 2).save_pretrained(tmp_path / "assistant")
+    SpecDecPPAssistant.from_early_exit(save_target(tmp_path / "target"), 2).save_pretrained(tmp_path / "assistant")
     seen: list[set[str]] = []
 
     def fail(_model: Any, folder: Path) -> None:

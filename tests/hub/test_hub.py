@@ -73,12 +73,9 @@ def test_push_and_load(
 
 
 def test_early_exit(hub: HubServer, target: PreTrainedModel, tmp_path: Path) -> None:
-    adapter = repos.save_adapter(
-        AutoModelForCausalLM.from_pretrained("org/target", num_hidden_layers=2), tmp_path / "peft"
-    )
-    assistant = SpecDecPPAssistant.from_early_exit(
-        target, 2, adapter=adapter, head=repos.head_for(target), speculation=SPECULATION
-    )
+    draft, head = AutoModelForCausalLM.from_pretrained("org/target", num_hidden_layers=2), repos.head_for(target)
+    adapter = repos.save_adapter(draft, tmp_path / "peft")
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=adapter, head=head, speculation=SPECULATION)
     assistant.push_to_hub("org/exit")
     hub.requests.clear()
     again = SpecDecPPAssistant.from_pretrained("org/exit", target)
@@ -196,9 +193,8 @@ def test_offline(hub: HubServer, assistant: SpecDecPPAssistant, target: PreTrain
         pipe("w1 w2", do_sample=False, max_new_tokens=4)
     """
     env = hub_env(hub, tmp_path / "cache", offline=True) | {"PYTHONPATH": ":".join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=env, capture_output=True, text=True, check=False
-    )
+    program = [sys.executable, "-c", textwrap.dedent(code)]
+    run = subprocess.run(program, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [str(repos.greedy(target))] * 3
 
@@ -238,8 +234,7 @@ def test_auto_tokenizer(hub: HubServer, target: PreTrainedModel, tmp_path: Path)
 
 
 def test_uploaded_files(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
-    info = assistant.push_to_hub("org/head", commit_message="Better head")
-    assert info.commit_message == "Better head"
+    assert assistant.push_to_hub("org/head", commit_message="Better head").commit_message == "Better head"
     weights = {"acceptance_head.safetensors", "draft_vocab.safetensors", "adapter/adapter_model.safetensors"}
     assert hub.lfs_files("org/head") == weights
     assert set(hub.files("org/head")) == weights | {"README.md", "config.json", "adapter/adapter_config.json"}
@@ -267,9 +262,8 @@ def test_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
 
 def test_nothing_that_is_pushed_names_a_folder_of_this_machine(hub: HubServer, tmp_path: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(repos.save_model(tiny("llama"), tmp_path / "my-target"))
-    adapter = repos.save_adapter(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "my-target", num_hidden_layers=2), tmp_path
-    )
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "my-target", num_hidden_layers=2)
+    adapter = repos.save_adapter(draft, tmp_path)
     assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=adapter, head=repos.head_for(target))
     assistant.save_pretrained(tmp_path / "saved")
     assistant.push_to_hub("org/head")

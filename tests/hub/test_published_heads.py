@@ -105,16 +105,14 @@ def test_lossless_and_as_good_as_the_card(case: str, dataset: str) -> None:
     labels = []
     for row in [row for row in PROMPTS if row["set"] == dataset][:num_prompts]:
         messages = [{"role": "user", "content": row["prompt"]}]
-        inputs: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        how: dict[str, Any] = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        inputs: Any = tokenizer.apply_chat_template(messages, **how)
         knobs: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
         plain = target.generate(**inputs, **knobs)
         assert torch.equal(plain, target.generate(**inputs, **knobs, assistant_model=assistant))
         assert assistant.stats.accepted > 0
         starts = range(inputs["input_ids"].shape[1] + 1, plain.shape[1], 8)
         recorder = Recorder(assistant, target, Sampling(0.0), "before")
-        rows = recorder.of_text(plain[0].tolist(), list(starts), torch.Generator())
-        labels.append(rows["label"])
+        labels.append(recorder.of_text(plain[0].tolist(), list(starts), torch.Generator())["label"])
     assistant.detach()
     assert abs(float(torch.cat(labels).mean()) - said(repository, dataset, 0.0)) < TOLERANCE

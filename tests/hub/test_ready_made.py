@@ -89,8 +89,7 @@ def test_both_repositories_are_read_at_their_commits(hub: HubServer, tmp_path: P
     asked = [path.split("/resolve/")[1] for _, path, _ in hub.requests if path.startswith("/org/eagle/resolve/")]
     assert {path.split("/")[0] for path in asked} == {commit}
     assert {path.split("/")[1] for path in asked} == {"config.json", "model.safetensors"}
-    newer = SpecDecPPAssistant.from_pretrained("org/eagle", target=target)
-    assert not torch.equal(drafted(newer, target), expected)
+    assert not torch.equal(drafted(SpecDecPPAssistant.from_pretrained("org/eagle", target=target), target), expected)
 
 
 def test_a_revision_is_pinned(hub: HubServer, tmp_path: Path) -> None:
@@ -300,8 +299,7 @@ def test_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["inspect", "org/eagle", "--convert", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     publish(hub, tmp_path / "out")
-    target = tiny("llama")
-    commit = hub.commit("org/target", files_of(save_model(target, tmp_path / "target")))
+    commit = hub.commit("org/target", files_of(save_model(tiny("llama"), tmp_path / "target")))
     hub.commit("org/target", {"config.json": b"{}"})
     shutil.rmtree(tmp_path / "cache")
     result = CliRunner().invoke(app, ["inspect", "org/eagle", "--target", f"org/target@{commit}"])

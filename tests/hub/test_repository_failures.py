@@ -224,9 +224,8 @@ def test_ignored_fields_have_no_effect(folder: Path) -> None:
 
 
 def test_fields_of_earlier_versions_are_ignored(folder: Path) -> None:
-    repos.change_json(
-        folder / "config.json", learned={"tokens": 7, "texts": 1}, speculation={"rule": "fixed", "keep_texts": 9}
-    )
+    speculation = {"rule": "fixed", "keep_texts": 9}
+    repos.change_json(folder / "config.json", learned={"tokens": 7, "texts": 1}, speculation=speculation)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load(folder).speculation == SpeculationConfig(rule="fixed")
@@ -408,9 +407,7 @@ def test_private_and_gated(hub: HubServer, folder: Path) -> None:
 def test_the_draft_is_gated(hub: HubServer, tmp_path: Path) -> None:
     repos.publish_pair(hub)
     hub.gate("org/draft")
-    hub.commit(
-        "org/head", repos.files_of(repos.save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/draft"))
-    )
+    repos.commit_head_of_a_draft(hub, tmp_path)
     with pytest.raises(OSError, match="gated repo.*org/draft") as caught:
         load("org/head")
     assert isinstance(caught.value.__cause__, errors.GatedRepoError)
@@ -459,9 +456,7 @@ def test_older_transformers_note_the_commit(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [partial(save_text, "text"), partial(save_tensors, {"a": torch.ones(2)})])
-def test_two_processes_write_one_file(
-    save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_write_one_file(save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace = Path.replace
 
     def overtaken(unfinished: Path, place: Path) -> Path:

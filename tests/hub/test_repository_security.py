@@ -121,9 +121,7 @@ def test_pickle_in_the_repository_of_the_draft(tmp_path: Path, hub: HubServer, b
     files = repos.files_of(repos.save_model(tiny("llama"), tmp_path / "draft"))
     del files["model.safetensors"]
     hub.commit("org/draft", {**files, "pytorch_model.bin": bomb})
-    hub.commit(
-        "org/head", repos.files_of(repos.save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/draft"))
-    )
+    repos.commit_head_of_a_draft(hub, tmp_path)
     with pytest.raises(OSError, match="safetensors"):
         SpecDecPPAssistant.from_pretrained("org/head")
     assert not mark.exists()
@@ -239,8 +237,7 @@ def test_huge_weights_do_not_hang_tree_growth(monkeypatch: pytest.MonkeyPatch, t
             parameter.copy_(size * (-1.0) ** torch.arange(place, place + parameter.numel()).view(parameter.shape))
     knobs = SpeculationConfig(rule="threshold", tree=tree, tree_budget=8)  # type: ignore[arg-type]
     assistant = SpecDecPPAssistant.from_draft(tiny("llama", seed=1), target, head=head, speculation=knobs)
-    output = target.generate(prompt(), assistant_model=assistant, do_sample=True, max_new_tokens=6)
-    assert output.shape[1] == 18
+    assert target.generate(prompt(), assistant_model=assistant, do_sample=True, max_new_tokens=6).shape[1] == 18
     assert draws
 
 
@@ -303,9 +300,7 @@ def test_code_of_the_draft_is_not_run(hub: HubServer, tmp_path: Path, mark: Path
     code = f"open({str(mark)!r}, 'w').write('run')\n".encode()
     config = json.dumps({"model_type": "unheard_of", "auto_map": auto_map}).encode()
     hub.commit("org/draft", {"config.json": config, "configuration.py": code, "modeling.py": code})
-    hub.commit(
-        "org/head", repos.files_of(repos.save_assistant(tmp_path / "a", draft_kind="independent", draft_id="org/draft"))
-    )
+    repos.commit_head_of_a_draft(hub, tmp_path)
     for load in (SpecDecPPAssistant.from_pretrained, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(ValueError, match="trust_remote_code"):
             load("org/head")
@@ -330,9 +325,8 @@ def test_tokens_stay_inside_the_vocabulary(rows: int, attached: bool, monkeypatc
         assistant.drafter = SpecDecPPAssistant.from_draft(tiny("llama", seed=3, vocab_size=rows)).drafter
     assistant.speculation = SpeculationConfig("fixed", num_tokens=4)
     torch.manual_seed(0)
-    seen: Tensor = target.generate(
-        prompt(), assistant_model=assistant, do_sample=True, temperature=5.0, top_k=0, max_new_tokens=300
-    )
+    how: dict[str, Any] = {"do_sample": True, "temperature": 5.0, "top_k": 0, "max_new_tokens": 300}
+    seen: Tensor = target.generate(prompt(), assistant_model=assistant, **how)
     assert int(seen.min()) >= 0
     assert int(seen.max()) < VOCAB_SIZE
     assert seen.shape[1] == 312

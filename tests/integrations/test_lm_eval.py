@@ -29,8 +29,7 @@ QUESTIONS = [" ".join(WORDS[1 + (i * 7 + j * j) % 40] for j in range(3 + i)) for
 @pytest.fixture
 def target(tmp_path: Path) -> Any:
     words, model = [*WORDS[:-1], "</s>"], tiny("llama", eos_token_id=47, pad_token_id=47).float()
-    folder = save_model(model, tmp_path / "target", words)
-    return AutoModelForCausalLM.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(save_model(model, tmp_path / "target", words))
 
 
 def evaluate(target: Any, folder: Path, batch_size: int = 1, **gen_kwargs: Any) -> tuple[list[str], Any]:

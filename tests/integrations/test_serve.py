@@ -74,8 +74,7 @@ def test_answers_are_those_without_it(served: Served) -> None:
     ours = served.answer()
     assert served.assistant.stats.accepted > 0
     served.assistant.stats = None
-    streamed = [part.choices[0].delta.content or "" for part in served.ask(stream=True)]
-    assert "".join(streamed) == ours
+    assert "".join([part.choices[0].delta.content or "" for part in served.ask(stream=True)]) == ours
     assert served.assistant.stats.accepted > 0
     with served.assistant.paused():
         assert served.answer() == ours

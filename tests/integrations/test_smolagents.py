@@ -48,8 +48,7 @@ def test_a_default_assistant(model: Any) -> None:
     plain, assistant = say(model), early_exit(model, default=True)
     assert say(model) == plain
     assert assistant.stats.accepted > 0
-    streamed = [part.content for part in model.generate_stream(MESSAGES)]
-    assert "".join(streamed) == plain
+    assert "".join([part.content for part in model.generate_stream(MESSAGES)]) == plain
     assert assistant.stats.accepted > 0
     stop = plain.split()[6]
     assert say_until(model, stop) in plain
@@ -71,8 +70,7 @@ def test_among_the_arguments(model: Any, folder: str) -> None:
     assert say(model) == plain
     assert assistant.stats.accepted > 0
     assistant.detach()
-    draft = AutoModelForCausalLM.from_pretrained(folder)
-    unattached = SpecDecPPAssistant.from_draft(draft, speculation=FIXED)
+    unattached = SpecDecPPAssistant.from_draft(AutoModelForCausalLM.from_pretrained(folder), speculation=FIXED)
     other = smolagents.TransformersModel(folder, assistant_model=unattached, **GREEDY)
     assert say(other) == plain
     assert unattached.stats.accepted > 0

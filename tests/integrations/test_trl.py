@@ -148,9 +148,8 @@ def grpo(
     model: Any, reward: Any, folder: Path, peft: LoraConfig | None, sampled: bool, settings: dict[str, Any]
 ) -> GRPOTrainer:
     greedy = {} if sampled else {"generation_kwargs": {"do_sample": False}, "entropy_coef": 0.1}
-    args = GRPOConfig(
-        str(folder), num_generations=2, max_completion_length=16, beta=0.0, **{**COMMON, **greedy, **settings}
-    )
+    settings = {**COMMON, **greedy, **settings}
+    args = GRPOConfig(str(folder), num_generations=2, max_completion_length=16, beta=0.0, **settings)
     prompts = Dataset.from_dict({"prompt": QUESTIONS})
     return GRPOTrainer(model, reward, args, prompts, processing_class=ending_tokenizer(), peft_config=peft)
 

@@ -45,10 +45,8 @@ def by_hand(text: list[int], most: int, earlier: list[int], after: list[int], ne
         beyond = [*after, *found.tokens]
         at = [s[p] if p < len(s) else beyond[p - len(s)] for s, p in alive]
         counts = {token: at.count(token) for token in at}
-        latest = {
-            token: max((s is text, p) for (s, p), each in zip(alive, at, strict=True) if each == token)
-            for token in counts
-        }
+        ranks = [(s is text, p) for s, p in alive]
+        latest = {token: max(rank for rank, each in zip(ranks, at, strict=True) if each == token) for token in counts}
         best = max(counts, key=lambda token: (counts[token], latest[token]))
         if best in never or best < 0:
             break
@@ -164,8 +162,7 @@ def test_answers_are_saved_on_purpose_and_loaded_again(tmp_path: Path) -> None:
 def like_text(length: int) -> list[int]:
     """Token ids as frequent as words are, with passages that come again."""
     draw = random.Random(0)
-    weights = [1.0 / rank for rank in range(1, 30_001)]
-    tokens = draw.choices(range(1000, 31_000), weights, k=length)
+    tokens = draw.choices(range(1000, 31_000), [1.0 / rank for rank in range(1, 30_001)], k=length)
     for begin in range(500, length - 100, 500):
         tokens[begin : begin + 60] = tokens[begin - 400 : begin - 340]
     return tokens

@@ -28,8 +28,7 @@ def test_adapter(hub: HubServer, target: PreTrainedModel, draft: str, tmp_path: 
     change_json(Path(folder) / "adapter_config.json", base_model_name_or_path="org/draft")
     hub.commit("org/adapter", files_of(folder))
     hub.requests.clear()
-    named = base if source == "object" else draft
-    untouched = logits(base)
+    named, untouched = (base if source == "object" else draft), logits(base)
     assistant = SpecDecPPAssistant.from_draft(named, target, adapter="org/adapter" if source == "id" else folder)
     assert torch.equal(logits(base), untouched), "a model object is left as it is"
     assert not hasattr(base, "peft_config")
@@ -189,5 +188,4 @@ def test_target_with_a_peft_adapter(tmp_path: Path) -> None:
     expected = greedy(wrapped)
     with pytest.raises(ValueError, match="already has a PEFT adapter"):
         SpecDecPPAssistant.from_early_exit(wrapped, 2, adapter=folder)
-    assistant = SpecDecPPAssistant.from_early_exit(wrapped, 2, speculation=FIXED)
-    assert greedy(wrapped, assistant) == expected
+    assert greedy(wrapped, SpecDecPPAssistant.from_early_exit(wrapped, 2, speculation=FIXED)) == expected

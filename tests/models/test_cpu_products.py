@@ -295,9 +295,8 @@ def test_lora_merged_and_unmerged(target: CausalLM) -> None:
 
 
 def logits_of(target: CausalLM, **arguments: Any) -> Tensor:
-    outputs = target.generate(
-        IDS, max_new_tokens=12, do_sample=False, output_logits=True, return_dict_in_generate=True, **arguments
-    )
+    arguments |= {"output_logits": True, "return_dict_in_generate": True}
+    outputs = target.generate(IDS, max_new_tokens=12, do_sample=False, **arguments)
     return torch.stack(outputs.logits)
 
 

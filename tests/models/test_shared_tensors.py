@@ -249,8 +249,7 @@ def test_the_stats_of_a_call_stay_as_they_are() -> None:
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_threads(family: str, kind: str) -> None:
     target = tiny(family)
-    plain = [said(target, ids) for ids in PROMPTS]
-    assistant = make(target, kind)
+    plain, assistant = [said(target, ids) for ids in PROMPTS], make(target, kind)
     results: dict[int, list[Tensor]] = {i: [] for i in range(len(PROMPTS))}
     start = threading.Barrier(len(PROMPTS))
 

@@ -83,9 +83,7 @@ def test_the_longest_known_part_of_a_context_counts() -> None:
         order, ids, r = known(table, *tokens)
         return int(order[0]), int(ids[0, r.argmax()])
 
-    assert likeliest(4, 5, 7) == (3, 1)
-    assert likeliest(9, 5, 7) == (2, 2)
-    assert likeliest(9, 9, 7) == (1, 3)
+    assert [likeliest(4, 5, 7), likeliest(9, 5, 7), likeliest(9, 9, 7)] == [(3, 1), (2, 2), (1, 3)]
     assert likeliest(9, 9, 9)[0] == 0
 
 
@@ -179,8 +177,7 @@ def test_a_small_vocabulary_and_unknown_tokens() -> None:
     table = Successors(4, CPU)
     table.learn(contexts(9, 3), torch.eye(4)[:2] * 50.0)  # a prompt may end with what no logits belong to
     assert table.probs[3].max() == table.probs[4].max() == 1.0
-    one_and_other = (table.mixed(contexts(*two), torch.zeros(2, 4), True) for two in ((9, 1_000), (4, 4)))
-    assert_close(*one_and_other)
+    assert_close(*(table.mixed(contexts(*two), torch.zeros(2, 4), True) for two in ((9, 1_000), (4, 4))))
 
 
 def test_what_is_no_number_counts_for_nothing() -> None:

@@ -128,9 +128,7 @@ def _dflash(variant: str, dialect: str = "original") -> Callable[[Path], Sound]:
 
 def _gemma4(name: str) -> Callable[[Path], Sound]:
     variant = gemma4_files.VARIANTS[name]
-    return _of_others(
-        lambda folder: variant.theirs().save_pretrained(folder), partial(gemma4_files.target_for, variant.of)
-    )
+    return _of_others(lambda to: variant.theirs().save_pretrained(to), partial(gemma4_files.target_for, variant.of))
 
 
 def _mtp(family: str) -> Callable[[Path], Sound]:
@@ -297,8 +295,7 @@ def bounded(what: str) -> Iterator[None]:
 
 
 def _memory(name: str) -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(rf"{name}:\s+(\d+)", status)[0]) / 1024
+    return int(re.findall(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[0]) / 1024
 
 
 def check(sound: Sound, folder: Path, what: str) -> bool:

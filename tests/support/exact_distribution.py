@@ -29,8 +29,7 @@ class Replay:
 
     def categorical(self, probs: Tensor) -> Tensor:
         # Normalised as torch.multinomial does it. No rounding here: float64 from the first step to the last.
-        weights = probs.double().tolist()
-        return torch.tensor(self._choose(weights))
+        return torch.tensor(self._choose(probs.double().tolist()))
 
     def bernoulli(self, probability: float) -> bool:
         # 0 and 1 leave only one outcome of positive weight, so they branch into nothing.

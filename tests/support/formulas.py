@@ -20,8 +20,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 def rotated(x: Tensor, places: Tensor, theta: float) -> Tensor:
     """`x` is `[rows, heads, size]`."""
-    frequencies = theta ** -(torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
-    angles = places[:, None].float() * frequencies
+    angles = places[:, None].float() * theta ** -(torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
     cos, sin = (torch.cat((turn, turn), -1).to(x)[:, None] for turn in (angles.cos(), angles.sin()))
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin

@@ -46,9 +46,8 @@ def other_pairs() -> dict[str, tuple[CausalLM, CausalLM]]:
     layers = {"layer_types": [SLIDING, FULL], "num_hidden_layers": 2}
     own = {name: value for name, value in SHAPE.items() if "per_layer" not in name}
     plain: dict[str, Any] = {**own, **layers, "num_kv_shared_layers": 0, "tie_word_embeddings": False}
-    text = AutoConfig.for_model(
-        "gemma4_unified_text", **{**own, **layers, "hidden_size": OWN, "num_kv_shared_layers": 2}
-    )
+    narrow = {**own, **layers, "hidden_size": OWN, "num_kv_shared_layers": 2}
+    text = AutoConfig.for_model("gemma4_unified_text", **narrow)
     unified = AutoConfig.for_model("gemma4_unified_assistant", text_config=text, backbone_hidden_size=HIDDEN)
     vision = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -174,8 +174,7 @@ def _solution(inputs: Tensor, outputs: Tensor) -> Tensor:
 
 def assistant_for(target: CausalLM, attached: bool = True, mix: float = 0.96, **speculation: Any) -> Any:
     """An assistant with a partly agreeing draft. `fixed` rounds of 4 candidates unless told otherwise."""
-    draft = partly_agreeing(target, mix)
-    assistant = SpecDecPPAssistant.from_draft(draft, target if attached else None)
+    assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target, mix), target if attached else None)
     return told(assistant, **(speculation or {"rule": "fixed", "num_tokens": 4}))
 
 

@@ -65,8 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 FAMILIES = {name: values for name, values in FAMILIES.items() if name in CONFIG_MAPPING}  # of this transformers
 EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
-SEEING = ("step3p7",)
-QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+SEEING, QWEN = ("step3p7",), ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 HYBRID = (*QWEN, "bailing_hybrid", "inkling_text")
 NESTED = (*QWEN, "mellum", "inkling_text")  # `mtp.*` in the checkpoint; others have `model.layers.N.*`
 # A layer of the target of the kind of a multi-token layer.
@@ -193,7 +192,6 @@ def load(folder: Path | str, dtype: torch.dtype = torch.float64) -> CausalLM:
     auto = maker(AutoConfig.from_pretrained(folder).model_type)
     model = auto.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
     # transformers' classes name the layers of published models only, such as model.layers.61.
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{DEPTH + place}\." for place in range(4)] + [
-        r"^mtp\."
-    ]
+    unexpected = [rf"model\.layers\.{DEPTH + place}\." for place in range(4)]
+    model._keys_to_ignore_on_load_unexpected = [*unexpected, r"^mtp\."]
     return model

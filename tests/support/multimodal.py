@@ -17,8 +17,7 @@ VISION = {**dict.fromkeys(("hidden_size", "intermediate_size"), 32), "num_hidden
 VISION |= {"image_size": 16, "patch_size": 8}  # four places an image
 SIGLIP = {"model_type": "siglip_vision_model", **VISION}
 VIDEO, BEGIN, END = 46, 45, 44  # ids of further placeholders, and around an image
-LLAMA = {"model_type": "llama", **SIZES}
-QWEN2 = {"model_type": "qwen2", **SIZES}
+LLAMA, QWEN2 = {"model_type": "llama", **SIZES}, {"model_type": "qwen2", **SIZES}
 # Positions in several dimensions (mrope).
 TEXT = {**SIZES, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
 PATCHES = {

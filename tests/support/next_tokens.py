@@ -33,3 +33,18 @@ def plain_texts(p: Callable[[Path], Tensor], length: int, begun: Path = (), chan
         if (share := float(p(begun)[token])) > 0.0:
             found |= plain_texts(p, length, (*begun, token), chance * share)
     return found
+
+
+def add_texts(
+    found: dict[Path, float], p: Callable[[Path], Tensor], length: int, begun: Path, weights: Tensor, chance: float
+) -> None:
+    """Where a round that is as likely as `chance` ends with a token by weights, plain sampling goes on."""
+    for token, weight in enumerate((weights / weights.sum()).tolist()):
+        if chance * weight > 0.0:
+            for text, each in plain_texts(p, length, (*begun, token), chance * weight).items():
+                found[text] = found.get(text, 0.0) + each
+
+
+def furthest(plain: dict[Path, float], ours: dict[Path, float]) -> float:
+    """The largest difference of a text's chance, relative to nothing: chances are at most one."""
+    return max(abs(plain.get(text, 0.0) - ours.get(text, 0.0)) for text in {*plain, *ours})

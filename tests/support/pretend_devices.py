@@ -194,8 +194,7 @@ def on_device(what: Placed, device: str = "cuda:0") -> Placed:
     for module in what.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in moved:
-                on_it = DeviceTensor(parameter.detach(), place)
-                moved[id(parameter)] = nn.Parameter(on_it, requires_grad=False)
+                moved[id(parameter)] = nn.Parameter(DeviceTensor(parameter.detach(), place), requires_grad=False)
             module._parameters[name] = None if parameter is None else moved[id(parameter)]
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else DeviceTensor(buffer, place)
@@ -230,9 +229,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     counts["read"] += name in SHAPED_BY_NUMBERS
     device = placed[0].device if placed else torch.device(_wanted(args, kwargs))
     out = func(*_on_host(args), **_on_host(kwargs))
-    if not any(
-        returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns
-    ):
+    aliases = [returned.alias_info for returned in func._schema.returns if returned.alias_info is not None]
+    if all(each.is_write for each in aliases):
         counts["launch"] += 1  # else it is a view
     by_host = {id(each.host): each for each in placed}  # what an operation in place returns
     return _map(lambda each: by_host[id(each)] if id(each) in by_host else _wrap(each, device), out)

@@ -113,11 +113,8 @@ def pretend_graphs() -> Iterator[Counter[str]]:
 @contextmanager
 def pretend_graphs_on_devices() -> Iterator[tuple[Counter[str], Counter[str]]]:
     """The same within `pretend_devices`, which also counts; what else CUDA is asked for is left out."""
-    with (
-        pretend_devices.pretend_devices() as devices,
-        pytest.MonkeyPatch.context() as patch,
-        pretend_graphs() as counts,
-    ):
+    pretended = pretend_devices.pretend_devices()
+    with pretended as devices, pytest.MonkeyPatch.context() as patch, pretend_graphs() as counts:
         replaced: dict[str, Any] = {
             "torch.cuda.graph_pool_handle": lambda: counts.update(pools=1),
             "torch.cuda.device": lambda _device: nullcontext(),

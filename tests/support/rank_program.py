@@ -35,9 +35,8 @@ def texts(target: Any, draft: Any, rank: int) -> dict[str, Any]:
     """Texts by rule, or why there are none; each rank has other random numbers."""
     found: dict[str, Any] = {"plain": target.generate(prompt(), **GREEDY).tolist()}
     for name, settings in RULES.items():
-        assistant = SpecDecPPAssistant.from_draft(
-            draft, target, speculation=SpeculationConfig(**{"rule": "threshold", **settings})
-        )
+        speculation = SpeculationConfig(**{"rule": "threshold", **settings})
+        assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
         try:
             found[name] = target.generate(prompt(), assistant_model=assistant, **GREEDY).tolist()
         except ValueError as refused:

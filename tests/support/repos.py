@@ -112,6 +112,11 @@ def publish_pair(hub: HubServer) -> tuple[str, str]:
     return target, draft
 
 
+def commit_head_of_a_draft(hub: HubServer, folder: Path) -> None:
+    """`org/head`, of `org/draft`."""
+    hub.commit("org/head", files_of(save_assistant(folder / "a", draft_kind="independent", draft_id="org/draft")))
+
+
 @cache
 def _pair() -> dict[str, dict[str, bytes]]:
     """The files of both, which are written once."""

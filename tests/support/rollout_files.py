@@ -14,11 +14,9 @@ from hf_specdecpp.training.configuration import RolloutConfig, TrainingConfig
 from support.repos import WORDS
 
 NUM_PROMPTS, EOS = 14, 7
-SPLITS = ("train", "heldout")
-LENGTHS = [1 + 5 * n % 9 for n in range(NUM_PROMPTS)]
-PROMPTS = [
-    " ".join(WORDS[1 + (7 * n + 3 * i) % (len(WORDS) - 1)] for i in range(length)) for n, length in enumerate(LENGTHS)
-]
+SPLITS, LENGTHS = ("train", "heldout"), [1 + 5 * n % 9 for n in range(NUM_PROMPTS)]
+PROMPTS = [" ".join(WORDS[1 + (7 * n + 3 * i) % (len(WORDS) - 1)] for i in range(length))
+           for n, length in enumerate(LENGTHS)]  # fmt: skip
 
 
 def small_run(folder: Path, target: str, **changes: Any) -> TrainingConfig:

@@ -10,8 +10,7 @@ from hf_specdecpp.generation.doors.attached import Method
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.models import prompt
 
-PROMPT = prompt(12)
-FIXED = SpeculationConfig("fixed", num_tokens=4)
+PROMPT, FIXED = prompt(12), SpeculationConfig("fixed", num_tokens=4)
 
 
 def generate(target: Any, **arguments: Any) -> Any:

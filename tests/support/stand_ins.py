@@ -12,9 +12,7 @@ from hf_specdecpp.drafting.draft import Draft, Reading
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
-BLOCK = 3
-HIDDEN_SIZE = 4
-IMPOSSIBLE = float("-inf")
+BLOCK, HIDDEN_SIZE, IMPOSSIBLE = 3, 4, float("-inf")
 
 
 class TextReading(Reading):

@@ -11,8 +11,7 @@ from hf_specdecpp.generation import candidate_generator
 from support.exact_distribution import Replay, Tokens
 from support.models import tiny
 
-PROMPT = torch.tensor([[1, 0, 2]])
-VOCAB = 4
+PROMPT, VOCAB = torch.tensor([[1, 0, 2]]), 4
 
 
 def small(seed: int) -> Any:

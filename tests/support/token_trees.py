@@ -32,8 +32,7 @@ def one_by_one(model: CausalLM, text: Tensor, nodes: Tensor) -> Tensor:
     """Logits `[nodes, vocab]` of each node, each read at the end of its own path, without any cache."""
     rows = []
     for node in range(len(PARENTS)):
-        sequence = torch.cat((text, nodes[path_to(node)]))[None]
-        rows.append(model(input_ids=sequence, use_cache=False).logits[0, -1])
+        rows.append(model(input_ids=torch.cat((text, nodes[path_to(node)]))[None], use_cache=False).logits[0, -1])
     return torch.stack(rows)
 
 
@@ -93,8 +92,7 @@ def cache_gap(cache: Any, expected: Any) -> float:
 def all_gaps(model: CausalLM, num_prefix: int) -> dict[str, float]:
     """Tree against sequence: logits in one pass and level by level, the cache that is kept, and what comes after."""
     text, nodes = tokens_for(model, num_prefix)
-    expected = one_by_one(model, text, nodes)
-    gaps = {}
+    expected, gaps = one_by_one(model, text, nodes), {}
     for name, groups in (("pass", None), ("levels", LEVELS)):
         cache = prefill(model, text)
         gaps[name] = gap(read_tree(model, cache, num_prefix, nodes, groups), expected)

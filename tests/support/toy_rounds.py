@@ -18,9 +18,7 @@ from hf_specdecpp.sampling.verification import verify_at_once, verify_block, ver
 from hf_specdecpp.trees.tree import DraftTree
 from support.exact_distribution import Tokens
 
-HIDDEN_SIZE = 4
-EOS = 0
-IMPOSSIBLE = float("-inf")
+HIDDEN_SIZE, EOS, IMPOSSIBLE = 4, 0, float("-inf")
 BOUNDS = [(1, 3), (1, 1), (2, 3), (3, 3), (1, 2), (2, 2)]  # (min_tokens, max_tokens)
 
 # Thresholds with which rounds of several lengths occur on these tables (a test asserts it).

@@ -89,9 +89,8 @@ class ToyTree:
         valuation: SlotValuation | None = self.throughput if self.algorithm == "throughput" else None
         if self.rates is not None:
             valuation = SlotValuation(self.rates)
-        return Growth(
-            expand, self.estimator, randomness, -1, self.max_depth, self.models.eos, self.ahead, valuation=valuation
-        )
+        limits = self.max_depth, self.models.eos, self.ahead
+        return Growth(expand, self.estimator, randomness, -1, *limits, valuation=valuation)
 
     def grow(self, growth: Growth) -> None:
         if self.algorithm == "dyspec-exact":

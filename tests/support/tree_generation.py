@@ -39,10 +39,9 @@ def plain_text(family: str) -> Tensor:
 
 
 def generate(target: CausalLM, assistant: Any = None, **arguments: Any) -> Any:
+    arguments = {"do_sample": False, "max_new_tokens": 40, **arguments}
     try:
-        return target.generate(
-            PROMPT, assistant_model=assistant, **{"do_sample": False, "max_new_tokens": 40, **arguments}
-        )
+        return target.generate(PROMPT, assistant_model=assistant, **arguments)
     finally:
         if assistant is not None:
             assistant.detach()

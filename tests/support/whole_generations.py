@@ -32,8 +32,7 @@ def generations(
         assistant.memory.clear()  # every path begins alike
         options: Any = {"temperature": 0.8, "top_k": 2, "do_sample": True, "max_new_tokens": count}
         options["repetition_penalty"] = None if penalty == 1.0 else penalty
-        output = target.generate(PROMPT, assistant_model=assistant, **options)
-        return tuple(output[0, PROMPT.shape[1] :].tolist())
+        return tuple(target.generate(PROMPT, assistant_model=assistant, **options)[0, PROMPT.shape[1] :].tolist())
 
     return exact_distribution(program), paths
 

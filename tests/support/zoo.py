@@ -11,8 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.models import VOCAB_SIZE
 
-LAYERS = 4
-MOST_PARAMETERS = 20_000_000
+LAYERS, MOST_PARAMETERS = 4, 20_000_000
 FLOAT32 = {"kosmos-2", "xglm", "xlnet", "xlstm"}  # which do not compute in float64
 WINDOW = 12  # of every kind of window; longer than what `check_tree` tries on the model itself
 SIZES: dict[str, Any] = {  # by all names that families have for them

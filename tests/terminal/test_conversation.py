@@ -24,8 +24,7 @@ FORGETS = (  # the first three words of each answer, its thoughts, say
 
 def model_of(family: str) -> Any:
     ends: dict[str, Any] = {"eos_token_id": 47, "pad_token_id": 47}
-    recurrent = family in RECURRENT
-    model = tiny_of(family, **ends).double() if recurrent else quiet_later_layers(tiny(family, **ends))
+    model = tiny_of(family, **ends).double() if family in RECURRENT else quiet_later_layers(tiny(family, **ends))
     model.generation_config.suppress_tokens = [0]  # which a tokenizer leaves out of the text
     return model
 
@@ -50,9 +49,8 @@ def said(talk: Conversation, message: str, stop: Stop | None = None) -> tuple[li
 def plainly(talk: Conversation, message: str) -> list[int]:
     """What plain generation says to a message, after reading all of the conversation."""
     messages = [*talk.messages, {"role": "user", "content": message}]
-    inputs: Any = talk.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
+    how: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    inputs: Any = talk.tokenizer.apply_chat_template(messages, **how)
     with talk.assistant.paused():
         output = talk.model.generate(**inputs, do_sample=False, max_new_tokens=14)
     return output[0, inputs["input_ids"].shape[1] :].tolist()
@@ -156,8 +154,7 @@ def test_reset_and_system() -> None:
 
 def test_a_conversation_that_is_too_long() -> None:
     talk = conversation(tiny("gpt2", n_positions=20, eos_token_id=47))
-    first = said(talk, MESSAGES[0])[0]
-    assert len(first) in range(1, 15)
+    assert len(said(talk, MESSAGES[0])[0]) in range(1, 15)
     with pytest.raises(ValueError, match="tokens long, and the model reads 20. /reset begins a new one"):
         talk.answer("w1 " * 30, Stop(), print)
     assert len(talk.messages) == 2

@@ -19,8 +19,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, Specul
 from hf_specdecpp.terminal.listener import Listener, Token
 
 MOST = 24
-CHAIN = SpeculationConfig("fixed", num_tokens=4)
-TREE = SpeculationConfig(tree=[2, 2, 1])
+CHAIN, TREE = SpeculationConfig("fixed", num_tokens=4), SpeculationConfig(tree=[2, 2, 1])
 
 
 @pytest.fixture
@@ -28,9 +27,7 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many candidates each round accepted, as the generator itself is told."""
     counts: list[int] = []
 
-    heard(
-        monkeypatch, SpecDecPPCandidateGenerator, "saw", lambda generator, tree, path, *rest: counts.append(len(path))
-    )
+    heard(monkeypatch, SpecDecPPCandidateGenerator, "saw", lambda _, tree, path, *rest: counts.append(len(path)))
     return counts
 
 

@@ -117,8 +117,7 @@ def test_nothing_comes_from_elsewhere() -> None:
 
 def test_it_can_be_read() -> None:
     """Both colours on the ground that the picture has, whatever the page's is."""
-    grounds = {each.get("fill") for each in drawn(TEXT).iter(f"{SVG}rect")}
-    assert "#292929" in grounds
+    assert "#292929" in {each.get("fill") for each in drawn(TEXT).iter(f"{SVG}rect")}
     for base in (CHOSEN, GUESSED):
         assert contrast("".join(f"{part:02x}" for part in base), "292929") > 4.5  # WCAG 2, level AA
 
@@ -143,8 +142,7 @@ def test_in_a_browser(motion: str, tmp_path: Path) -> None:
     file.write_text(picture("?", Answer(answer, 1.5), Answer(answer, 1.5)), encoding="utf-8")
     with page(reduced_motion=motion) as tab:
         tab.goto(file.as_uri())
-        hidden = 0 if motion == "reduce" else 2
-        assert [hidden_texts(tab, seconds) for seconds in (0.5, 2)] == [hidden, 0]
+        assert [hidden_texts(tab, seconds) for seconds in (0.5, 2)] == [0 if motion == "reduce" else 2, 0]
 
 
 def hidden_texts(tab: Any, seconds: float) -> int:

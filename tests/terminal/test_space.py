@@ -88,8 +88,7 @@ def small_pair(folder: Path) -> tuple[str, str]:
     target, words = save_model(model, folder / "target", None), tokenizer()
     words.chat_template = TEMPLATE
     words.save_pretrained(target)
-    ids = torch.tensor([[1, 2, 3, 4, 5]])
-    text = model.generate(ids, max_new_tokens=48, do_sample=False)
+    text = model.generate(torch.tensor([[1, 2, 3, 4, 5]]), max_new_tokens=48, do_sample=False)
     draft = save_model(informed_draft(text).float(), folder / "draft")
     settings = SpeculationConfig("fixed", num_tokens=4, tree_budget=8)
     SpecDecPPAssistant.from_draft(draft, model, speculation=settings).save_pretrained(folder / "assistant")
@@ -113,8 +112,7 @@ def text_of(pane: str) -> str:
 
 
 def test_over_http(space: Space) -> None:
-    job = Client(space.url, verbose=False).submit(space.question, 48, True, api_name="/write")
-    *_, last = job
+    *_, last = Client(space.url, verbose=False).submit(space.question, 48, True, api_name="/write")
     plain, plain_rate, assisted, assisted_rate, both, tree = last
     assert text_of(plain) == text_of(assisted) == space.answer
     assert "<mark" in assisted
@@ -149,8 +147,7 @@ def test_in_a_browser(space: Space) -> None:
             seen.append([len(each.inner_text()) for each in panes(tab)])
             assert len(seen) < 2000
             tab.wait_for_timeout(30)
-        texts = [each.inner_text() for each in panes(tab)]
-        assert [squeezed(text) for text in texts] == [squeezed(space.answer)] * 2
+        assert [squeezed(each.inner_text()) for each in panes(tab)] == [squeezed(space.answer)] * 2
         assert seen == sorted(seen)  # neither gets shorter, and the plain one is first
         if space.is_slow:  # enough for a person to watch both
             assert min(len(set(lengths)) for lengths in zip(*seen, strict=True)) > 3

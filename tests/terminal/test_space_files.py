@@ -23,8 +23,7 @@ def test_the_header_is_one_of_a_gradio_space() -> None:
 
 
 def test_its_variables_are_those_of_the_program() -> None:
-    program = (FOLDER / "app.py").read_text(encoding="utf-8")
-    read = set(re.findall(r'os\.environ\.get\("([A-Z]+)"', program))
+    read = set(re.findall(r'os\.environ\.get\("([A-Z]+)"', (FOLDER / "app.py").read_text(encoding="utf-8")))
     assert set(re.findall(r"^\| `([A-Z]+)` \|", README, flags=re.MULTILINE)) == read != set()
 
 

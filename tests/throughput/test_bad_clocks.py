@@ -24,8 +24,7 @@ from hf_specdecpp.throughput.target_passes import passes_of
 
 pytestmark = pytest.mark.usefixtures("cache")
 
-real = time.perf_counter
-random_numbers = random.Random(0)
+real, random_numbers = time.perf_counter, random.Random(0)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
 
 
@@ -96,8 +95,7 @@ def test_what_fails_after_a_text_does_not_take_it_away(monkeypatch: pytest.Monke
 def test_costs_are_assumed_and_not_kept(cache: Path) -> None:
     """By the number of weights."""
     target = tiny("llama")
-    assistant = assistant_of("early_exit", target, rule="throughput")
-    target.generate(prompt(12), **GREEDY, assistant_model=assistant)
+    target.generate(prompt(12), **GREEDY, assistant_model=assistant_of("early_exit", target, rule="throughput"))
     (known,) = known_costs._known.values()
     assert 0.1 < known.first.draft / known.first.verify[0] < 0.9, "one of three layers, and the LM head"
     assert not list(cache.glob("*.json"))

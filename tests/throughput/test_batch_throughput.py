@@ -102,8 +102,7 @@ def test_a_text_to_read_is_weighed_against_what_drafting_gains() -> None:
     costs = Costs(0.1, (1.0, 1.0, 1.0, 1.0), read=0.01).share(ROWS)
     plan = batch_plan(costs, MOST)
     assert plan.pays
-    gain = (plan.rate * plan.plain - 1.0) * plan.plain
-    most = int(64 * gain / costs.read)
+    most = int(64 * (plan.rate * plan.plain - 1.0) * plan.plain / costs.read)
     rows = [BatchThroughput(DraftProbability(), plan) for _ in range(2)]
     for unread, starts in ((1, True), (most - 1, True), (most + 2, False)):
         plan.begin_batch(unread)

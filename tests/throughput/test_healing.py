@@ -108,8 +108,7 @@ def test_costs_of_an_idle_machine_are_put_right_on_a_busy_one(true: Costs, seed:
     rng = np.random.default_rng(seed)
     slower = rng.uniform(1.5, 3.0)
     verify = tuple(seconds * slower * rng.uniform(0.9, 1.1) for seconds in true.verify)
-    busy = Costs(true.draft * rng.uniform(1.0, 3.0), verify, start=true.start)
-    assert rate_after_ten_texts(busy, true) > 0.97
+    assert rate_after_ten_texts(Costs(true.draft * rng.uniform(1.0, 3.0), verify, start=true.start), true) > 0.97
 
 
 def test_costs_of_another_processor_are_put_right() -> None:
@@ -129,10 +128,7 @@ def test_costs_that_never_change_stay_wrong() -> None:
 
 def test_long_texts_are_reckoned_with_what_their_passes_cost() -> None:
     """At 4,000 tokens of context passes grow steeply with their width; at 100 they are flat."""
-    short, long = (
-        costs(tuple(40.0 + n for n in range(MOST + 1))),
-        costs(tuple(60.0 + 20.0 * n for n in range(MOST + 1))),
-    )
+    short, long = (costs(tuple(a + b * n for n in range(MOST + 1))) for a, b in ((40.0, 1.0), (60.0, 20.0)))
     plan = ChainPlan(KnownCosts(short), MOST, 0)
     few, many = Machine(short, plan), Machine(long, plan)
     for _ in range(10):
@@ -147,8 +143,7 @@ def test_a_text_s_own_rounds_do_not_change_its_decisions() -> None:
     plans = []
     for slow in (1.0, 10.0):
         plan = ChainPlan(KnownCosts(costs(LINE)), MOST, 0)
-        machine = Machine(Costs(0.004 * slow, tuple(slow * each for each in costs(DIP).verify)), plan)
-        machine.text()
+        Machine(Costs(0.004 * slow, tuple(slow * each for each in costs(DIP).verify)), plan).text()
         plans.append([plan.critical(drafted, last) for drafted in range(MOST) for last in range(9)])
     assert plans[0] == plans[1]
 

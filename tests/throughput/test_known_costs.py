@@ -153,9 +153,8 @@ def test_few_ways_of_sampling_are_remembered() -> None:
     target = tiny("llama")
     assistant = assistant_for(target, rule="throughput", costs={"draft": 0.1, "verify": [1.0]})
     for temperature in range(1, 25):
-        target.generate(
-            prompt(), assistant_model=assistant, max_new_tokens=2, do_sample=True, temperature=float(temperature)
-        )
+        how: dict[str, Any] = {"max_new_tokens": 2, "do_sample": True, "temperature": float(temperature)}
+        target.generate(prompt(), assistant_model=assistant, **how)
     learned = assistant.memory.learned[target]
     assert [key[2] for key in learned] == [float(temperature) for temperature in range(9, 25)]
 
@@ -170,5 +169,4 @@ def test_what_rounds_teach_is_of_one_way_to_draw_candidates() -> None:
             for mixes, temperature in product((False, True), (0.8, 1.0)):
                 assistant.decisions = Decisions(draft_successors=mixes, draft_temperature=temperature)
                 target.generate(prompt(), assistant_model=assistant, max_new_tokens=8, do_sample=do_sample)
-        learned = assistant.memory.learned[target].values()
-        assert sum(each.greedy is not do_sample for each in learned) == ways
+        assert sum(each.greedy is not do_sample for each in assistant.memory.learned[target].values()) == ways

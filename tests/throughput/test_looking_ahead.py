@@ -21,12 +21,8 @@ def rates_of(acceptance: float) -> AcceptanceRates:
 
 
 def test_the_example_of_the_docstring() -> None:
-    (first, _), (second, _), (last, _) = (
-        (row[0], row[-1]) for row in seconds_ahead(rates_of(0.5), np.array([1.0, 1.1, 1.5]), 0)
-    )
-    assert first == pytest.approx(0.2)
-    assert second == pytest.approx(0.4 / 0.5)
-    assert last == np.inf
+    found = [row[0] for row in seconds_ahead(rates_of(0.5), np.array([1.0, 1.1, 1.5]), 0)]
+    assert found == pytest.approx([0.2, 0.4 / 0.5, np.inf])
 
 
 def test_it_looks_across_a_step_and_into_a_dip() -> None:
@@ -34,8 +30,7 @@ def test_it_looks_across_a_step_and_into_a_dip() -> None:
     seconds = Costs(0.02, (1.0, 1.0, 1.0, 1.5, 1.5, 1.5, 1.5, 1.5)).round_seconds(7)
     ahead, alone = seconds_ahead(rates_of(0.9), seconds, 0)[2][0], (seconds[3] - seconds[2]) / 0.9
     assert ahead < 0.5 * alone
-    dip = Costs(0.02, (1.0, 1.2, 1.4, 0.9, 0.95)).round_seconds(4)
-    assert seconds_ahead(rates_of(0.9), dip, 0)[1][0] < 0.0
+    assert seconds_ahead(rates_of(0.9), Costs(0.02, (1.0, 1.2, 1.4, 0.9, 0.95)).round_seconds(4), 0)[1][0] < 0.0
 
 
 def test_a_late_verdict_is_one_that_is_missing() -> None:
@@ -52,8 +47,7 @@ def test_independent_estimates_without_steps_have_one_threshold() -> None:
     plan.rates.following[:] = plan.rates.following[NO_VERDICT]
     plan._fit()
     critical = np.array([[plan.critical(k, b) for b in range(NO_VERDICT + 1)] for k in range(20)])
-    expected = plan.rate * 0.19 / float(plan.rates.following[0] @ plan.rates.acceptance)
-    assert critical == pytest.approx(expected)
+    assert critical == pytest.approx(plan.rate * 0.19 / float(plan.rates.following[0] @ plan.rates.acceptance))
 
 
 # Costs. ---------------------------------------------------------------------------------------------------------------
@@ -107,8 +101,7 @@ def share_of_the_best(acceptance: float, draft: float, slope: float, twice: bool
     """Tokens a second at the length that the rule chooses, beside the best length in hindsight."""
     most = 12
     costs = Costs(draft, tuple(1.0 + slope * np.arange(most + 1)))
-    priced = costs.read_twice(most) if twice else costs
-    seconds, rates = priced.round_seconds(most), rates_of(acceptance)
+    seconds, rates = (costs.read_twice(most) if twice else costs).round_seconds(most), rates_of(acceptance)
     rate, ahead = float((rates.expected_tokens(most) / seconds).max()), seconds_ahead(rates, seconds, 0)
     chosen = next((k for k in range(most) if acceptance**k <= rate * ahead[k][0]), most)
     found = [rate_read_again(acceptance, length, draft, slope) for length in range(most + 1)]

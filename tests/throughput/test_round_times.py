@@ -112,10 +112,8 @@ def test_a_step_and_starting_are_told_apart(start: float) -> None:
 
 def test_drafts_of_one_length_change_their_price_as_a_whole() -> None:
     costs = corrected(replace(MEASURED, start=0.001, read=0.0001, branch=0.0002), {}, [(Drafting(2), 0.010)] * 1000)
-    assert costs.draft == pytest.approx(0.004, rel=0.01)
-    assert costs.start == pytest.approx(0.002, rel=0.01)
-    assert costs.read == pytest.approx(0.0002, rel=0.01)
-    assert costs.branch == pytest.approx(0.0004, rel=0.01)
+    found = costs.draft, costs.start, costs.read, costs.branch
+    assert found == pytest.approx((0.004, 0.002, 0.0002, 0.0004), rel=0.01)
 
 
 def test_what_a_draft_reads_beside_its_steps_is_not_a_step_s_price() -> None:

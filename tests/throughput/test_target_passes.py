@@ -150,11 +150,10 @@ def test_texts_decide(packed: float, gain: float, settings: dict[str, Any], seco
     seconds["packed"] = packed
     target = tiny("llama").float()
     assistant = assistant_for(target, **settings, pack_weights=True)
-    plain = target.generate(prompt(), max_new_tokens=96, do_sample=False)
+    how: dict[str, Any] = {"max_new_tokens": 96, "do_sample": False}
+    plain = target.generate(prompt(), **how)
     for _ in range(2):
-        assert torch.equal(
-            target.generate(prompt(), assistant_model=assistant, max_new_tokens=96, do_sample=False), plain
-        )
+        assert torch.equal(target.generate(prompt(), assistant_model=assistant, **how), plain)
         assert assistant.stats.plain_pass_seconds == 1.0
     assert passes_of(target, assistant.setup().other_product(target)).of(1) == ("packed" if gain > 1.0 else "own")
     assert assistant.stats.same_pass_seconds == pytest.approx(1.0 / gain)

@@ -84,8 +84,7 @@ def throughput(step: float = 0.55) -> MostTokens:
 @pytest.mark.parametrize("step", [0.1, 0.55, 3.0])
 def test_not_far_from_the_best_shape(chances: tuple[float, float], step: float) -> None:
     most = throughput(step)
-    found = tokens_a_second(most, Texts(chances), step)
-    assert found > 0.97 * best_of(most.shapes, chances, step)
+    assert tokens_a_second(most, Texts(chances), step) > 0.97 * best_of(most.shapes, chances, step)
 
 
 def test_a_tree_that_pays_is_not_dropped_in_a_text_that_is_hard_to_draft() -> None:
@@ -114,5 +113,4 @@ def test_the_first_branch() -> None:
     five = tree.add(four, 9)
     assert (first_branch(tree, []), first_branch(tree, [one, three])) == (0, 2)
     assert (first_branch(tree, [one, four, five]), first_branch(tree, [two])) == (1, 0)
-    chain = DraftTree.chain([1, 2], [torch.empty(0)] * 2)
-    assert first_branch(chain, [1, 2]) == 2
+    assert first_branch(DraftTree.chain([1, 2], [torch.empty(0)] * 2), [1, 2]) == 2

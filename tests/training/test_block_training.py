@@ -88,8 +88,7 @@ def test_training_helps_and_is_what_is_stored(family: str, layers: int, tmp_path
 def loss_of(weights: list[float], decay: float) -> tuple[float, float]:
     """What a step is taught of one text with a block after each of its tokens, and the same by hand."""
     target = quiet_later_layers(tiny("llama")).float()
-    settings = initial_block.settings_for(target, [1], PLACES, 1, VOCAB_SIZE - 1)
-    model = initial_block.untrained(settings, target)
+    model = initial_block.untrained(initial_block.settings_for(target, [1], PLACES, 1, VOCAB_SIZE - 1), target)
     initial_block.fit(model, target, [prompt(30, seed) for seed in range(20)], 4.0)
     student = BlockStudent(DFlashDraft(model, target), anchors=99, decay=decay)
     ids, answers = prompt(14), torch.arange(13)[None] >= 5
@@ -134,8 +133,7 @@ def test_it_begins_with_what_least_squares_predict() -> None:
     """The first row's input of the last MLP is the linear map of context and embedding that fits the target's best."""
     target = quiet_later_layers(tiny("llama", head_dim=128, hidden_size=128)).float()
     texts = [1 + prompt(40, seed) % 24 for seed in range(60)]  # few tokens: easy to tell from contexts
-    settings = initial_block.settings_for(target, [0], PLACES, 1, VOCAB_SIZE - 1)
-    model = initial_block.untrained(settings, target)
+    model = initial_block.untrained(initial_block.settings_for(target, [0], PLACES, 1, VOCAB_SIZE - 1), target)
     inputs: list[Tensor] = []
     model.layers[0].post_attention_layernorm.register_forward_pre_hook(lambda _, seen: inputs.append(seen[0]))
     initial_block.fit(model, target, texts, 4.0)
@@ -160,8 +158,7 @@ def test_it_begins_with_what_least_squares_predict() -> None:
 def test_other_families(family: str) -> None:
     """With norms behind products, without a gate or with experts in the MLP, with scaled logits."""
     target = tiny(family).float()
-    settings = initial_block.settings_for(target, [0], PLACES, 2, VOCAB_SIZE - 1)
-    model = initial_block.untrained(settings, target)
+    model = initial_block.untrained(initial_block.settings_for(target, [0], PLACES, 2, VOCAB_SIZE - 1), target)
     initial_block.fit(model, target, [prompt(20, seed) for seed in range(4)] + [prompt(2)], 4.0)
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     assistant = SpecDecPPAssistant.from_draft(model, target=target, speculation=SpeculationConfig(rule="fixed"))
@@ -257,8 +254,7 @@ def test_training_goes_on_with_a_run_and_with_a_checkpoint_of_others(tmp_path: P
 
 def test_sizes_that_a_target_does_not_name() -> None:
     """GPT-2 has no `intermediate_size`; that of the first Llama would be far too much."""
-    settings = initial_layer.settings_for(tiny("gpt2"), [0, 1], None)
-    assert settings.layer_config().intermediate_size == 4 * 32
+    assert initial_layer.settings_for(tiny("gpt2"), [0, 1], None).layer_config().intermediate_size == 4 * 32
 
 
 def test_layers_that_differ() -> None:
@@ -283,8 +279,7 @@ def test_what_training_takes_no_part_of(tmp_path: Path) -> None:
     layer = models.load_own(config.kind, config.work)
     assert layer.token_ids is not None
     assert layer.lm_head is not None
-    torch.testing.assert_close(
-        layer.lm_head.weight.float(), target.lm_head.weight[layer.token_ids], rtol=1e-3, atol=1e-3
-    )
+    kept = target.lm_head.weight[layer.token_ids]
+    torch.testing.assert_close(layer.lm_head.weight.float(), kept, rtol=1e-3, atol=1e-3)
     begun = initial_layer.untrained(layer.settings, target, layer.token_ids)
     assert not torch.allclose(layer.norm.weight.float(), begun.norm.weight, atol=1e-4)

@@ -20,9 +20,8 @@ from hf_specdecpp.training.models import Trained, load_head
 
 
 def test_what_is_perfectly_told_apart_stays_finite() -> None:
-    found = calibrate(
-        torch.tensor([-1.0, 1.0] * 200), torch.tensor([0.0, 1.0] * 200), torch.zeros(400, dtype=torch.long)
-    )
+    score, label = torch.tensor([-1.0, 1.0] * 200), torch.tensor([0.0, 1.0] * 200)
+    found = calibrate(score, label, torch.zeros(400, dtype=torch.long))
     assert abs(found.bias) <= 8.0
     assert 0.0 < found.temperatures[0] < 0.1
 
@@ -30,8 +29,7 @@ def test_what_is_perfectly_told_apart_stays_finite() -> None:
 def test_a_bias_and_temperatures_are_found_again() -> None:
     generator, index = torch.Generator().manual_seed(0), torch.arange(3).repeat(3000)
     true = 2.0 * torch.randn(9000, generator=generator, dtype=torch.float64)
-    applied = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)[index]
-    spoilt = true * applied - 1.7
+    spoilt = true * torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)[index] - 1.7
     found = calibrate(spoilt, true.sigmoid(), index)
     assert found.bias == pytest.approx(1.7, abs=0.02)
     assert found.temperatures == pytest.approx([0.5, 1.0, 2.0], rel=0.03)
@@ -47,8 +45,7 @@ def test_the_bias_undoes_the_weight_of_rejections() -> None:
 
 def test_positions_with_few_candidates_share_a_temperature() -> None:
     index = torch.cat([torch.arange(5).repeat(250), torch.arange(9).repeat(50)])
-    found = calibrate(torch.randn(len(index)), torch.rand(len(index)), index)
-    assert len(found.temperatures) == 5
+    assert len(calibrate(torch.randn(len(index)), torch.rand(len(index)), index).temperatures) == 5
     values = Calibration(0.0, [1.0, 2.0]).apply(torch.ones(4), torch.arange(4))
     assert_close(values, torch.tensor([1.0, 0.5, 0.5, 0.5]))
 

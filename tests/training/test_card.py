@@ -73,9 +73,8 @@ def test_only_ids_that_others_can_load(run: TrainingConfig, card: ModelCard) -> 
     adapter = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert (adapter["base_model_name_or_path"], adapter["r"]) == ("org/draft", 2)
     assert run.draft is not None
-    assert (
-        json.loads((run.work / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == run.draft
-    )
+    own = json.loads((run.work / "adapter" / "adapter_config.json").read_text())
+    assert own["base_model_name_or_path"] == run.draft
     for path in folder.rglob("*"):
         if path.is_file():
             assert str(run.work.parent).encode() not in path.read_bytes(), f"{path} names a folder of this machine"
@@ -135,9 +134,8 @@ def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, 
     assert [title.split("**")[1] for title in found] == [
         f"{name}, temperature {temperature}" for name in ("heldout", "sums") for temperature in ("1", "0")
     ]
-    for (title, rows), part in zip(
-        found.items(), [part for each in report["sets"].values() for part in each.values()], strict=True
-    ):
+    parts = [part for each in report["sets"].values() for part in each.values()]
+    for (title, rows), part in zip(found.items(), parts, strict=True):
         best = part["equal_verification"]["at_best"]
         some = "1 text" if part["texts"] == 1 else f"{part['texts']} texts"
         assert f"({some}, {part['candidates']:,} candidates, mean acceptance {part['mean_acceptance']:.3f}" in title
@@ -145,8 +143,7 @@ def test_the_card_has_a_table_for_each_set_and_temperature(run: TrainingConfig, 
             assert "of one text, so it may be far from that of others" in title
         else:
             assert "[{:.3f}, {:.3f}]".format(*part["interval"]) in title
-        names = ["**head**", "draft probability", f"fixed length {best['length']}"]
-        assert [row[0] for row in rows[2:]] == names
+        assert [row[0] for row in rows[2:]] == ["**head**", "draft probability", f"fixed length {best['length']}"]
         assert all(len(row) == 6 for row in rows)
         head = part["estimators"]["head"]
         assert rows[2][1:4] == [f"{head[metric]:.3f}" for metric in ("auc", "ece", "binary_kl")]
@@ -173,9 +170,8 @@ def test_the_card_begins_with_what_was_measured(speedup: float, same_passes: flo
     others = [{**row, "contestant": name, "speedup": 9.0} for name in ("plain", "lookup", "prompt lookup 2")]
     other_set = {**row, "contestant": "ours", "set": "other", "speedup": 9.0}
     said = opening({"rows": [*others, {**row, "contestant": "worse", "speedup": 0.5}, row, other_set]})
-    assert said.startswith(
-        f"{begins} `generate()` of the target faster without changing one token of what it says\n{BY}"
-    )
+    claim = "`generate()` of the target faster without changing one token of what it says"
+    assert said.startswith(f"{begins} {claim}\n{BY}")
     assert f"{speedup:.2f} ({speedup - 0.1:.2f} to {speedup + 0.1:.2f}) times the speed of plain" in said
     assert said.endswith("at best (ours; sums, temperature 0).")
 
@@ -200,12 +196,8 @@ def trained(shares: dict[str, float], after: float = 0.5, auc: float = 0.8, kl: 
 
 
 def test_the_card_says_what_training_did_not_help() -> None:
-    assert (
-        unhelped(None)
-        == unhelped(trained({"1.00": 0.6}, 0.6))
-        == unhelped(trained({"1.00": 0.6, "0.00": 0.5}, 0.6))
-        == []
-    )
+    for helped in (None, trained({"1.00": 0.6}, 0.6), trained({"1.00": 0.6, "0.00": 0.5}, 0.6)):
+        assert unhelped(helped) == []
     not_kept = unhelped(trained({"1.00": 0.4, "0.33": 0.45, "0.00": 0.5}))
     assert not_kept == [
         "Training did not help the draft: a candidate is accepted with probability 0.500 without it, with it at most "
@@ -218,8 +210,7 @@ def test_the_card_says_what_training_did_not_help() -> None:
         said = unhelped(trained({"1.00": 0.6}, 0.6, auc, kl))
         assert bool(said) is is_said
         assert all(each.startswith(f"Training did not help the head: its AUC is {auc:.3f} and") for each in said)
-    head_only = {**trained({}, auc=0.6, kl=0.5), "distillation": {"before": {}}}
-    assert len(unhelped(head_only)) == 1
+    assert len(unhelped({**trained({}, auc=0.6, kl=0.5), "distillation": {"before": {}}})) == 1
 
 
 def test_the_card_says_it_at_its_beginning(run: TrainingConfig) -> None:

@@ -126,8 +126,7 @@ def test_the_fusion_begins_as_the_targets_own_input(rank: int | None) -> None:
 
 def inputs_and_wanted(target: CausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     final, below = states_of(target, Fusion(32, 32, [1]), ids)[0].split(32, dim=-1)
-    embeddings = target.get_input_embeddings().weight[ids[0, 1:]].detach()
-    return torch.cat((final[:-1], embeddings), dim=-1), below[1:]
+    return torch.cat((final[:-1], target.get_input_embeddings().weight[ids[0, 1:]].detach()), dim=-1), below[1:]
 
 
 def test_a_draft_that_is_not_trained_yet(tmp_path: Any) -> None:

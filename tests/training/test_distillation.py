@@ -123,8 +123,7 @@ def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: i
     hidden = drafter.hidden_states(batch["input_ids"])[:, :-1][where]
     p, log_q = p_logits[:, kept].softmax(-1), drafter.logits(hidden, VOCAB_SIZE)[:, kept].log_softmax(-1)
     divergence, variation = p * (p.log() - log_q), 0.5 * (p - log_q.exp()).abs()
-    each = {"kl": divergence, "tv": variation, "kl+tv": divergence + 2 * variation}[loss]
-    expected = each.sum(-1).mean()
+    expected = {"kl": divergence, "tv": variation, "kl+tv": divergence + 2 * variation}[loss].sum(-1).mean()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = torch.autograd.grad(expected, list(trained.values()))
     trainer.compute_loss(model, batch).backward()
@@ -324,8 +323,7 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             kill_at(patch, step)
             run_and_be_killed(config)
         assert not (config.work / "adapter").exists()
-    checkpoints = config.work / "distillation-checkpoints"
-    half = checkpoints / "checkpoint-6"
+    half = config.work / "distillation-checkpoints" / "checkpoint-6"
     half.mkdir()
     (half / "adapter_model.safetensors").write_bytes(b"half of")
 
@@ -423,8 +421,7 @@ def test_answers_beyond_max_length(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=r"64 of 64 rollouts .* first 4 tokens \(prompts have 4 to 4\)"):
         distillation.run(config)
     config.distill.max_length, config.distill.epochs = PROMPT_LENGTH + 3, 1
-    empty = {**rows(1, seed=9)[0], "prompt_length": 10}
-    write_rollouts(config.work, [empty, *rows(7, 1)], rows(8, 2))
+    write_rollouts(config.work, [{**rows(1, seed=9)[0], "prompt_length": 10}, *rows(7, 1)], rows(8, 2))
     warnings: list[str] = []
     monkeypatch.setattr("hf_specdecpp.training.distillation.trainer.logger.warning", warnings.append)
     distillation.run(config)

@@ -47,10 +47,8 @@ def report(fitted: TrainingConfig) -> Any:
 def test_the_report(fitted: Any, report: Any) -> None:
     folder = fitted.work / "evaluation"
     assert (report["dtype"], report["device"].split()[0]) == ("float32", "CPU")
-    assert {name: list(temperatures) for name, temperatures in report["sets"].items()} == {
-        "heldout": ["1", "0"],
-        "sums": ["1", "0"],
-    }
+    temperatures_of = {name: list(temperatures) for name, temperatures in report["sets"].items()}
+    assert temperatures_of == dict.fromkeys(("heldout", "sums"), ["1", "0"])
     for name, temperatures in report["sets"].items():
         for temperature, part in temperatures.items():
             assert set(part["estimators"]) == {"head", "draft probability"}
@@ -153,12 +151,10 @@ def test_evaluation_needs_a_head(tmp_path: Path) -> None:
 
 def test_discards_at_equal_verification_rate() -> None:
     fixed = [Outcome(1, 0.2, 0.6, 1.0), Outcome(2, 0.6, 0.4, 3.0), Outcome(3, 1.2, 0.38, 4.8)]
-    ours = [Outcome(0.1, 0.1, 0.6, 0.8), Outcome(0.2, 0.3, 0.4, 2.2)]
-    table = equal_verification({"head": ours, "fixed": fixed})
+    table = equal_verification({"head": [Outcome(0.1, 0.1, 0.6, 0.8), Outcome(0.2, 0.3, 0.4, 2.2)], "fixed": fixed})
     assert table["all"][1]["fewer_discards"]["head"] == pytest.approx(0.5)
     assert table["all"][2]["fewer_discards"]["head"] is None
-    times = [time_per_token(point, 0.2) for point in fixed]
-    assert times[1] == pytest.approx(0.2 * (1 + 0.6 - 0.4) + 0.4)
+    assert time_per_token(fixed[1], 0.2) == pytest.approx(0.2 * (1 + 0.6 - 0.4) + 0.4)
     assert table["best_fixed_length"] == 2
 
 
@@ -223,6 +219,5 @@ def test_longer_rounds_verify_less_and_discard_more() -> None:
 
 def test_discards_between_two_points_of_a_curve() -> None:
     points = [Outcome(1, 0.2, 0.6, 1), Outcome(2, 0.6, 0.4, 2)]
-    assert discards_at(points, 0.5) == pytest.approx(0.4)
-    assert discards_at(points, 0.6) == pytest.approx(0.2)
+    assert [discards_at(points, rate) for rate in (0.5, 0.6)] == pytest.approx([0.4, 0.2])
     assert discards_at(points, 0.7) is None

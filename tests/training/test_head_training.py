@@ -63,8 +63,7 @@ def test_features_are_what_the_head_sees_in_generation(tmp_path: Path, early_exi
         with torch.inference_mode():
             logits, hidden = session.step([])
             scores = Sampling(0.8, 20).scores(logits[None])[0]
-            step = DraftStep(0, scores, hidden, drafter.embed, token=item["tokens"][row, 0])
-            expected = head.estimate(step)
+            expected = head.estimate(DraftStep(0, scores, hidden, drafter.embed, token=item["tokens"][row, 0]))
         assert_close(ours[row, 0], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -108,8 +107,7 @@ def test_each_text_is_labelled_at_its_own_temperature(tmp_path: Path) -> None:
             confidence, expected = q, (p.argmax(-1) == q.argmax(-1)).float()
         else:
             p, confidence = (top_five(logits / text["temperature"]) for logits in (p, q))
-            ratio = p.softmax(-1)[place, token] / confidence.softmax(-1)[place, token]
-            expected = ratio.clamp_max(1.0)
+            expected = (p.softmax(-1)[place, token] / confidence.softmax(-1)[place, token]).clamp_max(1.0)
         assert_close(made[row]["label"][:, 0], expected, rtol=1e-3, atol=1e-4)
         assert_close(made[row]["scalars"][:, 0, 0].exp(), confidence.softmax(-1)[place, token], rtol=1e-3, atol=1e-5)
         assert set(made[row]["scalars"][:, 0, 5].tolist()) == {float(text["temperature"] == 0.0)}
@@ -247,8 +245,7 @@ def test_a_killed_fit_goes_on_to_the_same_head(tmp_path: Path, monkeypatch: pyte
         head_fitting.run(killed)
     monkeypatch.undo()
     assert not (killed.work / "head" / "head.json").exists()
-    checkpoint = last_checkpoint(killed.work / "head" / "checkpoints")
-    assert checkpoint is not None
+    assert last_checkpoint(killed.work / "head" / "checkpoints") is not None
     head_fitting.run(killed)
     assert len(epochs) == 2
     heads = [load_head(config.work / "head") for config in (whole, killed)]
@@ -356,8 +353,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
 # What training computes of texts, on a pretended accelerator: the numbers of the host, on the right devices. ----------
 
 
-KINDS = ["independent", "early exit", "conditioned"]
-SAMPLINGS = [Sampling(0.0), Sampling(0.8, 20)]
+KINDS, SAMPLINGS = ["independent", "early exit", "conditioned"], [Sampling(0.0), Sampling(0.8, 20)]
 PROMPT_LENGTH = 5
 
 

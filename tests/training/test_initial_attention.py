@@ -64,9 +64,8 @@ def on_own_place(model: Eagle3Model, target: CausalLM) -> Tensor:
         read = torch.cat([outputs(target, layer, ids) for layer in READS], -1)
         e, g = model.reader(read[:, :-1], target.get_input_embeddings()(ids[:, 1:])).chunk(2, -1)
         both = torch.cat((first.input_layernorm(e), first.hidden_norm(g)), -1)
-        query, key = (
-            product(both).unflatten(-1, (-1, HEAD)).transpose(1, 2) for product in (attention.q_proj, attention.k_proj)
-        )
+        products = attention.q_proj, attention.k_proj
+        query, key = (product(both).unflatten(-1, (-1, HEAD)).transpose(1, 2) for product in products)
         places = torch.arange(both.shape[1])[None]
         query, key = apply_rotary_pos_emb(query, key, *model.decoder.rotary_emb(both, places))
         scores = query @ key.transpose(-1, -2) * HEAD**-0.5

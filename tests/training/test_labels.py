@@ -23,8 +23,7 @@ VOCAB = 4
 
 def p_and_q(seed: int, shape: tuple[int, ...] = (VOCAB,)) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    scores = 1.5 * torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-    p, q = scores.softmax(-1)
+    p, q = (1.5 * torch.randn(2, *shape, generator=generator, dtype=torch.float64)).softmax(-1)
     return p, q
 
 
@@ -79,8 +78,7 @@ def no_residual(p: Tensor, each: list[Tensor], tokens: Tensor) -> tuple[Tensor, 
 @pytest.mark.parametrize("seed", range(5))
 def test_accepting_siblings_with_their_labels_emits_exactly_p(seed: int, n: int) -> None:
     p, q = p_and_q(seed)
-    emitted = exact_distribution(emitted_by_labels(sibling_labels, p, q, n))
-    assert worst_error(emitted, lambda _: p, VOCAB) < 1e-12
+    assert worst_error(exact_distribution(emitted_by_labels(sibling_labels, p, q, n)), lambda _: p, VOCAB) < 1e-12
 
 
 @pytest.mark.parametrize("mutant", [stale_q, no_residual])
@@ -133,10 +131,8 @@ def test_greedy_siblings_are_the_likeliest_tokens_and_accepted_if_the_target_tak
     assert bool((q > 0).all())
     drawn = draw_siblings(q, 3, greedy=True)
     assert drawn.tokens.tolist() == [[0, 1, 2]]
-    each = [
-        sampling.drawn_from(each_q, token)
-        for each_q, token in zip(drawn.drawn_from, drawn.tokens.unbind(-1), strict=True)
-    ]
+    pairs = zip(drawn.drawn_from, drawn.tokens.unbind(-1), strict=True)
+    each = [sampling.drawn_from(each_q, token) for each_q, token in pairs]
     assert_close(each[1], point_mass(torch.tensor([1]), q))
     label, reach = sibling_labels(p, each, drawn.tokens)
     assert (label.tolist(), reach.tolist()) == ([[0.0, 1.0, 0.0]], [[1.0, 1.0, 0.0]])
@@ -189,8 +185,7 @@ def test_places_that_are_left_go_to_the_prompts() -> None:
 
 
 def test_ids_that_the_draft_lacks() -> None:
-    chosen = choose_vocab(answers([60, 60, 60, 5, 6, 6]), 3, always=[1, 61], num_ids=VOCAB_SIZE)
-    assert chosen.tolist() == [1, 5, 6]
+    assert choose_vocab(answers([60, 60, 60, 5, 6, 6]), 3, always=[1, 61], num_ids=VOCAB_SIZE).tolist() == [1, 5, 6]
 
 
 @pytest.mark.parametrize("size", [1, 2, VOCAB_SIZE, -1])

@@ -209,9 +209,8 @@ def test_every_temperature_has_its_shards(config: TrainingConfig) -> None:
 @pytest.fixture
 def tested(config: TrainingConfig, tmp_path: Path) -> TrainingConfig:
     """With a test set of four prompts, two of which are in the training data, too."""
-    rows = [
-        {"id": f"t{n}", "prompt": text} for n, text in enumerate([PROMPTS[1], "w40 w41", PROMPTS[5], "w42 w43 w44"])
-    ]
+    texts = [PROMPTS[1], "w40 w41", PROMPTS[5], "w42 w43 w44"]
+    rows = [{"id": f"t{n}", "prompt": text} for n, text in enumerate(texts)]
     (tmp_path / "quiz.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config.evaluation.data = [str(tmp_path / "quiz.jsonl")]
     return config
@@ -231,8 +230,7 @@ def test_no_training_on_test_sets(tested: TrainingConfig, limit: int | None, mon
     assert {row["prompt_id"] for row in rows} <= {"t0", "t1", "t2", "t3"}
     for row in rows:
         assert row["input_ids"] == greedy(tested.target, row["input_ids"][: row["prompt_length"]])
-    record = json.loads((tested.work / "rollouts" / "rollouts.json").read_text())
-    assert record["quiz"]["answers"] == (limit or 4)
+    assert json.loads((tested.work / "rollouts" / "rollouts.json").read_text())["quiz"]["answers"] == (limit or 4)
 
 
 def test_a_test_set_that_is_all_there_is(tested: TrainingConfig, tmp_path: Path) -> None:
@@ -246,18 +244,16 @@ def test_a_test_set_that_is_all_there_is(tested: TrainingConfig, tmp_path: Path)
 @pytest.mark.parametrize("name", ["other/quiz.jsonl", "heldout.jsonl", "train.jsonl"])
 def test_names_of_test_sets_that_clash(tested: TrainingConfig, tmp_path: Path, name: str) -> None:
     tested.evaluation.data.append(str(tmp_path / name))
-    with pytest.raises(
-        ValueError, match=r"need names of their own, .* other than train and heldout\. Rename the files"
-    ):
+    said = r"need names of their own, .* other than train and heldout\. Rename the files"
+    with pytest.raises(ValueError, match=said):
         rollouts.run(tested)
     assert not tested.work.exists()
 
 
 def test_names_of_test_sets(config: TrainingConfig) -> None:
     config.evaluation.data = ["/data/quiz.v2.jsonl", "org/sums:test", "org/words"]
-    assert rollouts.sets_to_evaluate(config) == dict(
-        zip(("quiz.v2", "sums", "words"), config.evaluation.data, strict=True)
-    )
+    names = "quiz.v2", "sums", "words"
+    assert rollouts.sets_to_evaluate(config) == dict(zip(names, config.evaluation.data, strict=True))
 
 
 def test_a_test_set_without_answers(tested: TrainingConfig) -> None:

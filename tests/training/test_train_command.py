@@ -133,8 +133,7 @@ def test_two_processes(tmp_path: Path, arguments: list[str]) -> None:
         shared, expected = (list(answers.load(tmp_path / name, split)) for name in ("out-work", "alone-work"))
         assert shared == expected
     target = AutoModelForCausalLM.from_pretrained(arguments[2])
-    assistant = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
-    assert greedy(target, assistant) == greedy(target)
+    assert greedy(target, SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)) == greedy(target)
 
 
 @pytest.mark.parametrize(("extra", "says"), [

@@ -112,9 +112,8 @@ def test_padding_before_the_prompt_changes_nothing(family: str, attention: str, 
                 use_cache=True,
             )
         cache.activate_past_recording()
-        logits = read_tree(
-            model, cache, PREFIX, nodes, groups, prefix_mask=mask, position=torch.tensor([PREFIX - padding])
-        )
+        position = torch.tensor([PREFIX - padding])
+        logits = read_tree(model, cache, PREFIX, nodes, groups, prefix_mask=mask, position=position)
         assert gap(logits, one_by_one(model, text[padding:], nodes)) < 1e-4
 
 
@@ -343,8 +342,7 @@ def test_passes_in_place(name: str, length: int, padding: int) -> None:
 @torch.no_grad()
 def test_additive_masks() -> None:
     """Of eager attention, whose softmax is float32."""
-    model = tiny("gemma3_text", attn_implementation="eager")
-    torch.testing.assert_close(*passes(model, 26, 0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*passes(tiny("gemma3_text", attn_implementation="eager"), 26, 0), rtol=1e-4, atol=1e-5)
 
 
 ALL_SHOWN = torch.ones((1, ROOM), dtype=torch.bool)

@@ -24,8 +24,7 @@ VOCAB = 49152
 SHARES = {"bushy": [0.5, 0.3, 0.199], "long": [0.85, 0.1499]}
 DEPTH = {64: 12, 768: 30}  # our default; the paper has less than 10 and less than 30
 # Times the softmax of the rows that the draft has read, which no tree can do without.
-MOST = 8.0
-TURNS = 10
+MOST, TURNS = 8.0, 10
 
 
 class LargeRandomDraft:

@@ -165,8 +165,7 @@ def test_a_shape_larger_than_the_support(support: list[int], randomness: TreeRan
 def test_shapes() -> None:
     shape = algorithms.from_expansions([2, 1, 2])
     assert algorithms.size(shape) == 2 + 2 + 4
-    nodes = [[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [1, 0, 1]]
-    assert algorithms.from_nodes(nodes) == shape
+    assert algorithms.from_nodes([[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [1, 0, 1]]) == shape
     tree_growth = growth(RandomDraft("mixed", seed=0), randomness=TorchRandomness())
     algorithms.grow_shape(tree_growth, shape)
     assert [len(children) for children in tree_growth.tree.children] == [2, 1, 1, 2, 2, 0, 0, 0, 0]
@@ -245,8 +244,7 @@ def test_the_likeliest_tokens_come_in_order(ordered: Callable[[Tensor], Siblings
     q = torch.rand(2, vocab).softmax(-1)
     q[1, ::3] = 0.0
     siblings, expected = ordered(q.clone()), q[1].argsort(descending=True)[: int((q[1] > 0.0).sum())]
-    drawn = [siblings.next(1) for _ in expected]
-    assert drawn == [(int(token), float(q[1, token])) for token in expected]
+    assert [siblings.next(1) for _ in expected] == [(int(token), float(q[1, token])) for token in expected]
     assert siblings.next(1) is None
     assert siblings.next(0)[0] == int(q[0].argmax())  # type: ignore[index]
 
@@ -317,8 +315,7 @@ def test_lineage_level_by_level_equals_the_whole() -> None:
     assert torch.equal(depths, expected[1])
     lineage, parts = Lineage(), []
     for depth in range(tree.depth + 1):
-        nodes = [node for node in range(len(tree.tokens)) if tree.depths[node] == depth]
-        rows, _ = lineage.feed(tree, nodes)
+        rows, _ = lineage.feed(tree, [node for node in range(len(tree.tokens)) if tree.depths[node] == depth])
         parts += [set(torch.tensor(lineage.nodes)[row].tolist()) for row in rows]
     for node, seen in zip(lineage.nodes, parts, strict=True):
         assert seen == {0, node, *_ancestors(tree, node)}
@@ -328,8 +325,7 @@ def test_drawings(tmp_path: Path) -> None:
     tree = DraftTree(7)
     first = tree.add(0, 1, 1.0, 0.5)
     tree.add(0, 2, 0.5, 0.3)
-    leaf = tree.add(first, 3, 0.5, 0.9)
-    drawn = DrawnTree(tree, [first, leaf])
+    drawn = DrawnTree(tree, [first, tree.add(first, 3, 0.5, 0.9)])
     assert str(drawn).splitlines() == [
         "7   (3 candidates, depth 2, width 2, 0 draft passes; 2 accepted: *)",
         "├─*1   a=0.50 v=1.000",

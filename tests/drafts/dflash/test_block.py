@@ -46,8 +46,7 @@ CASES = [(name, dialect) for dialect in DIALECTS for name in VARIANTS if name no
 
 def loaded(checkpoint: Checkpoint, folder: Path, dialect: str, **options: Any) -> tuple[Any, CausalLM]:
     target = target_for(**options)
-    assistant = SpecDecPPAssistant.from_pretrained(checkpoint.save(folder, dialect), target=target)
-    return assistant.ready_drafter(), target
+    return SpecDecPPAssistant.from_pretrained(checkpoint.save(folder, dialect), target=target).ready_drafter(), target
 
 
 def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> Reading:

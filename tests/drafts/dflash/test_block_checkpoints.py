@@ -43,8 +43,7 @@ def test_an_object_without_a_name_is_stored_whole(tmp_path: Path) -> None:
 
 
 def test_a_block_is_one_price(tmp_path: Path) -> None:
-    assistant = load(PLAIN.save(tmp_path))
-    draft = assistant.ready_drafter()
+    draft = load(PLAIN.save(tmp_path)).ready_drafter()
     costs = Rounds(target_for(), draft, DraftProbability(), draft.places, trees=True).assumed()
     assert (costs.block, costs.start) == (4, 0.0)
     one, *_, four = costs.round_seconds(4)[1:] - costs.verify_seconds(4)[1:]
@@ -121,8 +120,7 @@ def test_tensors(name: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("hub")  # it answers at once
 def test_ordinary_drafts_are_still_ordinary(tmp_path: Path) -> None:
     for draft in (target_for(seed=1), save_model(target_for(seed=1), tmp_path / "draft")):
-        assistant = SpecDecPPAssistant.from_draft(draft, target=target_for())
-        assert assistant.config.draft_kind == "independent"
+        assert SpecDecPPAssistant.from_draft(draft, target=target_for()).config.draft_kind == "independent"
     assert ready_made("org/does-not-exist/at-all") is None
 
 
@@ -179,8 +177,7 @@ def test_windows_for_all_layers(types: Any, above: dict[str, Any]) -> None:
 
 
 def test_named_windows_stay_where_they_are() -> None:
-    settings = said(WINDOWS, {"use_swa": True, "swa_window_size": 4})
-    assert DFlashModel(settings).views == [(3, True), (None, False)]
+    assert DFlashModel(said(WINDOWS, {"use_swa": True, "swa_window_size": 4})).views == [(3, True), (None, False)]
     assert DFlashModel(said(WINDOWS, {}, use_sliding_window=...)).views == [(5, True), (None, False)], "nobody says no"
 
 
@@ -227,9 +224,8 @@ def parts_of(target: Any) -> dict[str, Tensor]:
 
 def drafted(folder: Path, target: Any) -> tuple[Any, SpecDecPPAssistant]:
     """The first block's logits after a prompt, and the assistant."""
-    assistant = SpecDecPPAssistant.from_pretrained(
-        folder, target=target, speculation=SpeculationConfig("fixed", num_tokens=4)
-    )
+    speculation = SpeculationConfig("fixed", num_tokens=4)
+    assistant = SpecDecPPAssistant.from_pretrained(folder, target=target, speculation=speculation)
     reading = assistant.ready_drafter().session(VOCAB)
     states = torch.ones(1, 5, assistant.ready_drafter().reads.width, dtype=torch.float64)
     reading.begin_round(prompt(6) % VOCAB, 0, states)
@@ -258,12 +254,10 @@ def test_parts_of_its_own_are_used(name: str, tmp_path: Path) -> None:
     plain = target.generate(prompt(6) % VOCAB, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
     before, _ = drafted(PLAIN.save(tmp_path / "without"), target)
     own = 2.0 * parts_of(target)[name] + 0.1 * torch.arange(VOCAB)[:, None]
-    folder = edited(PLAIN.save(tmp_path / "with"), **{name: own})
-    found, assistant = drafted(folder, target)
+    found, assistant = drafted(edited(PLAIN.save(tmp_path / "with"), **{name: own}), target)
     assert not torch.allclose(found, before)
     drafter = assistant.ready_drafter()
-    part = drafter.embeddings if name.startswith("embed") else drafter.head
-    assert torch.equal(part.weight, own)
+    assert torch.equal((drafter.embeddings if name.startswith("embed") else drafter.head).weight, own)
     text = target.generate(prompt(6) % VOCAB, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0,
                            assistant_model=assistant)  # fmt: skip
     assert torch.equal(text, plain)

@@ -179,8 +179,7 @@ def test_rotary_frequencies(tmp_path: Path, said: dict[str, Any], theta: float, 
     assert (rope["rope_theta"], rope["rope_type"]) == (theta, kind)
     expected = theta ** -(torch.arange(0, 8, 2).float() / 8) / (2 if kind == "linear" else 1)
     torch.testing.assert_close(model.decoder.rotary_emb.inv_freq.float(), expected)
-    overridden = settings_of(folder, eagle3={"rope_theta": 99.0}).layer["rope_parameters"]
-    assert overridden == {**rope, "rope_theta": 99.0}
+    assert settings_of(folder, eagle3={"rope_theta": 99.0}).layer["rope_parameters"] == {**rope, "rope_theta": 99.0}
 
 
 @pytest.mark.parametrize(("overrides", "match"), [

@@ -79,13 +79,11 @@ def test_the_right_reading_is_best(pair: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_reading_is_found_out(pair: tuple[Path, Path], wrong: str) -> None:
     said, override = WRONG[wrong]
-    found = readings(pair, **said)
-    best = better(found)
+    best = better(readings(pair, **said))
     assert best is not None
     assert best.overrides == override
     assert sum(best.agreement) > 1.8
-    again = readings(pair, **{**said, **override})
-    assert again[0].agreement == best.agreement, "the override reads it so"
+    assert readings(pair, **{**said, **override})[0].agreement == best.agreement, "the override reads it so"
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -146,8 +144,7 @@ def test_random_embeddings_in_the_file(pair: tuple[Path, Path], tmp_path: Path) 
     shape = (tensors["t2d"].shape[0] if "t2d" in tensors else VOCAB, tensors["norm.weight"].shape[0])
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     save_tensors({**tensors, "embed_tokens.weight": noise}, folder / "model.safetensors")
-    found = readings((pair[0], folder))
-    best = better(found)
+    best = better(readings((pair[0], folder)))
     assert best is not None
     assert (best.name, best.overrides) == ("the target's embeddings", {"own_embeddings": False})
     again = readings((pair[0], folder), own_embeddings=False)
@@ -175,8 +172,7 @@ def test_a_draft_that_is_read_wrongly(pair: tuple[Path, Path], tmp_path: Path) -
     code, output = inspect(folder, "--target", pair[0])
     assert code == 0, output
     assert "far better: norm_output false. Load the draft with eagle3={'norm_output': False}." in output
-    assistant = SpecDecPPAssistant.from_pretrained(folder, eagle3={"norm_before_fc": False})
-    assistant.save_pretrained(tmp_path / "saved")
+    SpecDecPPAssistant.from_pretrained(folder, eagle3={"norm_before_fc": False}).save_pretrained(tmp_path / "saved")
     code, output = inspect(tmp_path / "saved", "--target", pair[0])
     assert "eagle3={'norm_before_fc': False, 'norm_output': False}" in output, "with those that there are"
     assert code == 0

@@ -24,8 +24,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 pytestmark = pytest.mark.takes(60)
 
-STEPS = 3
-TEXT = prompt(12)
+STEPS, TEXT = 3, prompt(12)
 CLOSE, FAR = 1e-6, 0.1  # our logits are float32: up to 8 that is 2.4e-7 off; before that the two agree to 2e-15
 OF_31 = {"fc_norm": True, "norm_output": True, "norm_before_residual": True}
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # the layer, and the draft's other settings
@@ -83,8 +82,7 @@ def random_draft(config: Any, seed: int = 0) -> Any:
         weight.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
     if draft.use_draft_vocab:
         ids = torch.randperm(VOCAB, generator=generator)[: config.draft_vocab_size].sort().values
-        kept = torch.isin(torch.arange(VOCAB), ids)
-        draft.load_vocab_mappings(kept, ids - torch.arange(len(ids)))
+        draft.load_vocab_mappings(torch.isin(torch.arange(VOCAB), ids), ids - torch.arange(len(ids)))
     return draft
 
 
@@ -128,8 +126,7 @@ def their_logits(draft: Any, text: Tensor, states: Tensor, steps: int) -> list[T
     places = torch.arange(count)[None]  # as ours; by default the package counts them from 1
     with hook, torch.compiler.set_stance("force_eager"):  # with a GPU at hand its forward pass is compiled
         draft(states[:, :-1], ids, torch.zeros_like(ids), position_ids=places, ttt_steps=steps)
-    kept = slice(None) if draft.t2d is None else draft.t2d
-    found = []
+    kept, found = (slice(None) if draft.t2d is None else draft.t2d), []
     for step, logits in enumerate(caught):
         found.append(logits.new_full((count - step, VOCAB), float("-inf")))
         found[-1][:, kept] = logits[: count - step]

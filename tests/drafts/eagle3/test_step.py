@@ -18,8 +18,7 @@ from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
-STEPS = 3
-TEXT = prompt(9)
+STEPS, TEXT = 3, prompt(9)
 
 
 def target_for(checkpoint: Checkpoint) -> CausalLM:
@@ -70,10 +69,8 @@ class Formulas:
                 residual = normed if self.checkpoint.flags.get("norm_before_residual") else state
             after = residual + self._attention(x, name, positions, seen)
             x = rms(after, self.t[name + "post_attention_layernorm.weight"])
-            gate = F.silu(x @ self.t[name + "mlp.gate_proj.weight"].T)
-            state = (
-                after + (gate * (x @ self.t[name + "mlp.up_proj.weight"].T)) @ self.t[name + "mlp.down_proj.weight"].T
-            )
+            gate, up = F.silu(x @ self.t[name + "mlp.gate_proj.weight"].T), x @ self.t[name + "mlp.up_proj.weight"].T
+            state = after + (gate * up) @ self.t[name + "mlp.down_proj.weight"].T
         normed = rms(state, self.t["norm.weight"])
         return normed @ self.t["lm_head.weight"].T, normed if self.checkpoint.flags.get("norm_output") else state
 
@@ -141,8 +138,7 @@ def test_rows_of_a_tree_are_those_of_chains(name: str, tmp_path: Path) -> None:
     session.expand(tree, [0])
     nodes = [tree.add(0, 3), tree.add(0, 17)]
     first, _ = session.expand(tree, nodes)
-    below = tree.add(nodes[0], 5)
-    second, _ = session.expand(tree, [below])
+    second, _ = session.expand(tree, [tree.add(nodes[0], 5)])
     for logits, path in ((first[0], [3]), (first[1], [17]), (second[0], [3, 5])):
         close(of_draft(logits, checkpoint), formulas.chain(states, path)[-1])
 
@@ -195,9 +191,8 @@ def test_the_formulas_tell_mutants(mutant: str, tmp_path: Path) -> None:
         drafter.fusion.forward = through_fc
     session.begin_round(TEXT[:, 1:], 0, states[:, :-1])
     found = [session.step([torch.tensor(token) for token in [3, 17][:step]])[0] for step in range(STEPS)]
-    errors = [
-        float((of_draft(ours, checkpoint) - theirs).abs().max()) for ours, theirs in zip(found, expected, strict=True)
-    ]
+    pairs = zip(found, expected, strict=True)
+    errors = [float((of_draft(ours, checkpoint) - theirs).abs().max()) for ours, theirs in pairs]
     assert max(errors) > 1e-3, errors
 
 

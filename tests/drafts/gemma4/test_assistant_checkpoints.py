@@ -35,8 +35,7 @@ def load(folder: Path, target: CausalLM | None = None, **options: Any) -> SpecDe
 def test_an_object_is_what_its_folder_is(name: str, tmp_path: Path) -> None:
     target = target_for(VARIANTS[name].of)
     first = load(saved(tmp_path, name), target).ready_drafter()
-    other = SpecDecPPAssistant.from_draft(VARIANTS[name].theirs(), target=target).ready_drafter()
-    theirs = other.model.state_dict()
+    theirs = SpecDecPPAssistant.from_draft(VARIANTS[name].theirs(), target=target).ready_drafter().model.state_dict()
     assert first.model.state_dict().keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[each]) for each, tensor in first.model.state_dict().items())
     assert (first.block, first.hidden_size, first.embedding_size) == (1, OWN, HIDDEN)
@@ -44,8 +43,7 @@ def test_an_object_is_what_its_folder_is(name: str, tmp_path: Path) -> None:
 
 
 def test_an_object_without_a_name_cannot_be_stored(tmp_path: Path) -> None:
-    theirs = VARIANTS["plain"].theirs()
-    assistant = SpecDecPPAssistant.from_draft(theirs, target=target_for())
+    assistant = SpecDecPPAssistant.from_draft(VARIANTS["plain"].theirs(), target=target_for())
     assert "reads the cache of the target" in assistant.kind.describe(assistant.config)
     with pytest.raises(ValueError, match="model in memory"):
         assistant.save_pretrained(tmp_path)
@@ -75,10 +73,8 @@ def test_what_its_costs_depend_on(name: str) -> None:
     assert costs.draft > 0.0
     assert costs.read < costs.draft
     assert costs.branch < costs.draft
-    assert draft.describe()["reads"] == {
-        "sources": {SLIDING: 2, FULL: 3},
-        "clusters": 2 if name == "clusters" else None,
-    }
+    clusters = 2 if name == "clusters" else None
+    assert draft.describe()["reads"] == {"sources": {SLIDING: 2, FULL: 3}, "clusters": clusters}
 
 
 def test_inspected(tmp_path: Path) -> None:

@@ -38,10 +38,7 @@ def seen_by(target: CausalLM, text: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """What transformers' target shares after reading all but the last token, in windows what its own layers see."""
     shared = target(text[:, :-1], return_shared_kv_states=True).shared_kv_states
     first = {gemma4_files.FULL: 0, gemma4_files.SLIDING: max(text.shape[1] - 1 - (gemma4_files.WINDOW - 1), 0)}
-    return {
-        kind: tuple(each[:, :, first[kind] :] for each in shared[kind])
-        for kind in (gemma4_files.FULL, gemma4_files.SLIDING)
-    }
+    return {kind: tuple(each[:, :, begin:] for each in shared[kind]) for kind, begin in first.items()}
 
 
 @pytest.mark.parametrize("length", [4, 9])
@@ -106,8 +103,7 @@ def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatc
     variant, changes = gemma4_files.VARIANTS[name], {"sliding_window": 64}
     theirs, target = variant.theirs(seed=3, **changes), gemma4_files.target_for(variant.of, **changes)
     heard, how = proposed(monkeypatch, gemma4_files.GENERATOR), {"max_new_tokens": 40, "do_sample": False}
-    output = target.generate(TEXT, assistant_model=theirs, **how)
-    assert torch.equal(output, target.generate(TEXT, **how))
+    assert torch.equal(target.generate(TEXT, assistant_model=theirs, **how), target.generate(TEXT, **how))
     draft = drafted_by(theirs, target)
     same = [each for each in heard if rows_read(each) == each.text.shape[1] - 1]
     assert same[0].text.shape[1] == TEXT.shape[1] + 1, "the first round"
@@ -227,6 +223,5 @@ def test_transformers_own_is_left_alone(is_attached: bool) -> None:
     theirs, target = gemma4_files.VARIANTS["plain"].theirs(), gemma4_files.target_for()
     assistant = assisted(target) if is_attached else None
     how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    output = target.generate(WORDS, assistant_model=theirs, **how)
-    assert torch.equal(output, target.generate(WORDS, **how))
+    assert torch.equal(target.generate(WORDS, assistant_model=theirs, **how), target.generate(WORDS, **how))
     assert assistant is None or assistant.stats.rounds == 0

@@ -126,8 +126,7 @@ def test_a_config_that_announces_more_than_there_is(tmp_path: Path, caplog: pyte
 
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
 def test_files_without_what_their_config_announces(family: str, tmp_path: Path) -> None:
-    files = Files(family)
-    target = load(files.save(tmp_path, with_layers=False))
+    target = load(Files(family).save(tmp_path, with_layers=False))
     name = "mtp_num_hidden_layers" if family.startswith("qwen") else "num_nextn_predict_layers"
     change_json(tmp_path / "config.json", **{name: 1})
     message = rf"announces multi-token layers \({name}=1\), and its files hold no.*quantised.*source=ID"
@@ -147,8 +146,7 @@ def test_targets_without_any(tmp_path: Path) -> None:
         assist(target, "mtp", source=tmp_path, default=False)
 
 
-BLOCK = f"model.layers.{DEPTH}."
-OTHER = torch.zeros(3)
+BLOCK, OTHER = f"model.layers.{DEPTH}.", torch.zeros(3)
 DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
     "a norm is missing": ({f"{BLOCK}hnorm.weight": None}, "a form that hf_specdecpp does not know.*without hnorm"),
     "a part of the layer is missing": ({f"{BLOCK}mlp.up_proj.weight": None}, "missing: layers.0.mlp.up_proj"),
@@ -183,8 +181,7 @@ def test_damaged_layers(damage: str, tmp_path: Path) -> None:
 
 def test_stored_assistants_that_cannot_be_loaded(tmp_path: Path) -> None:
     target = dense().load(tmp_path / "target")
-    assistant = assist(target, "mtp", default=False)
-    assistant.save_pretrained(tmp_path / "stored")
+    assist(target, "mtp", default=False).save_pretrained(tmp_path / "stored")
     with pytest.raises(ValueError, match="drops multi-token layers when it loads one.*folder"):
         SpecDecPPAssistant.from_pretrained(tmp_path / "stored", draft=target)
     change_json(tmp_path / "stored" / "config.json", draft_id=None)

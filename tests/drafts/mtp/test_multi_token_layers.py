@@ -16,8 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 
-TEXT = 1 + prompt(9) % (VOCAB - 1)
-CANDIDATES = [3, 7, 1, 4]
+TEXT, CANDIDATES = 1 + prompt(9) % (VOCAB - 1), [3, 7, 1, 4]
 SERVED = [
     *(("deepseek_v3", 1), ("deepseek_v3", 3), ("glm4_moe", 1), ("glm4_moe", 2), ("mellum", 1), ("step3p7", 2)),
     *(("inkling_text", 2), ("inkling_text", 1)),  # with a norm after each layer, and without
@@ -43,10 +42,8 @@ def drafted(target: CausalLM, draft: Any, text: Tensor, path: list[int]) -> Tens
 @pytest.mark.every(3)
 @of_transformers
 @pytest.mark.parametrize(("family", "num_layers"), SERVED)
-def test_rounds_are_those_of_transformers(
-    family: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Token for token, and logit for logit, in the first round and in those after it."""
+def test_rounds_of_transformers(family: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours are those, token for token, and logit for logit, in the first round and in those after it."""
     files = Files(family, num_layers)
     if family == "step3p7":  # whose layers transformers takes by other names, and with the heads of full attention
         files.overrides, files.start_of_head = {"num_sliding_attention_heads": 4}, "shared_head"
@@ -108,8 +105,7 @@ class WrittenOut:
         key, value = key[0].repeat_interleave(groups, 0), value.transpose(0, 1).repeat_interleave(groups, 0)
         weights = (query[0] @ key.transpose(-1, -2)) / size**0.5
         weights = weights.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf")).softmax(-1)
-        attended = (weights @ value).transpose(0, 1).flatten(1) * gate.flatten(1).sigmoid()
-        x = x + project("self_attn.o_proj", attended)
+        x = x + project("self_attn.o_proj", (weights @ value).transpose(0, 1).flatten(1) * gate.flatten(1).sigmoid())
         normed = self.norm("mtp.layers.0.post_attention_layernorm", x)
         inner = torch.nn.functional.silu(project("mlp.gate_proj", normed)) * project("mlp.up_proj", normed)
         return self.norm("mtp.norm", x + project("mlp.down_proj", inner))
@@ -147,9 +143,8 @@ def test_the_formula_tells_others_apart(wrong: str, tmp_path: Path, monkeypatch:
     elif wrong == "norms":
         formula.tensors = {**files.layers[0], "mtp.norm.weight": files.layers[0]["mtp.norm.weight"] - 1.0}
     else:
-        monkeypatch.setattr(
-            formula, "inputs", lambda e, h: WrittenOut.inputs(formula, e, h if len(h) > 1 else h * 0 + 1)
-        )
+        inputs = formula.inputs
+        monkeypatch.setattr(formula, "inputs", lambda e, h: inputs(e, h if len(h) > 1 else h * 0 + 1))
     expected = formula.logits(TEXT, states_of(target, draft, TEXT[:, :-1]), CANDIDATES)
     assert float((drafted(target, draft, TEXT, CANDIDATES).double() - expected).abs().max()) > 1e-2
 
@@ -158,9 +153,8 @@ def test_the_formula_tells_others_apart(wrong: str, tmp_path: Path, monkeypatch:
 def test_a_layer_of_inkling_with_a_window_is_what_its_mask_says(tmp_path: Path) -> None:
     """transformers' own generator reads the prompt with another mask, and agrees once that is out of sight."""
     window = 6
-    files = Files(
-        "inkling_text", overrides={"mtp_local_layer_ids": [0], "sliding_window_size": window, "rel_extent": 6}
-    )
+    overrides = {"mtp_local_layer_ids": [0], "sliding_window_size": window, "rel_extent": 6}
+    files = Files("inkling_text", overrides=overrides)
     target = files.load(tmp_path)
     draft: Any = fixed(target).ready_drafter()
     decoder, states = inner_decoder(draft.model), states_of(target, draft, TEXT[:, :-1])
@@ -191,8 +185,7 @@ def test_what_was_read_is_taken_back(family: str, num_layers: int, tmp_path: Pat
     text, known, accepted = TEXT, 0, 0
     generator = torch.Generator().manual_seed(0)
     for drafts, stands in [(5, 0), (1, 1), (0, 0), (4, 2), (5, 5), (2, 0), (0, 0), (0, 0), (3, 1), (1, 0), (5, 3)]:
-        states = states_of(target, draft, text[:, :-1])
-        session.begin_round(text[:, known:], accepted, states[:, max(known - 1, 0) :])
+        session.begin_round(text[:, known:], accepted, states_of(target, draft, text[:, :-1])[:, max(known - 1, 0) :])
         path = torch.randint(VOCAB, (5,), generator=generator).tolist()
         candidates = [torch.tensor(token) for token in path]
         found = [session.step(candidates[:place])[0] for place in range(drafts)]

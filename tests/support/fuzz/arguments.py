@@ -179,9 +179,9 @@ def positions_of(case: Case, ids: Tensor, mask: Tensor | None) -> Tensor | None:
     counted = (torch.ones_like(ids) if mask is None else mask).cumsum(dim=-1).sub(1).clamp_min(0)
     if case.positions == "counted":
         return counted
-    return (
-        counted + 7 if case.positions == "offset" else counted + 5 * (torch.arange(ids.shape[1]) >= ids.shape[1] // 2)
-    )
+    if case.positions == "offset":
+        return counted + 7
+    return counted + 5 * (torch.arange(ids.shape[1]) >= ids.shape[1] // 2)
 
 
 def arguments(case: Case, turn: int, length: int, has_fault: bool) -> dict[str, Any]:
@@ -221,7 +221,5 @@ def arguments(case: Case, turn: int, length: int, has_fault: bool) -> dict[str, 
     if case.records:
         found["return_dict_in_generate"] = True
         found |= {f"output_{name}": True for name in case.records if name != "dict"}
-    return found | {
-        "logits_processor": LogitsProcessorList(processors),
-        "stopping_criteria": StoppingCriteriaList(criteria),
-    }
+    lists = {"logits_processor": LogitsProcessorList(processors), "stopping_criteria": StoppingCriteriaList(criteria)}
+    return found | lists

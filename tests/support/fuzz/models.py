@@ -77,9 +77,8 @@ def adapter_of(family: str, attention: str, kind: str) -> str:
     else:
         model = early_exit(target_of(family, attention, "float64"), 2)
     names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
-    return save_adapter(
-        model, Path(_folder().name) / f"{family}-{attention}-{kind}", targets=sorted(names & LORA_MODULES)
-    )
+    folder = Path(_folder().name) / f"{family}-{attention}-{kind}"
+    return save_adapter(model, folder, targets=sorted(names & LORA_MODULES))
 
 
 @lru_cache(maxsize=1)

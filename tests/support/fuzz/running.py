@@ -167,9 +167,8 @@ def _compare(case: Case, target: CausalLM, assistant: Any) -> Result:
         if not torch.equal(actual.sequences, expected.sequences):
             if (gap := _gap(before, expected, actual, turn)) < NEAR_TIE[case.dtype]:
                 return Result("tie", f"{gap:.1g}")
-            raise Different(
-                f"turn {turn}: tokens {actual.sequences[0].tolist()} instead of {expected.sequences[0].tolist()}"
-            )
+            found, wanted = (each.sequences[0].tolist() for each in (actual, expected))
+            raise Different(f"turn {turn}: tokens {found} instead of {wanted}")
         _compare_outputs(case, ours, plain, actual, expected, turn)
         if not is_last:
             plain.go_on(expected, turn)
@@ -240,9 +239,8 @@ def _gap(before: Conversation, expected: Answer, actual: Answer, turn: int) -> f
     at = next((i for i, (a, b) in enumerate(zip(ours, plain, strict=False)) if a != b), None)
     if at is None:
         return float("inf")
-    again = before.answer(
-        turn, None, do_sample=False, return_dict_in_generate=True, output_scores=True, output_logits=True
-    )
+    records = dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), True)
+    again = before.answer(turn, None, do_sample=False, **records)
     gaps = []
     for record in (again.output.scores, again.output.logits):
         if at < len(record):
@@ -256,10 +254,8 @@ def _use_generator(target: CausalLM, assistant: Any) -> None:
     check_target(target)
 
     def get(self: Any, **kwargs: Any) -> SpecDecPPCandidateGenerator:
-        mask = kwargs["model_kwargs"].get("attention_mask")
-        return SpecDecPPCandidateGenerator(
-            assistant.setup(), kwargs["generation_config"], kwargs["logits_processor"], mask
-        )
+        config, mask = kwargs["generation_config"], kwargs["model_kwargs"].get("attention_mask")
+        return SpecDecPPCandidateGenerator(assistant.setup(), config, kwargs["logits_processor"], mask)
 
     target._get_candidate_generator = types.MethodType(get, target)
 
