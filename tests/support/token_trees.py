@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp.caches.text import keep_path
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, positions_of
 from hf_specdecpp.trees.attention import tree_inputs
 from hf_specdecpp.trees.tree import relations
 
@@ -27,19 +27,25 @@ def path_to(node: int) -> list[int]:
     return [*path_to(PARENTS[node]), node] if node >= 0 else []
 
 
+def read(model: CausalLM, tokens: Tensor, first: int = 0, **arguments: Any) -> Tensor:
+    """Logits `[n, vocab]` of tokens `[n]`, the first of them at `first`: like `generate()`, which counts from 0 where
+    RoBERTa's forward by itself counts from 2."""
+    ids = tokens[None]
+    logits: Tensor = model(input_ids=ids, **positions_of(model, ids, first), **arguments).logits[0]
+    return logits
+
+
 @torch.no_grad()
 def one_by_one(model: CausalLM, text: Tensor, nodes: Tensor) -> Tensor:
     """Logits `[nodes, vocab]` of each node, each read at the end of its own path, without any cache."""
-    rows = []
-    for node in range(len(PARENTS)):
-        rows.append(model(input_ids=torch.cat((text, nodes[path_to(node)]))[None], use_cache=False).logits[0, -1])
-    return torch.stack(rows)
+    paths = [torch.cat((text, nodes[path_to(node)])) for node in range(len(PARENTS))]
+    return torch.stack([read(model, path, use_cache=False)[-1] for path in paths])
 
 
 @torch.no_grad()
 def prefill(model: CausalLM, text: Tensor, record: bool = True) -> Any:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    model(input_ids=text[None], past_key_values=cache, use_cache=True)
+    read(model, text, past_key_values=cache, use_cache=True)
     if record:
         cache.activate_past_recording()
     return cache
@@ -102,7 +108,7 @@ def all_gaps(model: CausalLM, num_prefix: int) -> dict[str, float]:
         gaps[name + " cache"] = cache_gap(cache, prefill(model, kept, record=False))
         after = nodes[:6]
         with torch.no_grad():
-            continued = model(input_ids=after[None], past_key_values=cache, use_cache=True).logits[0]
-            whole = model(input_ids=torch.cat((kept, after))[None], use_cache=False).logits[0, -len(after) :]
+            continued = read(model, after, len(kept), past_key_values=cache, use_cache=True)
+            whole = read(model, torch.cat((kept, after)), use_cache=False)[-len(after) :]
         gaps[name + " after"] = gap(continued, whole)
     return gaps
