@@ -112,10 +112,9 @@ class Counters:
         """Count one verified round; `path`: the accepted nodes."""
         candidates, drawn = len(tree), tree.drawn(path)
         self.rounds += 1
-        if not candidates and tree.is_chain:
-            self.idle_rounds += 1
-            return
         self.idle_rounds += candidates == 0
+        if not candidates and tree.is_chain:  # of which nothing else is counted
+            return
         self.drafted += candidates
         self.accepted += len(path)
         self.looked_up += len(tree.looked_up)

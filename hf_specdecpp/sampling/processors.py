@@ -39,6 +39,10 @@ STATEFUL = (
 KEEPS_SOME = (PREFIX_FREE | ASKS_WHICH) - {logits_process.SuppressTokensLogitsProcessor}
 
 
+def _is_of_transformers(processor: object) -> bool:
+    return type(processor).__module__.startswith("transformers.")
+
+
 def reads_prefix_only(processor: object) -> bool:
     """Whether a processor depends on its arguments alone, so that it may be asked about tokens that are then rejected,
     and whether it or a stopping criterion may be asked about one row of a batch.
@@ -47,7 +51,7 @@ def reads_prefix_only(processor: object) -> bool:
     xgrammar and outlines do, or note which rows have ended, as lm-eval's criterion does, unless they have an attribute
     `reads_prefix_only = True`.
     """
-    return type(processor).__module__.startswith("transformers.") or getattr(processor, "reads_prefix_only", False)
+    return _is_of_transformers(processor) or getattr(processor, "reads_prefix_only", False)
 
 
 class OfRow(LogitsProcessor):
@@ -112,16 +116,15 @@ class Processing:
         looks = [type(processor) for processor in self.processors if type(processor) not in PREFIX_FREE]
         self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)
         self.fits_graphs = not self.may_forbid_all and len(looks) <= 1
-        kinds = [type(_of_all_rows(processor)) for processor in self.processors]
-        constrains = logits_process.PrefixConstrainedLogitsProcessor
-        self.answers_all = all(each.__module__.startswith("transformers.") and each != constrains for each in kinds)
+        constrains, given = logits_process.PrefixConstrainedLogitsProcessor, map(_of_all_rows, self.processors)
+        self.answers_all = all(_is_of_transformers(each) and type(each) is not constrains for each in given)
 
     def for_graphs(self) -> Processing:
         """Those of them that `fits_graphs`."""
         found = Processing([each for each in self.processors if type(each) in KEEPS_SOME])
-        return (
-            found if found.fits_graphs else Processing([each for each in found.processors if type(each) in PREFIX_FREE])
-        )
+        if found.fits_graphs:
+            return found
+        return Processing([each for each in found.processors if type(each) in PREFIX_FREE])
 
     def for_draft(self) -> Processing:
         """Without the processors that must not see candidates: the draft guesses without them."""

@@ -114,15 +114,14 @@ class Captured:
             return
         not_whole = why_not_whole(self.texts)
         reason = not_whole if self._rounds_alone and not_whole else self._enter()
-        for text in self.texts:
-            text.stats.uncaptured = reason
-            text.stats.decided["rounds"] = "step by step" if reason else f"step by step: {not_whole}"
-            if reason is None and not_whole is None:
-                text.stats.decided["rounds"] = "captured" if text.processing.together().fits_graphs else BETWEEN
         if reason is not None:
             self._say(reason)
+        made = "step by step" if reason else f"step by step: {not_whole}"
         if self.passes is not None and not_whole is None:
             self.rounds = whole_rounds(self.texts, self.passes)
+            made = "captured" if self.rounds.process is None else BETWEEN
+        for text in self.texts:
+            text.stats.uncaptured, text.stats.decided["rounds"] = reason, made
 
     def _say(self, reason: str) -> None:
         """Once, where a user may expect graphs."""

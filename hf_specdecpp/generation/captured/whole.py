@@ -29,7 +29,8 @@ class WholeRounds:
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
         self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
-        self.process = None if self.generator.processing.together().fits_graphs else self._process
+        graphs_run_all = self.generator.processing.does_nothing or not rules.processing.does_nothing
+        self.process = None if graphs_run_all else self._process
         self.made, self.longest = 0, min(rounds.passes.longest, self.generator.setup.drafter.max_length)
         self.longest -= max(shape.levels for shape in tiers.shapes)
         self.rates = getattr(self.generator.rule, "rates", None)  # calibrates estimates
