@@ -38,38 +38,19 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.5, "original_max_pos
 LAYERS = "num_hidden_layers={} must be a whole number from 1 to 64"
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     # Numbers that would take time or memory.
-    ("EAGLE-3", {"vocab_size": 2**31 - 1}, "vocab_size=2147483647 must be a whole number from 1 to 4194304"),
     ("EAGLE-3", {"vocab_size": 2**22}, "was made for 4194304 token ids, and there are 48 in LlamaForCausalLM"),
-    ("EAGLE-3", {"hidden_size": 2**31 - 1}, "hidden_size=2147483647 must be"),
     ("trained layer", {"eagle3": {"layer": {"vocab_size": 2**22}}}, "was made for 4194304 token ids, and there are 48"),
     ("trained layer", {"eagle3": {"layer": {"num_hidden_layers": 10**6}}}, f"layer.{LAYERS.format(10**6)}"),
-    ("trained layer", {"eagle3": {"reads": [0] * 3000, "num_reads": 3000}}, "num_reads=3000 must be"),
-    ("DFlash", {"num_hidden_layers": 10**6, "layer_types": ...}, LAYERS.format(10**6)),
     ("DFlash", {"num_hidden_layers": 64, "layer_types": ...}, "tensors of 2 layers, and config.json says 64"),
-    ("DFlash of speculators", {"transformer_layer_config": {"num_hidden_layers": 10**18}}, LAYERS.format(10**18)),
-    ("DFlash", {"block_size": 10**4}, "block_size=10000 must be a whole number from 1 to 128"),
     ("DFlash", {"vocab_size": 2**22}, "was made for 4194304 token ids, and there are 12"),
-    ("DFlash", {"num_target_layers": 10**400}, "num_target_layers=a number of more than 63 bits must be"),
     ("trained block", {"dflash": {"layer": {"num_hidden_layers": 2 * 10**4}}}, f"layer.{LAYERS.format(2 * 10**4)}"),
-    ("trained block", {"dflash": {"block_size": 10**4}}, "block_size=10000 must be a whole number from 1 to 128"),
     ("Gemma 4", {"text_config": {"num_hidden_layers": 10**6, "layer_types": ...}}, LAYERS.format(10**6)),
-    ("Gemma 4, clusters", {"text_config": {"vocab_size": 3 * 10**8}}, "vocab_size=300000000 must be"),
     ("Gemma 4", {"text_config": {"vocab_size": 2**22}}, "has shape .12, 16., and config.json makes it .4194304, 16."),
     # Values that Python, torch or transformers stumble over.
     ("DFlash", {"dflash_config": 5}, "dflash_config='5' of config.json must be a mapping"),
-    ("EAGLE-3", {"hidden_act": ["silu"]}, "hidden_act=.'silu'. must be one of gelu"),
-    ("EAGLE-3", {"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a number from 0 to 1"),
-    ("EAGLE-3", {"head_dim": 7}, "head_dim=7 must be an even number from 2"),
     ("EAGLE-3", {"rope_parameters": YARN}, "rope_parameters.original_max_position_embeddings=0 must be a whole number"),
-    ("EAGLE-3", {"model_type": ["llama"]}, "layers of type .'llama'."),
-    ("trained layer", {"eagle3": {"layer": {"return_dict": False}}}, "layer.return_dict is not known"),
-    ("trained layer", {"eagle3": {"layer": {"vocab_size": ...}}}, "layer.vocab_size is missing"),
     ("trained layer", {"eagle3": {"num_reads": 0, "reads": [0]}}, "reads=.0. must name 0 layers"),
     ("trained block", {"dflash": {"layer": {"hidden_size": ...}}}, "layer.hidden_size is missing"),
-    ("DFlash", {"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number from 1"),
-    ("DFlash", {"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
-    ("DFlash", {"hidden_act": "evil"}, "hidden_act='evil' must be one of"),
-    ("DFlash", {"sliding_window": 10**30}, "sliding_window=a number of more than 63 bits must be"),
     ("DFlash", {"dflash_config": {"input_embedding_scale": float("nan")}}, "embedding_scale=nan must be a number"),
     ("Gemma 4", {"text_config": {"model_type": "llama"}}, "text_config.model_type='llama' must be 'gemma4_text'"),
     ("Gemma 4", {"text_config": {"num_key_value_heads": 3}}, "must be a multiple of num_key_value_heads=3"),
@@ -77,7 +58,6 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("conditioned", {"fusion": {"reads": [0, 5]}}, "reads layers .5. of its target, and LlamaForCausalLM has 3"),
     ("MTP", {"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a whole number"),
     ("MTP", {"num_hidden_layers": ...}, "has num_hidden_layers=None and 1 multi-token layers"),
-    ("MTP", {"num_nextn_predict_layers": "many"}, "num_nextn_predict_layers='many' must be a whole number"),
 ]  # fmt: skip
 
 

@@ -72,24 +72,6 @@ def test_push_and_load(
     assert (again.config.target_id, again.config.name_or_path) == ("org/target", "org/head")
 
 
-def test_early_exit(hub: HubServer, target: PreTrainedModel, tmp_path: Path) -> None:
-    draft, head = AutoModelForCausalLM.from_pretrained("org/target", num_hidden_layers=2), repos.head_for(target)
-    adapter = repos.save_adapter(draft, tmp_path / "peft")
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=adapter, head=head, speculation=SPECULATION)
-    assistant.push_to_hub("org/exit")
-    hub.requests.clear()
-    again = SpecDecPPAssistant.from_pretrained("org/exit", target)
-    assert torch.equal(repos.estimates(again), repos.estimates(assistant))
-    assert repos.greedy(target, again) == repos.greedy(target, assistant) == repos.greedy(target)
-    assert {path.split("/resolve")[0] for _, path, _ in hub.requests} == {"/org/exit"}, "it needs no other repository"
-
-
-def test_speculation_replaces_that_of_the_repository(assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
-    assistant.save_pretrained(tmp_path / "a")
-    knobs = SpeculationConfig("fixed", num_tokens=3)
-    assert SpecDecPPAssistant.from_pretrained(tmp_path / "a", speculation=knobs).speculation is knobs
-
-
 # --- which files are downloaded, and how ---
 
 
@@ -110,14 +92,6 @@ def test_revision(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPA
         }
         wanted = {path.split("/")[4] for path in paths(hub, "org/draft") if "/resolve/" in path}
         assert wanted == {assistant.config.draft_revision}, "the draft has commits of its own"
-
-
-def test_subfolder(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
-    assistant.save_pretrained(tmp_path / "heads/small")
-    hub.commit("org/heads", repos.files_of(tmp_path / "heads"))
-    for name in ("org/heads", tmp_path / "heads"):
-        again = SpecDecPPAssistant.from_pretrained(name, target, subfolder="small")
-        assert torch.equal(repos.estimates(again), repos.estimates(assistant))
 
 
 def test_an_ordinary_draft_in_a_folder_of_a_repository(hub: HubServer, target: PreTrainedModel, tmp_path: Path) -> None:
@@ -157,14 +131,6 @@ def test_cache_dir(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPP
     hub.requests.clear()
     SpecDecPPAssistant.from_pretrained("org/head", target, cache_dir=tmp_path / "other", local_files_only=True)
     assert hub.requests == []
-
-
-def test_hub_is_down(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant) -> None:
-    assistant.push_to_hub("org/head")
-    SpecDecPPAssistant.from_pretrained("org/head", target)
-    hub.__exit__()
-    again = SpecDecPPAssistant.from_pretrained("org/head", target)
-    assert torch.equal(repos.estimates(again), repos.estimates(assistant))
 
 
 @pytest.mark.apart
@@ -233,15 +199,11 @@ def test_auto_tokenizer(hub: HubServer, target: PreTrainedModel, tmp_path: Path)
 # --- uploading ---
 
 
-def test_uploaded_files(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
+def test_uploaded_files_and_their_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
     assert assistant.push_to_hub("org/head", commit_message="Better head").commit_message == "Better head"
     weights = {"acceptance_head.safetensors", "draft_vocab.safetensors", "adapter/adapter_model.safetensors"}
     assert hub.lfs_files("org/head") == weights
     assert set(hub.files("org/head")) == weights | {"README.md", "config.json", "adapter/adapter_config.json"}
-
-
-def test_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
-    assistant.push_to_hub("org/head")
     card = ModelCard.load("org/head")
     card.validate()
     assert (card.data.library_name, card.data.base_model) == ("hf_specdecpp", ["org/target", "org/draft"])
