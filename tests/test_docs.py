@@ -5,9 +5,9 @@ import random
 import re
 import runpy
 import shlex
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import pytest
@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import hf_specdecpp
 from hf_specdecpp.cli import app
-from hf_specdecpp.cli_options import Setting, describe
+from hf_specdecpp.cli_options import describe
 from hf_specdecpp.figures import median_of_ratios, ratio_of_sums
 from hf_specdecpp.training.configuration import TrainingConfig
 
@@ -272,46 +272,6 @@ def test_intervals_cover_what_they_say(size: int) -> None:
 
 
 # The meanings of settings, read from docstrings. ----------------------------------------------------------------------
-
-
-@dataclass
-class Inner:
-    """Inside.
-
-    Args:
-        kind: which of
-            the two.
-        low, high (tokens): bounds."""
-
-    kind: Literal["a", "b"] | None = None
-    low: int = 1
-    high: int = 2
-
-
-@dataclass
-class Outer:
-    """Outside.
-
-    Args:
-        name: of it: anything.
-        sizes (seconds per token): a list.
-
-    Raises:
-        ValueError: never."""
-
-    name: str
-    sizes: list[float] = field(default_factory=lambda: [0.5])
-    inner: Inner = field(default_factory=Inner)
-
-
-def test_fields_with_type_default_unit_and_meaning() -> None:
-    assert list(describe(Outer)) == [
-        Setting("name", MISSING, "str", "", "of it: anything."),
-        Setting("sizes", [0.5], "list[float]", "seconds per token", "a list."),
-        Setting("inner.kind", None, '"a" | "b" | None', "", "which of the two."),
-        Setting("inner.low", 1, "int", "tokens", "bounds."),
-        Setting("inner.high", 2, "int", "tokens", "bounds."),
-    ]
 
 
 def test_a_field_without_a_meaning_is_an_error() -> None:

@@ -51,12 +51,6 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert statistics[-1].startswith("verdict")
 
 
-def test_an_agent_without_smolagents_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "smolagents", None)
-    with pytest.raises(SystemExit, match="pip install smolagents"):
-        runpy.run_path(str(FOLDER / "agent.py"))
-
-
 @pytest.mark.parametrize("kind", ["conditioned", "independent"])
 def test_draft_temperatures(kind: str) -> None:
     """The distributions along an answer are those of the draft and of the target after the same tokens."""

@@ -14,7 +14,7 @@ from support.zoo import tiny_of
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.early_exit import early_exit, per_layer
+from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.serving import Destination, Exported, plain_model_commands, write_plain_model
 
@@ -55,11 +55,6 @@ def test_configs_describe_the_chosen_layers(
     assert ({name: config[name] for name in described}, config["num_hidden_layers"]) == (described, 2)
     with torch.no_grad():
         assert torch.equal(load_model(to.folder)(prompt(24)).logits, draft(prompt(24)).logits)
-
-
-def test_numbers_of_layers_are_no_list_of_what_each_layer_is() -> None:
-    assert "mlp_only_layers" not in per_layer(tiny_of("qwen3_moe", mlp_only_layers=[0, 1, 2, 3]).config)
-    assert "layer_types" in per_layer(tiny_of("qwen2").config)
 
 
 def test_the_target_keeps_its_config(to: Destination) -> None:
@@ -183,28 +178,6 @@ def test_generation_config_has_the_ends_of_texts_and_no_way_to_sample(to: Destin
 def test_other_vocabulary_sizes_are_noted(to: Destination) -> None:
     notes = write(early_exit(tiny("llama").float(), 2), to, SpecDecPPConfig(vocab_size=64)).notes
     assert notes == ["The draft has 48 token ids and the target 64. vLLM wants equal numbers and may refuse the pair."]
-
-
-def test_commands() -> None:
-    to = Destination(Path("x"), Path("my draft"), "org/target", None, 4)
-    assert plain_model_commands(to) == {
-        "vLLM": [
-            "vllm serve org/target --speculative-config "
-            """'{"method":"draft_model","model":"my draft","num_speculative_tokens":4}'"""
-        ],
-        "SGLang": [
-            "python -m sglang.launch_server --model-path org/target --speculative-algorithm STANDALONE "
-            "--speculative-draft-model-path 'my draft' --speculative-num-steps 4 --speculative-eagle-topk 1 "
-            "--speculative-num-draft-tokens 5"
-        ],
-        "llama.cpp": [
-            "python convert_hf_to_gguf.py 'my draft' --outfile 'my draft.gguf'",
-            "llama-server -m target.gguf --spec-type draft-simple -md 'my draft.gguf' --spec-draft-n-max 4",
-        ],
-    }
-    unnamed = plain_model_commands(Destination(Path("x"), Path("d"), None, None, 4))
-    assert unnamed["vLLM"][0].startswith("vllm serve TARGET --spec")
-    assert unnamed["llama.cpp"][1].startswith("llama-server -m TARGET.gguf --spec-type draft-simple -md d.gguf")
 
 
 def test_the_guide_has_these_commands() -> None:

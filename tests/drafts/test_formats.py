@@ -191,22 +191,6 @@ def test_other_tensors(damage: str, name: str, tmp_path: Path) -> None:
     refused(name, edited(tmp_path, **change(*norms[0])), reason)
 
 
-FILES = {
-    "truncated": (lambda content: content[:-40], "incomplete or not a safetensors file"),
-    "garbage": (lambda _: b"\xff" * 64, "incomplete or not a safetensors file"),
-    "pointer": (lambda _: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-}
-
-
-@ALL
-@pytest.mark.parametrize("damage", FILES)
-def test_a_damaged_file(damage: str, name: str, tmp_path: Path) -> None:
-    change, reason = FILES[damage]
-    path = written(name, tmp_path) / WEIGHTS
-    path.write_bytes(change(path.read_bytes()))
-    refused(name, tmp_path, reason)
-
-
 @ALL
 def test_no_pickle_and_nothing_outside_is_opened(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("opened a pickle"))

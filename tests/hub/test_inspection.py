@@ -150,13 +150,6 @@ def test_models_without_a_name(folder: Path, changed: dict[str, Any], message: s
     assert trap.startswith(message)
 
 
-@pytest.mark.parametrize("name", ["draft", "target"])
-def test_a_commit_that_is_not_known_is_no_trap(folder: Path, name: str) -> None:
-    """Nobody can add it where the model was loaded from a folder; `specdecpp inspect` says that it is not recorded."""
-    edit_config(folder, **{f"{name}_revision": None})
-    assert look(folder).traps == []
-
-
 # From the Hub ---------------------------------------------------------------------------------------------------------
 
 

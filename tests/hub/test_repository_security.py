@@ -12,10 +12,9 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 from support import repos
 from support.hub_server import HubServer
-from support.models import VOCAB_SIZE, assistant_for, prompt, tiny
+from support.models import prompt, tiny
 from support.released_heads import Payload
 from support.snapshots import hash_of
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import hf_specdecpp
@@ -310,23 +309,3 @@ def test_code_of_the_draft_is_not_run(hub: HubServer, tmp_path: Path, mark: Path
 
 
 # --- inside the vocabulary ---
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("attached", [True, False])
-@pytest.mark.parametrize("rows", [VOCAB_SIZE - 8, VOCAB_SIZE + 8])
-def test_tokens_stay_inside_the_vocabulary(rows: int, attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where residuals are sampled with a draft that has more ids, or fewer, than the target."""
-    target = tiny("llama")
-    if attached:
-        assistant = SpecDecPPAssistant.from_draft(tiny("llama", seed=3, vocab_size=rows), target)
-    else:
-        assistant = assistant_for(target, attached=False)
-        assistant.drafter = SpecDecPPAssistant.from_draft(tiny("llama", seed=3, vocab_size=rows)).drafter
-    assistant.speculation = SpeculationConfig("fixed", num_tokens=4)
-    torch.manual_seed(0)
-    how: dict[str, Any] = {"do_sample": True, "temperature": 5.0, "top_k": 0, "max_new_tokens": 300}
-    seen: Tensor = target.generate(prompt(), assistant_model=assistant, **how)
-    assert int(seen.min()) >= 0
-    assert int(seen.max()) < VOCAB_SIZE
-    assert seen.shape[1] == 312

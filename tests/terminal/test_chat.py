@@ -114,13 +114,6 @@ def test_the_last_tree(target: str, assistant: str) -> None:
     assert "└─" in output
 
 
-def test_system_and_sampling(target: str) -> None:
-    words = ["chat", "--target", target, "--max-new-tokens", "5", "--temperature", "1.5", "--system", "w7"]
-    result = CliRunner().invoke(app, words, input="w1\n")
-    assert result.exit_code == 0, result.output
-    assert re.search(r"\d tokens? in", result.stdout)
-
-
 def test_nothing_said(target: str) -> None:
     output = chat(target).stdout
     assert "verdict" not in output

@@ -176,14 +176,6 @@ def test_temperature_and_the_models_own_config() -> None:
     assert talk.assistant.stats.generated > 0
 
 
-def test_without_a_chat_template_the_text_goes_on() -> None:
-    talk = conversation(model_of("llama"))
-    talk.tokenizer.chat_template = None
-    said(talk, MESSAGES[0])
-    said(talk, MESSAGES[1])
-    assert talk.answers[1].carried > 0
-
-
 def test_a_cache_of_the_models_own_choice_is_not_carried() -> None:
     model = model_of("llama")
     model.generation_config.cache_implementation = "static"

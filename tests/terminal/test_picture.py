@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.browser import page
 
-from hf_specdecpp.terminal.listener import CHOSEN, GUESSED, PAUSE, Answer, Token, picture
+from hf_specdecpp.terminal.listener import GUESSED, PAUSE, Answer, Token, picture
 
 pytestmark = pytest.mark.takes(60)
 
@@ -113,26 +113,6 @@ def test_nothing_comes_from_elsewhere() -> None:
     text = ET.tostring(drawn(TEXT), "unicode")
     assert re.findall(r"\b(?:href|src|url\((?!#)|@import)", text) == []
     assert re.findall(r"https?://[^\"\s]+", text) == ["http://www.w3.org/2000/svg"]
-
-
-def test_it_can_be_read() -> None:
-    """Both colours on the ground that the picture has, whatever the page's is."""
-    assert "#292929" in {each.get("fill") for each in drawn(TEXT).iter(f"{SVG}rect")}
-    for base in (CHOSEN, GUESSED):
-        assert contrast("".join(f"{part:02x}" for part in base), "292929") > 4.5  # WCAG 2, level AA
-
-
-def contrast(one: str, other: str) -> float:
-    lights = sorted(map(_luminance, (one, other)))
-    return (lights[1] + 0.05) / (lights[0] + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    """Of `fff` or `ffffff`, as WCAG 2 defines it."""
-    full = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
-    parts = [int(full[place : place + 2], 16) / 255 for place in (0, 2, 4)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])

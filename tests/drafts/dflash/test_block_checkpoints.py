@@ -9,13 +9,12 @@ import torch
 from support.checkpoints import edited
 from support.dflash_files import FULL, HIDDEN, MASK, VARIANTS, VOCAB, Checkpoint, target_for
 from support.models import prompt
-from support.repos import save_model
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafts.dflash.config import DFlashSettings, read_settings, usual_reads
 from hf_specdecpp.drafts.dflash.model import DFlashModel
-from hf_specdecpp.drafts.known import DFLASH, ready_made, recognise
+from hf_specdecpp.drafts.known import DFLASH, recognise
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.throughput.known_costs import Rounds
 
@@ -115,13 +114,6 @@ def test_tensors(name: str, tmp_path: Path) -> None:
     changes, reason = TENSORS[name]
     with pytest.raises(ValueError, match=reason):
         load(edited(PLAIN.save(tmp_path), **changes))
-
-
-@pytest.mark.usefixtures("hub")  # it answers at once
-def test_ordinary_drafts_are_still_ordinary(tmp_path: Path) -> None:
-    for draft in (target_for(seed=1), save_model(target_for(seed=1), tmp_path / "draft")):
-        assert SpecDecPPAssistant.from_draft(draft, target=target_for()).config.draft_kind == "independent"
-    assert ready_made("org/does-not-exist/at-all") is None
 
 
 # What DFlash checkpoints of others say in several ways, and what of their target is in their files. -------------------

@@ -15,7 +15,6 @@ from support.models import tiny
 from support.repos import change_json
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafts.eagle3.meeting import readings
 
 # config.json ----------------------------------------------------------------------------------------------------------
@@ -195,21 +194,6 @@ def test_rotary_frequencies(tmp_path: Path, said: dict[str, Any], theta: float, 
 ])  # fmt: skip
 def test_overrides_that_make_no_sense(tmp_path: Path, overrides: Any, match: str) -> None:
     refused(PLAIN.save(tmp_path), match, eagle3=overrides)
-
-
-def test_overrides_are_of_drafts_of_others(tmp_path: Path, draft: str) -> None:
-    SpecDecPPAssistant.from_draft(draft).save_pretrained(tmp_path / "own")
-    refused(
-        tmp_path / "own", "says how an EAGLE-3 draft that others trained is to be read", eagle3={"norm_output": True}
-    )
-
-
-def test_overrides_win(tmp_path: Path) -> None:
-    folder = VARIANTS["eagle-3.1"].save(tmp_path)
-    said = {"norm_output": False, "norm_before_residual": False, "rope_theta": 9, "reads": [0, 0, 1]}
-    settings = settings_of(folder, eagle3=said)
-    assert (settings.norm_output, settings.norm_before_residual) == (False, False)
-    assert (settings.reads, settings.fc_norm, settings.layer["rope_parameters"]["rope_theta"]) == ([0, 0, 1], True, 9)
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from support.eagle3_files import DRAFT_VOCAB, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP, VOCAB
-from support.eagle3_files import VARIANTS as CHECKPOINTS
 from support.formulas import states_of
 from support.models import prompt, tiny
 from torch import Tensor, nn
@@ -48,7 +47,6 @@ UNIT_NORMS = {"input_norm": LlamaRMSNorm(3 * HIDDEN), "fc_norm": nn.ModuleList(L
 
 
 IDS = [2, 1, 3]  # of layers, as the package counts them; not in order: it is kept
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 SIZES = {
     "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": 1,
     "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
@@ -83,26 +81,6 @@ def random_draft(config: Any, seed: int = 0) -> Any:
     if draft.use_draft_vocab:
         ids = torch.randperm(VOCAB, generator=generator)[: config.draft_vocab_size].sort().values
         draft.load_vocab_mappings(torch.isin(torch.arange(VOCAB), ids), ids - torch.arange(len(ids)))
-    return draft
-
-
-def draft_of(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target: CausalLM) -> Any:
-    """A draft of the package with the weights of a checkpoint, in float64.
-
-    `raw`: its `config.json`, in either dialect. `tensors`: by the names of either dialect. Embeddings that they lack
-    are the target's."""
-    flags = {flag: raw.get(flag, False) for flag in FLAGS}
-    count = tensors["fc.weight"].shape[1] // target.config.hidden_size
-    vocab = {"draft_vocab_size": len(tensors["lm_head.weight"])}
-    # Of the ids of layers its forward pass needs no more than how many there are.
-    ids = {"eagle_aux_hidden_state_layer_ids": list(range(2, 2 + count))}
-    config = config_of(raw.get("transformer_layer_config", raw), **flags, **vocab, **ids)
-    draft = package().Eagle3DraftModel(config).double().eval()
-    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    shared = {"embed_tokens.weight": target.get_input_embeddings().weight.detach()}
-    missing, unknown = draft.load_state_dict({**shared, **named}, strict=False)
-    assert not unknown, unknown
-    assert set(missing) == {"verifier_lm_head.weight", "verifier_norm.weight"}, missing
     return draft
 
 
@@ -172,15 +150,6 @@ def test_three_steps(variant: str, tmp_path: Path) -> None:
     assert difference(loaded(tmp_path), draft) < CLOSE
 
 
-@pytest.mark.parametrize("dialect", ["original", "speculators"])
-@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name not in ("another width", "final state")])
-def test_our_own_checkpoints(name: str, dialect: str, tmp_path: Path) -> None:
-    """Those of the other tests mean in the package what they mean here. It has no drafts of the two left out."""
-    checkpoint, target = CHECKPOINTS[name], target_of()
-    draft = draft_of(checkpoint.config(dialect), checkpoint.tensors(), target)
-    assert difference(loaded(checkpoint.save(tmp_path, dialect), target), draft) < CLOSE
-
-
 def test_a_window(tmp_path: Path) -> None:
     """In further steps the package lets its window end where the round begins, and not at the token that is read."""
     draft = saved(tmp_path, WINDOW, {})
@@ -210,16 +179,6 @@ def test_a_norm_of_states_matters(flag: str, part: str, tmp_path: Path) -> None:
     plain, drafter = saved(tmp_path, *VARIANTS["plain"]), loaded(tmp_path)
     setattr(drafter.fusion, part, UNIT_NORMS[part])
     assert difference(drafter, plain) > FAR
-
-
-@pytest.mark.parametrize(("flag", "part"), NORMS_OF_STATES)
-def test_norms_of_states_need_their_weights(flag: str, part: str, tmp_path: Path) -> None:
-    """The weights decide: a flag without them is refused, and with them it need not be set."""
-    draft = saved(tmp_path, *VARIANTS[flag])
-    assert difference(loaded(tmp_path, eagle3={flag: False}), draft) < CLOSE
-    saved(tmp_path, *VARIANTS["plain"])
-    with pytest.raises(ValueError, match=f"lacks {part}"):
-        loaded(tmp_path, eagle3={flag: True})
 
 
 @pytest.mark.parametrize("ids", [None, [2, 4, 5], [5, 2, 7]])

@@ -85,9 +85,9 @@ class Formulas:
         q, k = (rotated(part, positions, self.checkpoint.theta) for part in (q, k))
         return attended(q, k, v, seen) @ self.t[f"{name}self_attn.o_proj.weight"].T
 
-    def chain(self, states: Tensor, candidates: list[int]) -> list[Tensor]:
-        """Logits after the text, after its first candidate, ...: each step with all rows before it."""
-        tokens, g = TEXT[0, 1:].tolist(), self.g(states[0, :-1])
+    def chain(self, states: Tensor, candidates: list[int], kept: int | None = None) -> list[Tensor]:
+        """Logits after the first `kept` rows of the text, after its first candidate, ...: each step with all before."""
+        tokens, g = TEXT[0, 1:].tolist()[:kept], self.g(states[0, :-1])[:kept]
         found = []
         for candidate in [*candidates, None]:
             seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
@@ -152,16 +152,8 @@ def test_all_places_of_a_text_at_once(name: str, tmp_path: Path) -> None:
     states, formulas = states_of(target, drafter, TEXT), Formulas(checkpoint, target)
     for step, hidden in enumerate(unrolled(drafter, TEXT, states, STEPS)):
         logits = of_draft(drafter.logits(hidden[0, -1], 48), checkpoint)
-        tokens, g = TEXT[0, 1:].tolist(), formulas.g(states[0, :-1])
-        kept = len(tokens) - step
-        own = tokens[kept:]
-        tokens, g = tokens[:kept], g[:kept]
-        for token in [*own, None]:
-            seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-            found, after = formulas.rows(tokens, g, list(range(len(tokens))), seen)
-            if token is not None:
-                tokens, g = [*tokens, token], torch.cat((g, after[-1:]))
-        close(logits, found[-1])
+        kept = TEXT.shape[1] - 1 - step
+        close(logits, formulas.chain(states, TEXT[0, 1 + kept :].tolist(), kept)[-1])
 
 
 MUTANTS = {

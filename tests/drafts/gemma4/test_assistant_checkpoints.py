@@ -6,17 +6,15 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import edited
-from support.gemma4_files import FULL, HIDDEN, OWN, SLIDING, VARIANTS, VOCAB, target_for
+from support.gemma4_files import VARIANTS, VOCAB, target_for
 from support.models import tiny
 from support.repos import change_json
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafts.gemma4.kind import read_model
-from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput.known_costs import Rounds
 
 ORDER = "masked_embedding.token_ordering"
 
@@ -29,17 +27,6 @@ def saved(folder: Path, name: str = "plain", **changes: Any) -> Path:
 
 def load(folder: Path, target: CausalLM | None = None, **options: Any) -> SpecDecPPAssistant:
     return SpecDecPPAssistant.from_pretrained(folder, target=target or target_for(), **options)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_an_object_is_what_its_folder_is(name: str, tmp_path: Path) -> None:
-    target = target_for(VARIANTS[name].of)
-    first = load(saved(tmp_path, name), target).ready_drafter()
-    theirs = SpecDecPPAssistant.from_draft(VARIANTS[name].theirs(), target=target).ready_drafter().model.state_dict()
-    assert first.model.state_dict().keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[each]) for each, tensor in first.model.state_dict().items())
-    assert (first.block, first.hidden_size, first.embedding_size) == (1, OWN, HIDDEN)
-    assert first.suspect == f"Gemma 4 assistant {tmp_path}"
 
 
 def test_an_object_without_a_name_cannot_be_stored(tmp_path: Path) -> None:
@@ -61,20 +48,6 @@ def test_the_order_of_tokens(case: str, tmp_path: Path) -> None:
     name, changes, reason = TOKENS[case]
     with pytest.raises(ValueError, match=reason):
         load(edited(saved(tmp_path, name), **changes))
-
-
-@pytest.mark.parametrize("name", ["plain", "clusters"])
-def test_what_its_costs_depend_on(name: str) -> None:
-    """A step has a price, and so has a further node."""
-    target = target_for()
-    draft = SpecDecPPAssistant.from_draft(VARIANTS[name].theirs(), target=target).ready_drafter()
-    costs = Rounds(target, draft, DraftProbability(), 4, trees=True).assumed()
-    assert costs.block == 1
-    assert costs.draft > 0.0
-    assert costs.read < costs.draft
-    assert costs.branch < costs.draft
-    clusters = 2 if name == "clusters" else None
-    assert draft.describe()["reads"] == {"sources": {SLIDING: 2, FULL: 3}, "clusters": clusters}
 
 
 def test_inspected(tmp_path: Path) -> None:

@@ -166,19 +166,6 @@ def test_a_text_whose_cache_the_draft_reads_is_captured_in_whole_rounds_alone() 
         assert counts["replayed"] == 2 * assistant.stats.rounds + 1  # a pass that is compared with the target's own
 
 
-@pytest.mark.every(3)
-@pytest.mark.parametrize("settings", ["fixed", "throughput", "dyspec", "static"])
-@pytest.mark.parametrize("name", gemma4_files.VARIANTS)
-def test_sampled_rounds_draft_what_they_say(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = gemma4_files.target_for(gemma4_files.VARIANTS[name].of)
-    assistant = assisted(target, name, **SETTINGS[settings])
-    ear = Ear(assistant.ready_drafter(), monkeypatch)
-    torch.manual_seed(0)
-    target.generate(WORDS, assistant_model=assistant, max_new_tokens=16, do_sample=True, temperature=1.5)
-    assert 0 < assistant.stats.accepted < assistant.stats.drafted
-    ear.check(target)
-
-
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])
 @pytest.mark.parametrize("name", ["unified", "images"])
 def test_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,13 +202,3 @@ def test_together_with_transformers_own() -> None:
     target = gemma4_files.target_for()
     with pytest.raises(ValueError, match="speculation_type='dflash' is transformers' own"):
         target.generate(WORDS, assistant_model=assisted(target), max_new_tokens=4, speculation_type="dflash")
-
-
-@gemma4_files.WITH_GENERATOR
-@pytest.mark.parametrize("is_attached", [False, True])
-def test_transformers_own_is_left_alone(is_attached: bool) -> None:
-    theirs, target = gemma4_files.VARIANTS["plain"].theirs(), gemma4_files.target_for()
-    assistant = assisted(target) if is_attached else None
-    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(target.generate(WORDS, assistant_model=theirs, **how), target.generate(WORDS, **how))
-    assert assistant is None or assistant.stats.rounds == 0
