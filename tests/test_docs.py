@@ -271,9 +271,6 @@ def test_intervals_cover_what_they_say(size: int) -> None:
     assert widths / 100 < 4.0 * 0.2 * 1.35 * 1.2533 / size**0.5 * 1.5
 
 
-# The meanings of settings, read from docstrings. ----------------------------------------------------------------------
-
-
 def test_a_field_without_a_meaning_is_an_error() -> None:
     @dataclass
     class Mute:

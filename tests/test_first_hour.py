@@ -85,12 +85,6 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         r"A model is needed here, and this is the name '.*target'. Load the model that it names: AutoModelForCausalLM",
     ),
     "the target's name, for a draft": (lambda p: draft_with(p / "draft", p / "target"), TypeError, "this is the name"),
-    "the target's folder": (lambda p: assist(p.folder, "lookup", default=False), TypeError, "this is the name"),
-    "the target's name, for its layers": (
-        lambda p: SpecDecPPAssistant.from_early_exit(p / "target", 2),
-        TypeError,
-        "this is the name",
-    ),
     "the target's name, conditioned": (
         lambda p: SpecDecPPAssistant.from_conditioned(p / "target", 2),
         TypeError,
@@ -136,21 +130,11 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         FileNotFoundError,
         r"There is no folder './my-head', and it cannot",
     ),
-    "no such draft": (
-        lambda p: draft_with("./my-draft", p.target),
-        FileNotFoundError,
-        "There is no folder './my-draft'",
-    ),
     # settings
     "settings as a dict": (
         lambda p: draft_with(p / "draft", p.target, speculation={"rule": "fixed"}),  # type: ignore[arg-type]
         TypeError,
         r"speculation=\{'rule': 'fixed'\} must be a SpeculationConfig, such as SpeculationConfig\(rule=",
-    ),
-    "settings as a name, later": (
-        lambda p: p.with_one(lambda a: setattr(a, "speculation", "fixed")),
-        TypeError,
-        "speculation='fixed' must be a SpeculationConfig",
     ),
     # processes
     "pickled": (

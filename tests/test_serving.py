@@ -33,9 +33,6 @@ def write(model: CausalLM, to: Destination, config: SpecDecPPConfig = CONFIG) ->
     return write_plain_model(model, str(to.folder.parent / "words"), None, config, to)
 
 
-# Configs. -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("family", "settings", "kept", "described"), [
     ("deepseek_v3", {"first_k_dense_replace": 2}, [1, 3], {"first_k_dense_replace": 1}),
     ("deepseek_v3", {"first_k_dense_replace": 1}, [2, 3], {"first_k_dense_replace": 0}),
@@ -62,9 +59,6 @@ def test_the_target_keeps_its_config(to: Destination) -> None:
     before = target.config.to_json_string(), target.generation_config.to_json_string()
     write(early_exit(target, [1, 3]), to)
     assert (target.config.to_json_string(), target.generation_config.to_json_string()) == before
-
-
-# Files that are not the draft. ----------------------------------------------------------------------------------------
 
 
 def swap_kinds(model: CausalLM) -> None:
@@ -126,9 +120,6 @@ def test_families_that_do_not_come_back_are_refused(family: str, kept: list[int]
         write(draft, to)
 
 
-# What is no plain model. ----------------------------------------------------------------------------------------------
-
-
 def test_a_model_of_images_is_refused(to: Destination) -> None:
     with pytest.raises(ValueError, match="reads more than text"):
         write(model_of("paligemma"), to)
@@ -161,9 +152,6 @@ def test_tokenizer_files_are_copied_as_they_are(to: Destination) -> None:
     }  # fmt: skip
     for name in ("tokenizer.model", "tokenizer.json", "tokenizer_config.json"):
         assert (to.folder / name).read_bytes() == (words / name).read_bytes()
-
-
-# Notes and commands. --------------------------------------------------------------------------------------------------
 
 
 def test_generation_config_has_the_ends_of_texts_and_no_way_to_sample(to: Destination) -> None:

@@ -118,17 +118,6 @@ def test_batches_go_on(target: PreTrainedModel, tmp_path: Path) -> None:
     assert "batch_size=9, and there are 2 prompts" in result.output
 
 
-def test_a_conditioned_assistant_in_half_precision(target: PreTrainedModel, tmp_path: Path) -> None:
-    reading = AutoModelForCausalLM.from_pretrained(str(target.config.name_or_path))
-    SpecDecPPAssistant.from_conditioned(reading, [0]).save_pretrained(tmp_path / "assistant")
-    options = ("--assistant", str(tmp_path / "assistant"), "--dtype", "bfloat16", "--temperatures", "0")
-    result = run_bench(
-        target, tmp_path, *options, "--max_new_tokens", "4", "--contestants", "fixed 2", "--costs", "0.1"
-    )
-    assert result.exit_code == 0, result.output
-    assert "bfloat16" in (tmp_path / "bench/report.md").read_text()
-
-
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_everything(monkeypatch)
     options = ("--max_new_tokens", "16", "--contestants", "fixed 3", "--temperatures", "0", "--no-replay")

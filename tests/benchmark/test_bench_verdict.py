@@ -203,13 +203,3 @@ def test_adaedl_follows_the_acceptance_rate() -> None:
         moves.add(bound > before)
         assert rule.bound == pytest.approx(bound)
     assert moves == {True, False}
-
-
-def test_adaedl_keeps_its_bound_a_probability_and_ignores_empty_rounds() -> None:
-    for start, accepted in ((0.0, 1), (1.0, 0)):
-        rule = AdaEDL(start, 20)
-        tell(rule, 0, 0)
-        assert rule.bound == start
-        for _ in range(5):
-            tell(rule, 1, accepted)
-            assert rule.bound == start

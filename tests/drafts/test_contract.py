@@ -136,9 +136,6 @@ def test_every_kind_is_here(tmp_path: Path) -> None:
     assert {MAKERS[name](tmp_path / name)[0].kind.name for name in MAKERS} == {kind.name for kind in KINDS}
 
 
-# Generations. ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(11)
 @ALL
 @pytest.mark.parametrize("settings", [*CHAINS, *TREES])
@@ -354,9 +351,6 @@ def test_its_costs_are_assumed(name: str, tmp_path: Path) -> None:
     draft = assistant.ready_drafter()
     costs = Rounds(target, draft, assistant.head or DraftProbability(), 4).assumed()
     assert (costs.block, costs.draft > 0) == (draft.block, bool(draft.places))
-
-
-# Stored. --------------------------------------------------------------------------------------------------------------
 
 
 def drafted_by(assistant: SpecDecPPAssistant, target: CausalLM) -> tuple[list[int], list[int]]:

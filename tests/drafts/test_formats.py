@@ -127,9 +127,6 @@ def test_exported_only_where_it_was_changed(name: str, tmp_path: Path) -> None:
             export(written(name, tmp_path / "theirs"), tmp_path / "out", str(tmp_path))
 
 
-# The target. ----------------------------------------------------------------------------------------------------------
-
-
 @ALL
 def test_a_target_of_another_width(name: str, tmp_path: Path) -> None:
     target = CASES[name].target(hidden_size=24)
@@ -149,9 +146,6 @@ def test_the_dtype_is_the_targets(name: str, tmp_path: Path) -> None:
     for each in frequencies:
         assert each.dtype == torch.float32
         assert not torch.equal(each, each.bfloat16().float())
-
-
-# Damaged. -------------------------------------------------------------------------------------------------------------
 
 
 def refused(name: str, folder: Path, match: str) -> None:

@@ -41,9 +41,6 @@ def save_plain(
     return folder
 
 
-# Heads that judge the same --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("save", [save_bin, save_mixin])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("depth", range(5))
@@ -105,9 +102,6 @@ def test_stored_as_float32(tmp_path: Path, dtype: torch.dtype, save: Any) -> Non
     assert_same(head, released.float())
 
 
-# What is written ------------------------------------------------------------------------------------------------------
-
-
 def test_the_folder_and_its_config(tmp_path: Path) -> None:
     source = save_bin(ReleasedHead(3), tmp_path / "released")
     models = {"draft_id": "org/draft", "draft_revision": "abc", "target_id": "org/target", "target_revision": "def"}
@@ -124,9 +118,6 @@ def test_an_assistant_without_a_head_has_none_to_load(tmp_path: Path) -> None:
     assistant_for(tiny("llama"), attached=False).config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no acceptance head"):
         load(tmp_path)
-
-
-# Refused --------------------------------------------------------------------------------------------------------------
 
 
 def assert_refused(folder: Path, match: str, tied: bool | None = None, error: Any = ValueError) -> None:
@@ -217,9 +208,6 @@ def test_several_files(tmp_path: Path) -> None:
     assert_refused(folder, r"several safetensors files \(a\.safetensors, b\.safetensors\)")
     (folder / "a.safetensors").rename(folder / "model.safetensors")
     read_released_head(folder)
-
-
-# Pickles --------------------------------------------------------------------------------------------------------------
 
 
 def malicious(folder: Path, proof: Path, form: str) -> None:

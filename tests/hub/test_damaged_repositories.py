@@ -17,7 +17,7 @@ from support.repos import change_json, save_assistant, save_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.files import _measured_path, load_tensors, read_json, recall, remember
+from hf_specdecpp.files import _measured_path, read_json, recall, remember
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
@@ -164,9 +164,6 @@ def test_damage_is_refused_in_a_sentence(sound: dict[str, Sound], tmp_path: Path
     assert 0 < refused < count
 
 
-# --- code ---
-
-
 @pytest.fixture
 def no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """No model is made of a config that names code, whoever makes it."""
@@ -220,9 +217,6 @@ def test_no_kernel_of_an_independent_draft(tmp_path: Path, where: str) -> None:
             SpecDecPPAssistant.from_draft(folder)
 
 
-# --- JSON ---
-
-
 def test_json_of_any_depth(tmp_path: Path) -> None:
     """What is on disk is read or refused, and what was measured is measured again."""
     of = {"machine": "this"}
@@ -236,9 +230,3 @@ def test_json_of_any_depth(tmp_path: Path) -> None:
         assert recall("costs", of) is None
     path.write_text("[" * 40 + "]" * 40)
     read_json(path)
-
-
-def test_quantised_numbers_are_not_read(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(2).to(torch.float8_e5m2)}, tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match="holds float8_e5m2 in a. Quantised weights are not read here"):
-        load_tensors(tmp_path / "a.safetensors")

@@ -50,9 +50,6 @@ def logits_along(model: Any, text: Tensor) -> Tensor:
         return model(text).logits
 
 
-# The same draft. ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(5)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_early_exit_is_the_same_model(shape: str, tmp_path: Path) -> None:
@@ -121,9 +118,6 @@ def test_layers_of_several_kinds_that_are_not_the_first_are_noted(tmp_path: Path
         assert any("of several kinds" in note for note in export(root / "made", root / "out").notes) is noted
 
 
-# From the Hub, and another target. ------------------------------------------------------------------------------------
-
-
 def test_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
     commit, _ = publish_pair(hub)
     target = AutoModelForCausalLM.from_pretrained("org/target")
@@ -152,9 +146,6 @@ def test_the_target_elsewhere(tmp_path: Path) -> None:
     assert not (tmp_path / "unnamed").exists()
 
 
-# How many tokens. -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("speculation", "count"), [
     (SpeculationConfig("fixed", num_tokens=6), 6),
     (SpeculationConfig("threshold", num_tokens=6), 3),
@@ -170,9 +161,6 @@ def test_tokens_a_round(speculation: SpeculationConfig, count: int, tmp_path: Pa
     assert f"here {count}," in exported.notes[-1]
 
 
-# Refusals. ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_conditioned_draft_is_refused(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     made = SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target))
@@ -183,9 +171,6 @@ def test_a_conditioned_draft_is_refused(tmp_path: Path) -> None:
     assert f"`specdecpp train --draft eagle3 --target {tmp_path / 'target'} " in str(refusal.value)
     assert f"`specdecpp export NEW --output {tmp_path / 'out'}`" in str(refusal.value)
     assert [path.name for path in tmp_path.iterdir()] == ["assistant"]
-
-
-# The folder. ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_taken_is_refused_before_any_work(tmp_path: Path) -> None:

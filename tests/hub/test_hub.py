@@ -49,9 +49,6 @@ def paths(hub: HubServer, repo: str) -> list[str]:
     return [path for _, path, _ in hub.requests if path.startswith((f"/{repo}/", f"/api/models/{repo}"))]
 
 
-# --- one id ---
-
-
 @pytest.mark.every(2)
 @pytest.mark.parametrize("attached", [True, False])
 def test_push_and_load(
@@ -70,9 +67,6 @@ def test_push_and_load(
     if attached:
         assert (again.stats.drafted, again.stats.accepted) == counts
     assert (again.config.target_id, again.config.name_or_path) == ("org/target", "org/head")
-
-
-# --- which files are downloaded, and how ---
 
 
 def test_revision(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
@@ -165,9 +159,6 @@ def test_offline(hub: HubServer, assistant: SpecDecPPAssistant, target: PreTrain
     assert run.stdout.splitlines() == [str(repos.greedy(target))] * 3
 
 
-# --- Auto classes ---
-
-
 def test_auto_model(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
     assistant.push_to_hub("org/head")
     assistant.save_pretrained(tmp_path / "a")
@@ -194,9 +185,6 @@ def test_auto_tokenizer(hub: HubServer, target: PreTrainedModel, tmp_path: Path)
     assert AutoTokenizer.from_pretrained("org/head").get_vocab() == target_words
     assert AutoTokenizer.from_pretrained(tmp_path / "b").get_vocab() == target_words
     assert AutoTokenizer.from_pretrained("org/head", revision="dev").convert_ids_to_tokens(3) == "v3"
-
-
-# --- uploading ---
 
 
 def test_uploaded_files_and_their_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:

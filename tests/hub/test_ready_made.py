@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file
 from support.checkpoints import in_shards
 from support.eagle3_files import VARIANTS, Checkpoint
@@ -50,9 +49,6 @@ def assert_same(again: SpecDecPPAssistant, before: SpecDecPPAssistant, target: P
     assert all(torch.equal(value, again.head.state_dict()[name]) for name, value in before.head.state_dict().items())
 
 
-# Saved ----------------------------------------------------------------------------------------------------------------
-
-
 def test_overrides_are_saved(tmp_path: Path) -> None:
     target, overrides = tiny("llama"), {"norm_output": True, "rope_theta": 77.0, "reads": [2, 1, 0]}
     folder = VARIANTS["plain"].save(tmp_path / "draft")
@@ -65,9 +61,6 @@ def test_overrides_are_saved(tmp_path: Path) -> None:
     assert not torch.equal(drafted(plain, target), drafted(again, target)), "the test can tell them apart"
     reset = SpecDecPPAssistant.from_pretrained(tmp_path / "saved", target=target, eagle3={})
     assert torch.equal(drafted(plain, target), drafted(reset, target))
-
-
-# On the Hub -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every(2)
@@ -90,22 +83,6 @@ def test_both_repositories_are_read_at_their_commits(hub: HubServer, tmp_path: P
     assert {path.split("/")[0] for path in asked} == {commit}
     assert {path.split("/")[1] for path in asked} == {"config.json", "model.safetensors"}
     assert not torch.equal(drafted(SpecDecPPAssistant.from_pretrained("org/eagle", target=target), target), expected)
-
-
-def test_a_copy_in_the_place_of_a_draft_that_cannot_be_reached(hub: HubServer, tmp_path: Path) -> None:
-    target = tiny("llama")
-    publish(hub, VARIANTS["plain"].save(tmp_path / "draft"))
-    before = with_head("org/eagle", target)
-    before.save_pretrained(tmp_path / "saved")
-    shutil.rmtree(tmp_path / "cache")
-    hub.private("org/eagle", "theirs")
-    with pytest.raises(RepositoryNotFoundError):
-        SpecDecPPAssistant.from_pretrained(tmp_path / "saved", target=target)
-    again = SpecDecPPAssistant.from_pretrained(tmp_path / "saved", target=target, draft=tmp_path / "draft")
-    assert_same(again, before, target)
-    assert again.config.draft_id == "org/eagle", "what is saved again names the repository, not the copy"
-    with pytest.raises(ValueError, match="is a model, and an EAGLE-3 draft is none by itself.*folder or Hub id"):
-        SpecDecPPAssistant.from_pretrained(tmp_path / "saved", draft=target)
 
 
 def test_weights_that_are_not_in_the_cache_are_not_called_a_pickle(hub: HubServer, tmp_path: Path) -> None:
@@ -143,9 +120,6 @@ def look(folder: Path) -> Report:
 
 def contents(report: Report) -> dict[str, str]:
     return {file.name: file.problem or file.content for file in report.files}
-
-
-# Inspected ------------------------------------------------------------------------------------------------------------
 
 
 @DIALECTS
@@ -192,9 +166,6 @@ def test_weights_of_other_models_are_not_downloaded(hub: HubServer, tmp_path: Pa
     hub.commit("org/model", files_of(save_model(tiny("llama"), tmp_path / "model", None)))
     assert not inspect(Repository("org/model")).sound
     assert not any("safetensors" in path for _, path, _ in hub.requests if "/resolve/" in path)
-
-
-# Converted ------------------------------------------------------------------------------------------------------------
 
 
 def as_pickle(checkpoint: Checkpoint, folder: Path, dialect: str = "original", **others: Any) -> Path:

@@ -74,9 +74,6 @@ def change_tensors(path: Path, **changes: Tensor | None) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
 
 
-# --- files ---
-
-
 def test_the_folder_is_sound_before_it_is_damaged(folder: Path) -> None:
     target = tiny("llama")
     assistant = load(folder, target=target)
@@ -116,8 +113,6 @@ def test_a_missing_file(hub: HubServer, folder: Path, name: str) -> None:
     with pytest.raises(errors.EntryNotFoundError, match=name):
         load("org/head")
 
-
-# --- tensors ---
 
 TENSORS: list[tuple[str, dict[str, Any], str]] = [
     (HEAD, {"blocks__1__linear__weight": None}, "lacks blocks.1.linear.weight. It does"),
@@ -174,9 +169,6 @@ def test_released_head_is_sent_to_the_converter(folder: Path) -> None:
     (folder / "config.json").write_text('{"hidden_size": 32, "num_layers": 2}')
     with pytest.raises(ValueError, match="not of an hf_specdecpp assistant.*specdecpp inspect FOLDER --convert OUT"):
         load(folder)
-
-
-# --- config.json ---
 
 
 def test_unknown_fields_are_named(folder: Path) -> None:
@@ -334,9 +326,6 @@ def test_unknown_argument(folder: Path) -> None:
         load(folder, revison="v1")
 
 
-# --- what cannot be reached ---
-
-
 def test_what_the_hub_refuses(hub: HubServer, folder: Path) -> None:
     hub.commit("org/private", repos.files_of(folder))
     with pytest.raises(errors.RevisionNotFoundError, match="v9"):
@@ -360,9 +349,6 @@ def test_the_draft_is_gated(hub: HubServer, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="gated repo.*org/draft") as caught:
         load("org/head")
     assert isinstance(caught.value.__cause__, errors.GatedRepoError)
-
-
-# --- the wrong models ---
 
 
 def test_target_with_another_tokenizer(tmp_path: Path, folder: Path) -> None:

@@ -45,9 +45,6 @@ def bomb(mark: Path) -> bytes:
     return content
 
 
-# --- the source ---
-
-
 def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
     """Every call with the name of what is called, without the module."""
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -87,9 +84,6 @@ def test_unsafe_calls_are_seen(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text("import pickle\ntorch.load(path)\nAuto.from_pretrained(name, trust_remote_code=True)")
     assert len(unsafe(path)) == 3
-
-
-# --- pickles ---
 
 
 @pytest.mark.parametrize("name", ["acceptance_head.safetensors", "adapter/adapter_model.safetensors"])
@@ -240,9 +234,6 @@ def test_huge_weights_do_not_hang_tree_growth(monkeypatch: pytest.MonkeyPatch, t
     assert draws
 
 
-# --- code ---
-
-
 @pytest.fixture
 def hostile(tmp_path: Path, mark: Path) -> Path:
     """An assistant with code in all the places where transformers looks for some."""
@@ -306,6 +297,3 @@ def test_code_of_the_draft_is_not_run(hub: HubServer, tmp_path: Path, mark: Path
     with pytest.raises(ValueError, match="trust_remote_code"):
         SpecDecPPAssistant.from_draft("org/draft")
     assert not mark.exists()
-
-
-# --- inside the vocabulary ---

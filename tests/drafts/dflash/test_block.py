@@ -2,6 +2,7 @@
 
 And beside transformers' own class and generator, with the same weights, where they are."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from support.dflash_files import (
 )  # fmt: skip
 from support.formulas import attended, close, rms, rotated, states_of
 from support.models import prompt
-from support.rounds_anew import proposed
+from support.rounds_anew import check_rounds, proposed
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafting.draft import Reading
@@ -59,9 +61,6 @@ def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> Reading:
         session.begin_round(TEXT[:, before:length], 0, states[:, max(before - 1, 0) : length - 1])
         before = length
     return session
-
-
-# The formulas. --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -158,18 +157,6 @@ def test_a_tree_has_the_marginals_by_depth(tmp_path: Path) -> None:
         if not depth:
             assert torch.equal(logits[0], chain[0])
     assert session.passes == 1
-
-
-def test_a_head_that_is_narrower_than_the_targets_logits(tmp_path: Path) -> None:
-    draft, target = loaded(VARIANTS["plain"], tmp_path, "original")
-    session = draft.session(VOCAB + 3)
-    session.begin_round(TEXT[:, :3], 0, states_of(target, draft, TEXT[:, :2]))
-    found = session.step([])
-    assert found[0].shape == (VOCAB + 3,)
-    assert bool(found[0][VOCAB:].isinf().all())
-
-
-# transformers' own. ---------------------------------------------------------------------------------------------------
 
 
 def generator() -> Any:
@@ -302,3 +289,54 @@ def test_a_text_in_blocks() -> None:
     for place in (1, 4, 5, 16):
         anchor = 1 + (place - 1) // 4 * 4
         torch.testing.assert_close(hidden[1, place], alone(draft, states, 1, anchor)[place - anchor])
+
+
+OWN_ROWS: dict[str, Any] = {"draft_successors": False}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fixed": {"rule": "fixed", "num_tokens": 9},
+    "dyspec": {"tree": "dyspec", "tree_budget": 8},
+}
+
+
+HYBRID: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 0, "vocab_size": VOCAB, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None, "initializer_range": 0.2, "tie_word_embeddings": False,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+
+
+def hybrid_target() -> CausalLM:
+    """With recurrent layers, whose states are taken back where a candidate is rejected."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_next", **HYBRID)).double().eval()
+
+
+PAIRS: dict[str, tuple[Callable[[], CausalLM], str]] = {
+    **{name: (target_for, name) for name in ("windows alone", "the last layer read", "samples the anchor", "scaled")},
+    # Windows, scaled embeddings and logits of the target's own, and learned positions.
+    "gemma2": (lambda: target_for("gemma2", layer_types=["sliding_attention", "full_attention"] * 2), "windows"),
+    "granite": (lambda: target_for("granite"), "windows"),
+    "gpt2": (lambda: target_for("gpt2", n_layer=4), "windows"),
+    "hybrid": (hybrid_target, "windows"),
+}
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("name", PAIRS)
+def test_variants_and_other_targets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, variant = PAIRS[name]
+    target = make()
+    check_rounds(target, assisted(target, VARIANTS[variant], **SETTINGS["fixed"], **OWN_ROWS), TEXT, monkeypatch)
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_transformers_own_is_left_alone(is_attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, target = VARIANTS["plain"].theirs(), target_for()
+    assistant = assisted(target, VARIANTS["windows"]) if is_attached else None
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    output = target.generate(TEXT, assistant_model=theirs, speculation_type="dflash", **how)
+    assert torch.equal(output, target.generate(TEXT, **how))
+    assert assistant is None or assistant.stats.rounds == 0

@@ -65,24 +65,16 @@ def test_the_layers_own_frequencies() -> None:
         assert read_settings({**raw, **said}).layer["rope_parameters"] == {"rope_type": "default", "rope_theta": 77.0}
 
 
-# Refused. -------------------------------------------------------------------------------------------------------------
-
 WITH = {"dflash_config": {**PLAIN.config()["dflash_config"], "markov_rank": 8}}
 RELATIVES: dict[str, tuple[dict[str, Any], str]] = {
     "DSpark": ({"architectures": ["DSparkDraftModel"]}, "holds DSpark.*Markov"),
     "DSpark, by a value": (WITH, "holds DSpark"),
-    "DSpark of speculators": ({"speculators_model_type": "dspark"}, "holds DSpark"),
     "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, "holds DFlash2"),
-    "DFlash2 of speculators": ({"speculators_model_type": "dflash2"}, "holds DFlash2"),
     "another layer": ({"model_type": "glm4"}, "layers of type 'glm4'"),
     "a part of each head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "no mask": ({"dflash_config": {"target_layer_ids": [0]}}, "mask_token_id is missing"),
-    "text": ({"block_size": "16"}, "block_size='16'"),
     "no layers": ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": []}}, "reads layers \\[\\]"),
     "a block of one": ({"block_size": 1}, "block_size=1.*proposes\\s+nothing"),
-    "kinds of layers": ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types="),
-    "no kind at all": ({"layer_types": ["full_attention", "chunked"]}, "must be a list, each item one of"),
-    "heads": ({"num_key_value_heads": "2"}, "num_key_value_heads='2' must be a whole number"),
     "another depth": ({"num_target_layers": 9}, "was made for 9 layers, and there are 4"),
     "another target": ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0, 1, 7]}}, "\\[0, 1, 7\\].*are 4"),
     "a mask beyond it": ({"dflash_config": {"mask_token_id": 99, "target_layer_ids": [0, 1, 2]}}, "mask token 99"),
@@ -129,9 +121,6 @@ def said(checkpoint: Checkpoint, nested: dict[str, Any], **above: Any) -> DFlash
     return read_settings({name: value for name, value in raw.items() if value is not ...})
 
 
-# Which rows of a block are seen. --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("name", ["is_causal", "causal", "dflash_config.causal", "dflash_config.is_causal",
                                   "dflash_config.causal_head"])  # fmt: skip
@@ -155,9 +144,6 @@ def test_nonsense_is_refused(values: dict[str, Any]) -> None:
         said(PLAIN, values)
 
 
-# Windows. -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("types", [[FULL, FULL], ...])
 @pytest.mark.parametrize("above", [{}, {"sliding_window": 9}, {"use_sliding_window": False, "sliding_window": None}])
 def test_windows_for_all_layers(types: Any, above: dict[str, Any]) -> None:
@@ -178,8 +164,6 @@ def test_a_window_of_no_size(size: Any) -> None:
     with pytest.raises(ValueError, match="sliding_window"):
         said(PLAIN, {"use_swa": True, "swa_window_size": size}, sliding_window=None).layer_config()
 
-
-# Refused by name. -----------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Tensor], str]] = {
     "Domino": ({"projector_type": "domino", "gru_hidden_dim": 8}, {}, "holds Domino.*prefix_gru"),
@@ -203,9 +187,6 @@ def test_domino_by_its_architecture_alone() -> None:
     assert recognise({"architectures": ["DominoDraftModel"]}) is DFLASH
     with pytest.raises(ValueError, match="holds Domino"):
         read_settings({"architectures": ["DominoDraftModel"]})
-
-
-# Parts of the target in the file. -------------------------------------------------------------------------------------
 
 
 def parts_of(target: Any) -> dict[str, Tensor]:

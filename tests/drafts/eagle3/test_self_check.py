@@ -189,19 +189,3 @@ def test_a_draft_of_another_target(pair: tuple[Path, Path], tmp_path: Path) -> N
     code, output = inspect(pair[1], "--target", tmp_path)
     assert code == 1
     assert "reads states of 32 numbers, and they have 16 in LlamaForCausalLM" in output
-
-
-def test_only_what_can_be_misread_is_checked(draft: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    SpecDecPPAssistant.from_draft(draft).save_pretrained(tmp_path / "own")
-    code, output = inspect(tmp_path / "own", "--target", pair[0])
-    assert code == 1
-    assert "and this one," in output
-    assert "can be read in one way only" in output
-
-
-def test_what_is_not_sound_is_not_checked(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    Checkpoint().save(tmp_path, draft_vocab_size=9)
-    code, output = inspect(tmp_path, "--target", pair[0])
-    assert code == 1
-    assert "PROBLEM model.safetensors" in output
-    assert "agrees" not in output
