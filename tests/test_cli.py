@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import typer
-from safetensors.torch import load_file
 from support.assistant_files import FILES, edit_config, write_assistant
 from support.eagle3_files import VARIANTS
 from support.hub_server import HubServer, point_client_at
@@ -81,20 +80,6 @@ def test_a_draft_that_others_trained(tmp_path: Path) -> None:
     )
     for of_an_assistant in ("head none", "adapter", "tokenizer hash", "written by", "speculation", "warning"):
         assert of_an_assistant not in result.stdout
-
-
-def test_a_pickle_of_others_is_converted_as_the_error_says(tmp_path: Path) -> None:
-    folder, out = VARIANTS["plain"].save(tmp_path / "in"), tmp_path / "out"
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="specdecpp inspect .* --convert FOLDER") as error:
-        SpecDecPPAssistant.from_pretrained(folder)
-    words = str(error.value).split("specdecpp ")[1].split(". Then")[0].replace("FOLDER", str(out)).split()
-    result = run(*words)
-    assert result.exit_code == 0, result.output
-    assert text(result.stdout).startswith(f"repository {out} target not recorded draft EAGLE-3")
-    SpecDecPPAssistant.from_pretrained(out)
-    assert_error(run(*words, "--tied"), "already holds a config.json")
 
 
 def test_not_sound(folder: Path) -> None:

@@ -99,25 +99,6 @@ def test_a_draft_vocabulary_becomes_the_full_head(kind: str, tmp_path: Path) -> 
     assert exported.notes[0].startswith("Here the draft proposes 24 of 48 tokens.")
 
 
-def test_an_adapter_of_the_head_unties_it(tmp_path: Path) -> None:
-    target = save_target(tmp_path / "target", "llama tied")
-    assert target.lm_head.weight is target.get_input_embeddings().weight
-    exits_early(target, "llama tied", tmp_path / "assistant")
-    export(tmp_path / "assistant", tmp_path / "out")
-    again = load_model(tmp_path / "out")
-    assert again.config.tie_word_embeddings is False
-    assert not torch.equal(again.lm_head.weight, again.get_input_embeddings().weight)
-    assert torch.equal(again.get_input_embeddings().weight, target.lm_head.weight)
-
-
-def test_layers_of_several_kinds_that_are_not_the_first_are_noted(tmp_path: Path) -> None:
-    cases = ("gemma3 tied", [0, 2], True), ("gemma3 tied", [0, 1], False), ("llama", [0, 2], False)
-    for shape, layers, noted in cases:
-        root = tmp_path / f"{shape} {layers}"
-        SpecDecPPAssistant.from_early_exit(save_target(root / "target", shape), layers).save_pretrained(root / "made")
-        assert any("of several kinds" in note for note in export(root / "made", root / "out").notes) is noted
-
-
 def test_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
     commit, _ = publish_pair(hub)
     target = AutoModelForCausalLM.from_pretrained("org/target")

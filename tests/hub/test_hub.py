@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from support import repos
-from support.hub_server import HubServer, hub_env, point_client_at
+from support.hub_server import HubServer, hub_env
 from support.models import partly_agreeing, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -249,18 +249,8 @@ def test_private_and_branch(hub: HubServer, assistant: SpecDecPPAssistant) -> No
     assert SpecDecPPAssistant.from_pretrained("org/mine").speculation == SPECULATION
     with pytest.raises(RevisionNotFoundError):
         assistant.push_to_hub("org/mine", revision="no-such-branch")
-
-
-def test_errors_of_the_hub_pass_through(
-    hub: HubServer, assistant: SpecDecPPAssistant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(HfHubHTTPError, match="commits to branches only"):  # our Hub has no pull requests
-        assistant.push_to_hub("org/head", create_pr=True)
     with pytest.raises(TypeError, match="comit_message"):
-        assistant.push_to_hub("org/head", comit_message="typo")
-    point_client_at(monkeypatch, hub, tmp_path / "cache")
-    with pytest.raises(HfHubHTTPError, match="401"):
-        assistant.push_to_hub("org/other")
+        assistant.push_to_hub("org/mine", comit_message="typo")
 
 
 def test_saving_over_an_old_assistant(target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:

@@ -100,11 +100,6 @@ def test_other_layers_stand_there_twice(tmp_path: Path) -> None:
     assert any("llama.cpp" in note and "[1, 3, 4] are usual" in note for note in notes)
 
 
-def test_what_engines_do_not_serve_is_said(tmp_path: Path) -> None:
-    _, notes = described(VARIANTS["eagle-3.1"], tmp_path, 3)
-    assert any("fc_norm and norm_output (EAGLE-3.1)" in note for note in notes)
-
-
 def test_frequencies_are_written_as_older_readers_know_them(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = 64

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from support.eagle3_files import DRAFT_VOCAB, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP, VOCAB
-from support.formulas import states_of
 from support.models import prompt, tiny
 from torch import Tensor, nn
 from transformers import AutoConfig
@@ -179,18 +178,3 @@ def test_a_norm_of_states_matters(flag: str, part: str, tmp_path: Path) -> None:
     plain, drafter = saved(tmp_path, *VARIANTS["plain"]), loaded(tmp_path)
     setattr(drafter.fusion, part, UNIT_NORMS[part])
     assert difference(drafter, plain) > FAR
-
-
-@pytest.mark.parametrize("ids", [None, [2, 4, 5], [5, 2, 7]])
-@pytest.mark.filterwarnings("ignore:.*target-layer-ids")
-@torch.no_grad()
-def test_ids_count_what_goes_into_a_layer(ids: list[int] | None, tmp_path: Path) -> None:
-    """As transformers' `hidden_states` does. The list of the package is taken where a config has none."""
-    target = target_of(8)
-    target.save_pretrained(tmp_path / "target")
-    listed = package("models.utils").resolve_target_layer_ids(ids, str(tmp_path / "target"))
-    saved(tmp_path, {}, {"eagle_aux_hidden_state_layer_ids": ids})
-    drafter = loaded(tmp_path, target)
-    assert drafter.fusion.reads == [each - 1 for each in listed]
-    inputs = target(TEXT, output_hidden_states=True).hidden_states
-    assert torch.equal(states_of(target, drafter, TEXT), torch.cat([inputs[each] for each in listed], -1))
