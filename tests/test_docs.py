@@ -151,17 +151,10 @@ def test_python_runs(
         source = (ROOT / excerpt[1]).read_text(encoding="utf-8")
         assert -1 not in [source.find(call) for call in re.findall(r"\.\w+\(", code)]
     else:
-        run(code, names, folders, tmp_path, monkeypatch)
-
-
-def run(
-    code: str, names: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With folders of ours in the place of the ids that the page has."""
-    monkeypatch.chdir(tmp_path)
-    for name, of in IDS.items():
-        code = code.replace(f'"{name}"', repr(folders[of]))
-    exec(compile(code, "page", "exec"), names)  # noqa: S102
+        monkeypatch.chdir(tmp_path)
+        for name, of in IDS.items():  # folders of ours in the place of the ids that the page has
+            code = code.replace(f'"{name}"', repr(folders[of]))
+        exec(compile(code, "page", "exec"), names)  # noqa: S102
 
 
 def commands(code: str) -> list[str]:

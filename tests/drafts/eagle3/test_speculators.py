@@ -1,6 +1,4 @@
-"""EAGLE-3 drafts that the `speculators` package writes, beside its own forward pass (`make test-formats`).
-
-A draft of theirs is made at random (`random_draft`) or of a checkpoint (`draft_of`)."""
+"""EAGLE-3 drafts that the `speculators` package writes, beside its own forward pass (`make test-formats`)."""
 
 import importlib
 from collections.abc import Mapping
@@ -18,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import unrolled
-from hf_specdecpp.models.causal_lm import CausalLM
 
 pytestmark = pytest.mark.takes(60)
 
@@ -83,12 +80,6 @@ def random_draft(config: Any, seed: int = 0) -> Any:
     return draft
 
 
-def random_states(text: Tensor, width: int = 3 * HIDDEN, seed: int = 1) -> Tensor:
-    """`[1, n, width]` float64, in the place of a target's."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*text.shape, width, generator=generator, dtype=torch.float64)
-
-
 @torch.no_grad()
 def their_logits(draft: Any, text: Tensor, states: Tensor, steps: int) -> list[Tensor]:
     """For each step s = 1, 2, ... the logits `[n - s, VOCAB]` at the tokens s to n - 1 of a text; -inf where none are.
@@ -110,23 +101,6 @@ def their_logits(draft: Any, text: Tensor, states: Tensor, steps: int) -> list[T
     return found
 
 
-@torch.no_grad()
-def our_logits(drafter: Any, text: Tensor, states: Tensor, steps: int) -> list[Tensor]:
-    """The same of a draft of ours."""
-    found = enumerate(unrolled(drafter, text, states, steps), start=1)
-    return [drafter.logits(hidden[0, step:], VOCAB).double() for step, hidden in found]
-
-
-def largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """Infinite where only one of them has a token."""
-    both = zip(ours, theirs, strict=True)
-    return float(torch.stack([(one - other).abs()[one != other].max() for one, other in both]).max())
-
-
-def target_of(layers: int = 3) -> CausalLM:
-    return tiny("llama", num_hidden_layers=layers, head_dim=8)
-
-
 def saved(folder: Path, layer: dict[str, Any], settings: dict[str, Any]) -> Any:
     """A random draft of the package, which has written it to a folder."""
     draft = random_draft(config_of(layer, **settings))
@@ -134,13 +108,19 @@ def saved(folder: Path, layer: dict[str, Any], settings: dict[str, Any]) -> Any:
     return draft
 
 
-def loaded(folder: Path, target: CausalLM | None = None, **options: Any) -> Any:
-    return SpecDecPPAssistant.from_pretrained(folder, target=target or target_of(), **options).ready_drafter()
+def loaded(folder: Path, **options: Any) -> Any:
+    return SpecDecPPAssistant.from_pretrained(folder, target=tiny("llama", head_dim=8), **options).ready_drafter()
 
 
+@torch.no_grad()
 def difference(drafter: Any, draft: Any, steps: int = STEPS) -> float:
-    states = random_states(TEXT)
-    return largest_difference(our_logits(drafter, TEXT, states, steps), their_logits(draft, TEXT, states, steps))
+    """The largest one of any logit, in the steps along a text; infinite where only one of them has a token."""
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(*TEXT.shape, 3 * HIDDEN, generator=generator, dtype=torch.float64)
+    hidden = enumerate(unrolled(drafter, TEXT, states, steps), start=1)
+    ours = [drafter.logits(each[0, step:], VOCAB).double() for step, each in hidden]
+    both = zip(ours, their_logits(draft, TEXT, states, steps), strict=True)
+    return float(torch.stack([(one - other).abs()[one != other].max() for one, other in both]).max())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
