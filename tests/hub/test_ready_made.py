@@ -142,17 +142,6 @@ def test_inspected(tmp_path: Path, dialect: str) -> None:
     }
 
 
-def test_what_ids_mean_is_said_as_far_as_it_is_known(tmp_path: Path) -> None:
-    for ids, said in (
-        (None, "outputs of the usual three layers, since its config names none"),
-        ([1, 15, 28], "outputs of layers 1, 15, 28, counted from 0"),
-        ([2, 18, 30], "layers [2, 18, 30], where it depends on the target whether these are inputs or outputs"),
-    ):
-        folder = VARIANTS["plain"].save(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
-        assert look(folder).facts["reads of the target"].startswith(said)
-    assert look(VARIANTS["final state"].save(tmp_path)).facts["reads of the target"] == "its final state"
-
-
 def test_inspected_on_the_hub_in_several_files(hub: HubServer, tmp_path: Path) -> None:
     commit = publish(hub, in_shards(VARIANTS["plain"].save(tmp_path / "draft", "speculators")))
     report = inspect(Repository("org/eagle"))

@@ -12,7 +12,7 @@ from support.gemma4_files import VARIANTS, VOCAB, target_for
 from support.models import prompt, tiny
 from support.pretend_graph import pretend_graphs
 from support.repos import change_json
-from support.rounds_anew import Ear, Proposed, check_rounds, proposed
+from support.rounds_anew import Ear, check_rounds
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -94,32 +94,6 @@ def test_what_a_step_reads() -> None:
         assert float((session.step([])[0] - expected).abs().max()) > 1e-3, change
     assert sources(target.config) == {gemma4_files.SLIDING: 2, gemma4_files.FULL: 3}
     assert sources(gemma4_files.target_for("shares its own").config) == {gemma4_files.SLIDING: 0, gemma4_files.FULL: 1}
-
-
-def rows_read(each: Proposed) -> int:
-    """Of the target's cache, by transformers' generator."""
-    return min(each.given["model_outputs"].shared_kv_states[gemma4_files.FULL][0].shape[2], each.text.shape[1])
-
-
-@pytest.mark.every(3)
-@gemma4_files.WITH_GENERATOR
-@pytest.mark.parametrize("name", gemma4_files.VARIANTS)
-def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its candidates are ours, token for token and in their logits, from the first round on, wherever it reads what the
-    target has verified. After a rejection it also reads the row of the first rejected candidate."""
-    variant, changes = gemma4_files.VARIANTS[name], {"sliding_window": 64}
-    theirs, target = variant.theirs(seed=3, **changes), gemma4_files.target_for(variant.of, **changes)
-    heard, how = proposed(monkeypatch, gemma4_files.GENERATOR), {"max_new_tokens": 40, "do_sample": False}
-    assert torch.equal(target.generate(TEXT, assistant_model=theirs, **how), target.generate(TEXT, **how))
-    draft = drafted_by(theirs, target)
-    same = [each for each in heard if rows_read(each) == each.text.shape[1] - 1]
-    assert same[0].text.shape[1] == TEXT.shape[1] + 1, "the first round"
-    for text, candidates, logits, _ in same:
-        with torch.no_grad():
-            tokens, ours = chain(gemma4_files.begun(draft, target, text), len(candidates))
-        assert tokens == candidates
-        shown = ours.isfinite()
-        close(ours[shown], logits[shown])
 
 
 @torch.no_grad()
