@@ -13,7 +13,7 @@ from support.eagle3_files import VARIANTS
 from support.hub_server import HubServer, point_client_at
 from support.models import tiny
 from support.released_heads import ReleasedHead, save_bin, save_mixin
-from support.repos import save_chat_model, save_model
+from support.repos import files_of, save_chat_model, save_model
 from typer.testing import CliRunner, Result
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__, cli_options
@@ -126,22 +126,20 @@ def test_no_such_folder(tmp_path: Path) -> None:
     assert_error(run("inspect", missing), f"There is no folder '{missing}', and it cannot be a Hub id")
 
 
-def test_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with HubServer() as hub:
-        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*")}
-        commit = hub.commit("org/head", files)
-        hub.tag("org/head", "v1")
-        hub.commit("org/head", {"config.json": b"{}"})
-        hub.commit("org/gated", files)
-        hub.gate("org/gated")
-        point_client_at(monkeypatch, hub, tmp_path / "cache")
-        result = run("inspect", "org/head", "--revision", "v1")
-        assert result.exit_code == 0, result.output
-        assert text(result.stdout).startswith(f"assistant org/head at {commit}")
-        assert run("inspect", "org/head").exit_code == 1
-        assert_error(run("inspect", "org/head", "--revision", "v2"), "Revision Not Found")
-        assert_error(run("inspect", "org/other"), "Repository Not Found")
-        assert_error(run("inspect", "org/gated"), "Access to model org/gated is restricted")
+def test_hub(hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = hub.commit("org/head", files_of(folder))
+    hub.tag("org/head", "v1")
+    hub.commit("org/head", {"config.json": b"{}"})
+    hub.commit("org/gated", files_of(folder))
+    hub.gate("org/gated")
+    result = run("inspect", "org/head", "--revision", "v1")
+    assert result.exit_code == 0, result.output
+    assert text(result.stdout).startswith(f"assistant org/head at {commit}")
+    assert run("inspect", "org/head").exit_code == 1
+    assert_error(run("inspect", "org/head", "--revision", "v2"), "Revision Not Found")
+    assert_error(run("inspect", "org/other"), "Repository Not Found")
+    assert_error(run("inspect", "org/gated"), "Access to model org/gated is restricted")
+    hub.__exit__()
     assert_error(run("inspect", "org/never-seen"), "check your internet connection")
     point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
     assert_error(run("inspect", "org/never-seen"), "outgoing traffic has been disabled")
@@ -159,14 +157,11 @@ def test_convert(tmp_path: Path) -> None:
     assert "All files are sound." in output
 
 
-def test_convert_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = save_mixin(ReleasedHead(2), tmp_path / "in")
-    with HubServer() as hub:
-        files = {f"pair/{path.name}": path.read_bytes() for path in source.iterdir()}
-        hub.commit("org/heads", {**files, "other/model.safetensors": b"x"})
-        point_client_at(monkeypatch, hub, tmp_path / "cache")
-        result = run("inspect", "org/heads", "--subfolder", "pair", "--convert", tmp_path / "out")
-        assert not any("other" in path for _, path, _ in hub.requests)
+def test_convert_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
+    save_mixin(ReleasedHead(2), tmp_path / "heads/pair")
+    hub.commit("org/heads", {**files_of(tmp_path / "heads"), "other/model.safetensors": b"x"})
+    result = run("inspect", "org/heads", "--subfolder", "pair", "--convert", tmp_path / "out")
+    assert not any("other" in path for _, path, _ in hub.requests)
     assert result.exit_code == 0, result.output
     assert "tied=True" in text(result.stdout)
 

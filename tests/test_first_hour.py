@@ -180,16 +180,15 @@ def test_what_plain_generation_does_not_take_fails_as_it_does_there(name: str, p
     assert errors == [errors[0]] * 3
 
 
-def test_no_network(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with HubServer() as hub:
-        point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
-        for make in (lambda: load("org/head", target=place.target), lambda: load("org/head")):
-            said = "'org/head' is no folder here, and as a Hub id it is neither in the local"
-            with pytest.raises(OSError, match=said):
-                make()
-        with pytest.raises(OSError, match="couldn't find them in the cached files|offline"):
-            draft_with("org/draft", target=place.target)
-        assistant = load(place / "head", target=place.target)  # from a folder, with a draft in a folder
+def test_no_network(hub: HubServer, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
+    for target in (place.target, None):
+        with pytest.raises(OSError, match="'org/head' is no folder here, and as a Hub id it is neither in the local"):
+            load("org/head", target=target)
+    with pytest.raises(OSError, match="couldn't find them in the cached files|offline"):
+        draft_with("org/draft", target=place.target)
+    assistant = load(place / "head", target=place.target)  # from a folder, with a draft in a folder
+    assert hub.requests == []
     plain = place.target.generate(PROMPT, **GREEDY)
     assert torch.equal(place.generate(assistant), plain)
     assistant.detach()

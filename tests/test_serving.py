@@ -61,10 +61,6 @@ def test_the_target_keeps_its_config(to: Destination) -> None:
     assert (target.config.to_json_string(), target.generation_config.to_json_string()) == before
 
 
-def swap_kinds(model: CausalLM) -> None:
-    model.config.layer_types = model.config.layer_types[::-1]
-
-
 def shorten_windows(model: CausalLM) -> None:
     model.config.sliding_window = LONG_WINDOW // 2
 
@@ -79,7 +75,6 @@ def _scaled(output: Any) -> Any:
 
 
 @pytest.mark.parametrize(("spoil", "said"), [
-    (swap_kinds, "weights or settings differ, such as model.layers.0.self_attn.is_sliding"),
     (shorten_windows, "weights or settings differ, such as model.layers.0.self_attn.sliding_window"),
     (scale_logits, "its logits differ by up to"),
 ])  # fmt: skip

@@ -298,13 +298,6 @@ def test_oracle_drafts_exactly_what_stands_where_passes_cost_the_same() -> None:
     assert outcomes.drafted == outcomes.accepted == outcomes.generated - rounds
 
 
-def test_informed_bound_beats_the_drafts_own_probability() -> None:
-    replays = [made_up(seed) for seed in range(30)]
-    best = {row["family"]: row for row in sweep(replays, None, False, {"paper": PAPER})["best"]["paper"]}
-    assert best["informed bound"]["tokens_per_second"] > best["threshold (q)"]["tokens_per_second"]
-    assert best["fixed"]["gain_over_fixed"] == 0.0
-
-
 def test_pauses_cost_the_draft_its_reading() -> None:
     outcomes = Outcomes([[(0, 0, 5), (0, 0, 6), (2, 1, 7), (2, 2, 1), (1, 0, 2)]], [8])
     assert float(outcomes.seconds(Costs(1.0, (10.0,), read=0.5))[0]) == 5 * 10.0 + 5 * 1.0 + 3.5

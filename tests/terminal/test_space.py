@@ -159,17 +159,6 @@ def test_in_a_browser(space: Space) -> None:
             assert image.evaluate("image => image.complete && image.naturalWidth") > 200
 
 
-def test_the_picture_can_be_read_on_a_telephone(space: Space) -> None:
-    """Its letters, 13 pixels high where it is not made smaller, are at least 9; of the wide picture they would be 5."""
-    with page(viewport={"width": 390, "height": 844}) as tab:
-        tab.goto(space.url)
-        tab.get_by_label("Question").fill(space.question)
-        tab.get_by_role("button", name="Answer").click()
-        tab.wait_for_selector("picture img", timeout=120_000)
-        image = tab.locator("picture img")
-        assert 13 * image.evaluate("image => image.clientWidth / image.naturalWidth") > 9
-
-
 def panes(tab: Any) -> list[Any]:
     return tab.locator('div[style*="pre-wrap"]').all()[:2]
 
