@@ -278,3 +278,31 @@ def test_a_field_without_a_meaning_is_an_error() -> None:
 
     with pytest.raises(ValueError, match=r"Mute\.untold"):
         list(describe(Mute))
+
+
+# The files of the Space as Hugging Face reads them. --------------------------------------------------------------------
+
+
+SPACE = ROOT / "hub_cards" / "space"
+CARD = (SPACE / "README.md").read_text(encoding="utf-8")
+COLOURS = {"red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray"}
+
+
+def test_the_header_is_one_of_a_gradio_space() -> None:
+    header: dict[str, Any] = yaml.safe_load(CARD.split("---\n")[1])
+    assert header["sdk"] == "gradio"
+    assert (SPACE / header["app_file"]).is_file()
+    assert {header["colorFrom"], header["colorTo"]} <= COLOURS
+    assert len(header["short_description"]) <= 60
+    # The version that the tests run.
+    assert f"gradio=={header['sdk_version']}" in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_variables_of_the_space_are_those_of_its_program() -> None:
+    read = set(re.findall(r'os\.environ\.get\("([A-Z]+)"', (SPACE / "app.py").read_text(encoding="utf-8")))
+    assert set(re.findall(r"^\| `([A-Z]+)` \|", CARD, flags=re.MULTILINE)) == read != set()
+
+
+def test_the_space_installs_what_it_imports() -> None:
+    asked = (SPACE / "requirements.txt").read_text(encoding="utf-8")
+    assert re.search(r"^hf-specdecpp\[bench\]", asked, flags=re.MULTILINE)  # with matplotlib, which draws trees

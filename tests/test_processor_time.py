@@ -38,7 +38,5 @@ def test_processor_time_is_limited(pytester: pytest.Pytester, monkeypatch: pytes
     result = pytester.runpytest_inprocess("-p", "support.processor_time", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=3, failed=1)
     result.stdout.fnmatch_lines(
-        [
-            "This fast test took 0.[3-9] s of processor time, where 0.1 s are allowed *`@pytest.mark.takes(1)`.",
-        ]
+        ["This fast test took 0.[3-9] s of processor time, where 0.1 s are allowed *`@pytest.mark.takes(1)`."]
     )

@@ -247,13 +247,6 @@ def test_which_layers_ids_mean(ids: list[int] | None, depth: int, expected: list
     assert readings(ids, depth) == expected
 
 
-def test_ids_of_other_targets() -> None:
-    with pytest.raises(ValueError, match=r"reads layers \[2, 16, 29\] of its target, and this one has 16"):
-        readings([2, 16, 29], 16)
-    with pytest.raises(ValueError, match="a target of 3 layers is too small for the usual ones"):
-        readings(None, 3)
-
-
 def test_ids_of_speculators_count_inputs(tmp_path: Path) -> None:
     """Unless the list begins with 1: it was converted, and counts outputs."""
     for ids, reads in (([3, 1, 2], [2, 0, 1]), ([1, 2, 2], [1, 2, 2])):
