@@ -280,7 +280,7 @@ def test_a_field_without_a_meaning_is_an_error() -> None:
         list(describe(Mute))
 
 
-# The files of the Space as Hugging Face reads them. --------------------------------------------------------------------
+# The files of the Space as Hugging Face reads them. ------------------------------------------------------------------
 
 
 SPACE = ROOT / "hub_cards" / "space"
