@@ -1,6 +1,5 @@
 """`specdecpp`: what it prints and how it exits. What `inspect` finds is tested in test_inspection.py."""
 
-from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__, cli_options
 from hf_specdecpp.cli import app
+from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.terminal import demo
 
@@ -240,39 +240,13 @@ def test_drafts_that_others_have_published() -> None:
 # A command line that is made of a settings dataclass. -----------------------------------------------------------------
 
 
-@dataclass
-class Settings:
-    """Some of each kind.
-
-    Args:
-        target: what is timed, `required`.
-        max_prompts (prompts): the most of each set.
-        layers: of the exit.
-        data: may be repeated.
-        costs: likewise.
-        quick: off by default.
-        live: on by default.
-        merge: undecided by default.
-        output: a folder."""
-
-    target: str
-    max_prompts: int | None = field(default=None, metadata={"min": 1})
-    layers: int | list[int] = field(default=4, metadata={"parse": cli_options.parse_layers})
-    data: list[str] = field(default_factory=list)
-    costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
-    quick: bool = False
-    live: bool = True
-    merge: bool | None = None
-    output: Path = Path("out")
-
-
 def given(*arguments: str) -> Any:
     app, made = typer.Typer(), []
 
     @app.command()
-    @cli_options.options_of(Settings)
+    @cli_options.options_of(BenchmarkConfig)
     def command(**options: Any) -> None:
-        made.append(cli_options.settings_from(Settings, options))
+        made.append(cli_options.settings_from(BenchmarkConfig, options))
 
     result = CliRunner().invoke(app, arguments)
     return made[0] if made else result
@@ -286,12 +260,11 @@ def given(*arguments: str) -> Any:
     (["--data", "a", "--data", "b"], {"data": ["a", "b"]}),
     (["--costs", "0.1"], {"costs": ["0.1"]}),
     (["--quick", "--no-live"], {"quick": True, "live": False}),
-    (["--merge"], {"merge": True}),
-    (["--no-merge"], {"merge": False}),
+    (["--temperatures", "0.7"], {"temperatures": [0.7]}),
     (["--output", "there"], {"output": Path("there")}),
 ])  # fmt: skip
 def test_options_reach_the_fields(arguments: list[str], settings: dict[str, Any]) -> None:
-    assert given("--target", "x", *arguments) == Settings("x", **settings)
+    assert given("--target", "x", *arguments) == BenchmarkConfig("x", **settings)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--target", "x", "--max_prompts", "0"], ["--target", "x", "--no-quick"]])
@@ -300,9 +273,9 @@ def test_what_the_command_line_refuses(arguments: list[str]) -> None:
 
 
 def test_help_is_the_entry_of_the_docstring() -> None:
-    @cli_options.options_of(Settings)
+    @cli_options.options_of(BenchmarkConfig)
     def command(**_: Any) -> None: ...
 
     shown = {name: each.annotation.__metadata__[0] for name, each in signature(command).parameters.items()}
-    assert shown["target"].help == "What is timed, required."
-    assert shown["max_prompts"].help == "The most of each set."
+    assert shown["max_prompts"].help == "The most taken of each set, chosen by seed; all by default."
+    assert shown["max_new_tokens"].help == "The longest answer."
