@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import json
 import runpy
 import sys
 from dataclasses import asdict
@@ -137,26 +136,6 @@ Speculation pays here: the fastest, x (q), runs at 2.00 (1.50 to 2.50) times the
     assert f"| [small](benchmarks/small/report.md) | t, float32; d | {said} |" in page.read_text()
     assert page.read_text().startswith("before\n")
     assert "old" not in page.read_text()
-
-
-def test_publish_renews_the_speeds_of_a_card(tmp_path: Path) -> None:
-    renew = runpy.run_path(str(FOLDER / "publish_benchmark.py"))["renew_card"]
-    row = {"set": "s", "temperature": 0.0, "contestant": "ours", "tokens_per_second": 7.0, "speedup": 2.0,
-           "interval": [1.5, 2.5], "same_passes": 1.25, "same_passes_interval": [1.0, 1.5], "tokens_per_pass": 3.0,
-           "prompts": 4}  # fmt: skip
-    speeds = {"command": "specdecpp bench", "device": "a machine", "dtype": "float32", "rows": [row]}
-    (tmp_path / "results.json").write_text(json.dumps({"speeds": speeds}))
-    card = tmp_path / "README.md"
-    card.write_text("# Card\n\nMakes `generate()` old\n\n## Speed\n\nold\n\n## Training\n\nlast\n")
-    renew(tmp_path, card)
-    text = card.read_text()
-    assert (
-        "| s | 0.0 | ours | 7.0 | 2.00 (1.50 to 2.50) | 1.25 (1.00 to 1.50) | 3.00 | 4 |\n\n## Training\n\nlast\n"
-        in text
-    )
-    assert text.startswith("# Card\n\nDid not make `generate()` of the target faster"), "with the same passes it is not"
-    assert text.split("\n\n")[2] == "## Speed"
-    assert "old" not in text
 
 
 def test_plot_speeds(tmp_path: Path) -> None:
