@@ -8,12 +8,16 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
+from packaging.version import Version
 from support.distillation_files import prepare
 from support.models import assistant_of, tiny
+from support.pretend_graph import pretend_graphs
 from support.repos import save_model
 from torch import Tensor
 from transformers import Trainer
@@ -26,6 +30,26 @@ pytestmark = pytest.mark.apart
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imported from one another, with few layers and tokens."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("launch_bound", "beside_economize"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name, value in {"LAYERS": 3, "WARM_UP": 0, "NEW_TOKENS": 12}.items():
+        monkeypatch.setattr(importlib.import_module("launch_bound"), name, value)
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str, **constants: Any) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    module = runpy.run_path(str(FOLDER / name))
+    main = module["main"]
+    main.__globals__.update(constants)
+    if "LAYERS" in constants:
+        module["SHAPE"]["num_hidden_layers"] = constants["LAYERS"]
+    main()
 
 
 def test_imports_exist_and_docstrings_say_how_to_run_them() -> None:
@@ -63,10 +87,8 @@ def test_draft_temperatures(kind: str) -> None:
     assert q.shape == p.shape == (8, target.config.vocab_size)
 
 
-def test_round_overhead(capsys: pytest.CaptureFixture[str]) -> None:
-    main = runpy.run_path(str(FOLDER / "round_overhead.py"))["main"]
-    main.__globals__.update(NEW_TOKENS=4, REPETITIONS=1, LENGTHS=(2,))
-    main()
+def test_round_overhead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("round_overhead.py", monkeypatch, NEW_TOKENS=4, REPETITIONS=1, LENGTHS=(2,))
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["attached", "unattached", "stock"]
     assert [row.split(",")[0] for row in rows] == ["greedy", "sampled"]
@@ -201,3 +223,42 @@ def test_head_inputs() -> None:
         network = example["correction"](rows, width, seed=0)
         errors.append(float((example["corrected"](rows, network, width) - rows["label"]).abs().mean()))
     assert errors[1] < 0.02 < 0.1 < errors[0]
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="has no such drafts")
+@pytest.mark.usefixtures("examples")
+def test_beside_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers.modeling_layers import MtpModel
+
+    monkeypatch.setattr(MtpModel, "from_pretrained", MtpModel.from_pretrained)  # the example replaces it
+    run("beside_transformers.py", monkeypatch, "--repetitions", "1", LAYERS=6)
+    out = capsys.readouterr().out
+    assert out.count("│ yes") == 3 * 6
+    assert "│ no" not in out
+
+
+def test_bench_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU, of a tiny shape, with pretended graphs: a table for each batch size; texts are plain generation's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="There is no GPU here"):
+        run("bench_gpu.py", monkeypatch)
+    with pretend_graphs():
+        run(
+            "bench_gpu.py", monkeypatch, "--dry_run", "--batch_sizes", "1", "2", "--ours", "ours, 3 candidates",
+            "ours, tree of 15", SAMPLE=64,
+        )  # fmt: skip
+    report = capsys.readouterr().out
+    assert "**no GPU**" in report
+    assert f"torch {torch.__version__}" in report
+    tables = [part.splitlines() for part in report.split("## ")[1:]]
+    assert [table[0].split(",")[-1] for table in tables] == [" batch of 1", " batch of 2"]
+    rows = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line[:1] == "|"] for table in tables]
+    assert [row[0] for row in rows[0][2:]] == [
+        "plain generate()", "transformers' assisted, 5 candidates", "plain passes, captured by us",
+        "ours, 3 candidates", "ours, tree of 15",
+    ]  # fmt: skip
+    assert [row[6] for row in rows[0][2:]] == ["1 of 1"] * 5
+    assert [row[0] for row in rows[1][2:]] == ["plain generate()", "ours, 3 candidates"], "batches have no trees"
+    assert [row[6] for row in rows[1][2:]] == ["1 of 1"] * 2
+    assert all(" graphs made" in row[7] for row in [*rows[0][4:], *rows[1][3:]])
+    assert all("rounds captured" in row[7] for row in [*rows[0][5:], *rows[1][3:]])
