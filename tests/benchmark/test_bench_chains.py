@@ -24,8 +24,11 @@ from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.acceptance_head import Calibration
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import scalar_features
+from hf_specdecpp.generation import candidate_generator
+from hf_specdecpp.generation import text as verification
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.randomness import Randomness
+from hf_specdecpp.sampling.verification import verify_sampled
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -199,6 +202,59 @@ def head(inputs: str, hidden_size: int = 32) -> AcceptanceHead:
     return made
 
 
+class Following:
+    """Live randomness that decides as a record says: its coins, its candidates, its text."""
+
+    def __init__(self, replay: ChainReplay) -> None:
+        self.off_text, self.text = replay.off_text, replay.text
+        self.start = replay.text.prompt_length  # place in the text of what the round emits first
+        self.off: int | None = None  # place at which the round has left the text
+        self._begin_round()
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        if self.verifying:  # the token after the accepted candidates
+            token = self.text.ids[self.start + self.accepted]
+            self.start += self.accepted + 1
+            self._begin_round()
+            return torch.tensor(token)
+        place = self.start + self.drafted - self.text.first
+        if self.off is None and place in self.off_text:
+            self.off = place
+        self.drafted += 1
+        token = self.text.ids[self.text.first + place]
+        return torch.tensor(token if self.off is None else int(self.off_text[self.off][place - self.off].token))
+
+    def bernoulli(self, probability: float) -> bool:
+        stands = self.off is None or self.start + self.accepted - self.text.first < self.off
+        assert probability > 0.0 if stands else probability < 1.0
+        self.accepted += stands
+        return stands
+
+    def _begin_round(self) -> None:
+        self.drafted, self.accepted, self.off, self.verifying = 0, 0, None, False
+
+
+def live_rounds(
+    target: Any, assistant: Any, monkeypatch: pytest.MonkeyPatch, recorded: ChainReplay | None, **sampling: Any
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Text and rounds of a live run; a sampled one follows a record."""
+    with monkeypatch.context() as patch:
+        rounds = Rounds(patch)
+        if recorded is not None:
+            following = Following(recorded)
+
+            def verify(*args: Any) -> tuple[int, int]:
+                following.verifying = True
+                return verify_sampled(*args)
+
+            patch.setattr(candidate_generator, "TorchRandomness", lambda: following)
+            patch.setattr(verification, "verify_sampled", verify)
+        ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, **sampling)[
+            0
+        ].tolist()
+    return ids, rounds.outcomes
+
+
 @pytest.mark.every(3)
 @pytest.mark.parametrize("judged_by", ["q", "before", "after"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -216,21 +272,42 @@ def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypat
     for knobs in LIVE_RULES:
         told(assistant, **knobs)
         assistant.memory.clear()
-        with monkeypatch.context() as patch:
-            rounds = Rounds(patch)
-            live = target.generate(
-                prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=False
-            )
+        live, rounds = live_rounds(target, assistant, monkeypatch, None, do_sample=False)
         estimator = recorded_estimator("q" if judged_by == "q" else "head", assistant.head, greedy=True)
         replayed = replay.rounds(
             make_rule(
                 assistant.speculation, estimator, rates=AcceptanceRates(), min_tokens=assistant.decisions.min_tokens
             )
         )
-        assert live[0].tolist() == ids
-        assert [(drafted, accepted) for drafted, accepted, _ in replayed] == rounds.outcomes, knobs
-        lengths |= {drafted for drafted, _ in rounds.outcomes}
+        assert live == ids
+        assert [(drafted, accepted) for drafted, accepted, _ in replayed] == rounds, knobs
+        lengths |= {drafted for drafted, _ in rounds}
     assert len(lengths) > 2
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("judged_by", ["q", "before", "after"])
+def test_sampled_replays_are_the_live_runs_with_the_same_coins(judged_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target)
+    assistant.head = None if judged_by == "q" else head(judged_by)
+    torch.manual_seed(0)
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 0}
+    ids = target.generate(prompt(PROMPT_LENGTH), max_new_tokens=NEW_TOKENS, **sampling)[0].tolist()
+    text, fates = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS), set()
+    for seed, knobs in enumerate(LIVE_RULES):
+        recorded = ChainReplay(text, record(text, assistant, target, Sampling(0.8, 0), seed))
+        told(assistant, **knobs, verification="token")  # as records are made
+        assistant.memory.clear()
+        live, rounds = live_rounds(target, assistant, monkeypatch, recorded, **sampling)
+        estimator = recorded_estimator("q" if judged_by == "q" else "head", assistant.head, greedy=False)
+        least = assistant.decisions.min_tokens
+        rule = make_rule(assistant.speculation, estimator, rates=AcceptanceRates(), min_tokens=least)
+        replayed = recorded.rounds(rule)
+        assert live == ids
+        assert [(drafted, accepted) for drafted, accepted, _ in replayed] == rounds, knobs
+        fates |= {(accepted > 0, accepted < drafted) for drafted, accepted in rounds if drafted > 1}
+    assert fates == {(True, True), (True, False), (False, True)}
 
 
 def test_labels_are_those_of_the_verifier() -> None:

@@ -104,6 +104,31 @@ def test_chances_are_those_of_the_verifier(verification: Verification, algorithm
     assert len(accepted) >= 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "static" else [pytest.mark.slow]) for kind in KINDS]
+)
+def test_sampled_replays_agree_with_live_rounds_on_average(kind: str) -> None:
+    target = tiny("llama")
+    assistant = assistant_for(target, mix=0.7)
+    told(assistant, **KINDS[kind])
+    live, replayed, by_token = [0.0, 0.0], [0.0, 0.0], 0.0
+    contestant = Contestant(kind, kind, assistant.speculation)
+    for seed in range(12):
+        torch.manual_seed(seed)
+        replay = RoundReplay(text_of(target, do_sample=True, top_k=0), assistant, target, Sampling(1.0), seed)
+        with contestant.arguments(assistant, target):
+            for each in replay.rounds(assistant.setup()):
+                replayed[0] += 1
+                replayed[1] += each.accepted
+                by_token += each.by_token
+        target.generate(prompt(LENGTH), max_new_tokens=NEW_TOKENS, assistant_model=assistant, do_sample=True, top_k=0)
+        live[0] += assistant.stats.rounds
+        live[1] += assistant.stats.accepted
+    assert replayed[1] / replayed[0] == pytest.approx(live[1] / live[0], rel=0.12)
+    assert by_token < replayed[1], "block verification accepts more"
+
+
 def test_the_table_of_rounds() -> None:
     row = {"temperature": 1.0, "contestant": "fixed 3", "rounds": 10, "drafted": 30, "draft_passes": 30}
     rows = [

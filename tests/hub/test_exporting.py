@@ -64,6 +64,8 @@ def test_an_early_exit_is_the_same_model(shape: str, tmp_path: Path) -> None:
     assert torch.equal(logits_along(exported, text), logits_along(assistant.ready_drafter().model, text))
     assert not torch.equal(logits_along(exported, text), logits_along(early_exit(target, SHAPES[shape][2]), text))
     assert exported.config.num_hidden_layers == 2
+    tied = exported.get_output_embeddings().weight is exported.get_input_embeddings().weight
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is tied
     words = [AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("target", "out")]
     assert words[0] == words[1]
 

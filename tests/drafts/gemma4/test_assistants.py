@@ -147,10 +147,14 @@ def test_a_text_whose_cache_the_draft_reads_is_captured_in_whole_rounds_alone() 
         assert counts["replayed"] == 2 * assistant.stats.rounds + 1  # a pass that is compared with the target's own
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])
-@pytest.mark.parametrize("name", ["unified", "images"])
-def test_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, theirs = gemma4_files.other_pairs()[name]
+@pytest.mark.parametrize("name", ["unified", "images", *VARIANTS])
+def test_variants_and_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in VARIANTS:
+        target, theirs = target_for(VARIANTS[name].of), VARIANTS[name].theirs()
+    else:
+        target, theirs = gemma4_files.other_pairs()[name]
     speculation = SpeculationConfig(**{"rule": "threshold", **SETTINGS[settings]})
     assistant = SpecDecPPAssistant.from_draft(theirs, target=target, speculation=speculation)
     check_rounds(target, assistant, WORDS, monkeypatch, max_new_tokens=16)

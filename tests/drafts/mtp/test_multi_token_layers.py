@@ -169,6 +169,34 @@ def test_a_layer_of_inkling_with_a_window_is_what_its_mask_says(tmp_path: Path) 
 
 
 @pytest.mark.every(3)
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "num_layers"),
+    [("glm4_moe", 3), ("deepseek_v3", 2), ("mellum", 1), ("qwen3_next", 1), ("inkling_text", 3)],
+)
+def test_what_was_read_is_taken_back(family: str, num_layers: int, tmp_path: Path) -> None:
+    """Rounds with 0 to 5 candidates, of which 0 to all stand; some rounds draft nothing."""
+    target = Files(family, num_layers).load(tmp_path)
+    draft = fixed(target).ready_drafter()
+    session: Any = draft.session(VOCAB)
+    text, known, accepted = TEXT, 0, 0
+    generator = torch.Generator().manual_seed(0)
+    for drafts, stands in [(5, 0), (1, 1), (0, 0), (4, 2), (5, 5), (2, 0), (0, 0), (0, 0), (3, 1), (1, 0), (5, 3)]:
+        session.begin_round(text[:, known:], accepted, states_of(target, draft, text[:, :-1])[:, max(known - 1, 0) :])
+        path = torch.randint(VOCAB, (5,), generator=generator).tolist()
+        candidates = [torch.tensor(token) for token in path]
+        found = [session.step(candidates[:place])[0] for place in range(drafts)]
+        if drafts:
+            expected = drafted(target, draft, text, path[: drafts - 1])
+            torch.testing.assert_close(torch.stack(found), expected, rtol=1e-5, atol=1e-5)
+        assert session.length == text.shape[1] or num_layers == 1
+        assert session.passes == drafts
+        known, accepted = text.shape[1], stands
+        further = torch.randint(VOCAB, (1, 1), generator=generator)
+        text = torch.cat((text, torch.tensor([path[:stands]], dtype=torch.long), further), dim=1)
+
+
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_number_of_the_file_is_in_the_layer(family: str, tmp_path: Path) -> None:
     """Experts are put together as transformers does it with the target's own; nothing is left as it was made."""
