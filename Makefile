@@ -120,7 +120,7 @@ test-integrations: $(INTEGRATIONS)/.installed  ## Run the tests with lm-eval, TR
 	@$(PYTEST) PYTHONPATH=$(INTEGRATIONS) $(BIN)/pytest tests/integrations $(ARGS)
 
 test-space: $(SPACE)/.installed  ## Run the tests of the Space and of pictures, in Chromium if it is installed
-	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/terminal/test_space.py tests/terminal/test_picture.py $(ARGS)
+	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/terminal/test_space.py tests/terminal/test_listener.py $(ARGS)
 
 test-serving: $(SERVING)/.installed  ## Run the tests in which llama.cpp serves SmolLM2 with its early exit as the draft
 	@! test -d $(SERVING)/llama_cpp || { \

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import gemma4_files, mtp_files
-from support.dflash_files import VARIANTS
-from support.dflash_files import target_for as dflash_target
+from support import mtp_files
 from support.hub_server import HubServer, point_client_at
 from support.models import partly_agreeing, prompt, random_layer, tiny
 from support.repos import save_model
@@ -59,67 +57,28 @@ def test_settings_replace_those_of_a_draft(target: CausalLM, tmp_path: Path) -> 
     assert (again.speculation.rule, again.speculation.num_tokens) == ("fixed", 2)
 
 
-def test_only_calls_that_name_it(target: CausalLM) -> None:
-    assistant = assist(target, partly_agreeing(target), default=False)
-    text(target)
-    assert assistant.stats.generated == 0
-    text(target, assistant_model=assistant)
-    assert assistant.stats.generated == 12
-
-
-# What drafts ---------------------------------------------------------------------------------------------------------
-
-Made = tuple[CausalLM, Any]  # a target, and what is named as its draft
-
-
-def assistant_of_ours(folder: Path) -> Made:
-    SpecDecPPAssistant.from_early_exit(tiny("llama").float(), 1).save_pretrained(folder)
-    return tiny("llama").float(), folder
-
-
-def smaller_model(folder: Path) -> Made:
-    return tiny("llama").float(), save_model(partly_agreeing(tiny("llama").float()), folder)
-
-
-def model_object(_: Path) -> Made:
+def named(what: str, folder: Path) -> tuple[CausalLM, Any]:
+    """A target, and what is named as its draft."""
+    if what in ("mtp", "auto"):
+        return mtp_files.dense().load(folder), what
     target = tiny("llama").float()
-    return target, partly_agreeing(target)
+    if what == "an assistant's folder":
+        SpecDecPPAssistant.from_early_exit(target, 1).save_pretrained(folder)
+        return target, folder
+    drafts: dict[str, Callable[[], Any]] = {
+        "a model's folder": lambda: save_model(partly_agreeing(target), folder),
+        "a model": lambda: partly_agreeing(target),
+        "an assistant": lambda: SpecDecPPAssistant.from_draft(random_layer(target).float(), target),
+    }
+    return target, drafts[what]() if what in drafts else what
 
 
-def assistant_object(_: Path) -> Made:
-    target = tiny("llama").float()
-    return target, SpecDecPPAssistant.from_draft(random_layer(target).float(), target)
-
-
-def dflash(folder: Path) -> Made:
-    VARIANTS["plain"].save(folder)
-    return dflash_target(), str(folder)
-
-
-def gemma4(_: Path) -> Made:
-    return gemma4_files.target_for(), gemma4_files.VARIANTS["plain"].theirs()
-
-
-def own_layers(folder: Path) -> Made:
-    dense = {"first_k_dense_replace": mtp_files.DEPTH}
-    return mtp_files.Files("glm4_moe", 1, seed=7, overrides=dense).load(folder), "mtp"
-
-
-def own_layers_by_default(folder: Path) -> Made:
-    return own_layers(folder)[0], "auto"
-
-
-def lookups(_: Path) -> Made:
-    return tiny("llama").float(), "lookup"
-
-
-@pytest.mark.parametrize(("make", "kind"), [
-    (assistant_of_ours, "early_exit"), (smaller_model, "independent"), (model_object, "independent"),
-    (assistant_object, "eagle3"), (dflash, "dflash"), (gemma4, "gemma4"), (own_layers, "mtp"),
-    (own_layers_by_default, "mtp"), (lookups, "lookup"),
+@pytest.mark.parametrize(("what", "kind"), [
+    ("an assistant's folder", "early_exit"), ("a model's folder", "independent"), ("a model", "independent"),
+    ("an assistant", "eagle3"), ("mtp", "mtp"), ("auto", "mtp"), ("lookup", "lookup"),
 ])  # fmt: skip
-def test_whatever_is_named_drafts(make: Callable[[Path], Made], kind: str, tmp_path: Path) -> None:
-    target, draft = make(tmp_path)
+def test_whatever_is_named_drafts(what: str, kind: str, tmp_path: Path) -> None:
+    target, draft = named(what, tmp_path)
     plain, assistant = text(target), assist(target, draft)
     assert (text(target), assistant.kind.name, assistant.stats.generated) == (plain, kind, 12)
     assist(target, None)

@@ -1,9 +1,5 @@
 """`specdecpp`: what it prints and how it exits. What `inspect` finds is tested in test_inspection.py."""
 
-import json
-import subprocess
-import sys
-from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -11,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 import typer
-from safetensors.torch import load_file
 from support.assistant_files import FILES, edit_config, write_assistant
 from support.eagle3_files import VARIANTS
-from support.hub_server import HubServer, hub_env, point_client_at
+from support.hub_server import HubServer, point_client_at
 from support.models import tiny
 from support.released_heads import ReleasedHead, save_bin, save_mixin
-from support.repos import save_chat_model, save_model
+from support.repos import files_of, save_chat_model, save_model
 from typer.testing import CliRunner, Result
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__, cli_options
 from hf_specdecpp.cli import app
+from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.terminal import demo
 
@@ -52,13 +48,6 @@ def test_version() -> None:
     assert run("--version").stdout == f"{__version__}\n"
 
 
-def test_nothing_asked_shows_the_help() -> None:
-    assert "inspect" in run().output
-
-
-# inspect --------------------------------------------------------------------------------------------------------------
-
-
 def test_sound(folder: Path) -> None:
     result = run("inspect", folder)
     assert result.exit_code == 0, result.output
@@ -80,48 +69,17 @@ def test_sound(folder: Path) -> None:
     assert "warning" not in output
 
 
-@pytest.mark.parametrize("dialect", ["original", "speculators"])
-def test_a_draft_that_others_trained(tmp_path: Path, dialect: str) -> None:
-    verifier = {"speculators_config": {"verifier": {"name_or_path": "org/target"}}} if dialect == "speculators" else {}
-    folder = VARIANTS["norm_output"].save(tmp_path, dialect, **verifier)
+def test_a_draft_that_others_trained(tmp_path: Path) -> None:
+    verifier = {"speculators_config": {"verifier": {"name_or_path": "org/target"}}}
+    folder = VARIANTS["norm_output"].save(tmp_path, "speculators", **verifier)
     result = run("inspect", folder)
     assert result.exit_code == 0, result.output
-    output = text(result.stdout)
-    target = "org/target at a commit that is not recorded" if verifier else "not recorded"
-    assert output.startswith(f"repository {folder} target {target} draft EAGLE-3, 1 x llama, 32 wide reads of")
-    assert "reads of the target outputs of layers 1, 0, 2, counted from 0 flags norm_output rope_theta 10000" in output
-    assert "draft vocabulary 20 of 48 token ids" in output
-    assert "sound model.safetensors" in output
-    assert "All files are sound." in output
+    target = "org/target at a commit that is not recorded"
+    assert text(result.stdout).startswith(
+        f"repository {folder} target {target} draft EAGLE-3, 1 x llama, 32 wide reads"
+    )
     for of_an_assistant in ("head none", "adapter", "tokenizer hash", "written by", "speculation", "warning"):
-        assert of_an_assistant not in output
-    (folder / "model.safetensors").write_bytes(b"")
-    assert "PROBLEM model.safetensors model.safetensors is incomplete" in text(run("inspect", folder).stdout)
-
-
-def test_a_pickle_of_others_is_converted_as_the_error_says(tmp_path: Path) -> None:
-    folder, out = VARIANTS["plain"].save(tmp_path / "in"), tmp_path / "out"
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="specdecpp inspect .* --convert FOLDER") as error:
-        SpecDecPPAssistant.from_pretrained(folder)
-    words = str(error.value).split("specdecpp ")[1].split(". Then")[0].replace("FOLDER", str(out)).split()
-    result = run(*words)
-    assert result.exit_code == 0, result.output
-    assert text(result.stdout).startswith(f"repository {out} target not recorded draft EAGLE-3")
-    SpecDecPPAssistant.from_pretrained(out)
-    assert_error(run(*words, "--tied"), "already holds a config.json")
-
-
-def test_early_exit_without_head(tmp_path: Path) -> None:
-    unused: dict[str, Any] = {"draft_id": None, "head": None, "adapter": False, "draft_vocab_size": None}
-    folder = write_assistant(tmp_path, draft_kind="early_exit", draft_layers=[0, 2], **unused)
-    for name in FILES:
-        if name != "config.json":
-            (folder / name).unlink()
-    output = text(run("inspect", folder).stdout)
-    assert "draft layers 0, 2 of the target head none adapter none draft vocabulary all token ids" in output
-    assert "All files are sound." in output
+        assert of_an_assistant not in result.stdout
 
 
 def test_not_sound(folder: Path) -> None:
@@ -168,32 +126,23 @@ def test_no_such_folder(tmp_path: Path) -> None:
     assert_error(run("inspect", missing), f"There is no folder '{missing}', and it cannot be a Hub id")
 
 
-def test_no_such_subfolder(folder: Path) -> None:
-    assert_error(run("inspect", folder, "--subfolder", "small"), "has no folder 'small'")
-
-
-def test_hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with HubServer() as hub:
-        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*")}
-        commit = hub.commit("org/head", files)
-        hub.tag("org/head", "v1")
-        hub.commit("org/head", {"config.json": b"{}"})
-        hub.commit("org/gated", files)
-        hub.gate("org/gated")
-        point_client_at(monkeypatch, hub, tmp_path / "cache")
-        result = run("inspect", "org/head", "--revision", "v1")
-        assert result.exit_code == 0, result.output
-        assert text(result.stdout).startswith(f"assistant org/head at {commit}")
-        assert run("inspect", "org/head").exit_code == 1
-        assert_error(run("inspect", "org/head", "--revision", "v2"), "Revision Not Found")
-        assert_error(run("inspect", "org/other"), "Repository Not Found")
-        assert_error(run("inspect", "org/gated"), "Access to model org/gated is restricted")
+def test_hub(hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = hub.commit("org/head", files_of(folder))
+    hub.tag("org/head", "v1")
+    hub.commit("org/head", {"config.json": b"{}"})
+    hub.commit("org/gated", files_of(folder))
+    hub.gate("org/gated")
+    result = run("inspect", "org/head", "--revision", "v1")
+    assert result.exit_code == 0, result.output
+    assert text(result.stdout).startswith(f"assistant org/head at {commit}")
+    assert run("inspect", "org/head").exit_code == 1
+    assert_error(run("inspect", "org/head", "--revision", "v2"), "Revision Not Found")
+    assert_error(run("inspect", "org/other"), "Repository Not Found")
+    assert_error(run("inspect", "org/gated"), "Access to model org/gated is restricted")
+    hub.__exit__()
     assert_error(run("inspect", "org/never-seen"), "check your internet connection")
     point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
     assert_error(run("inspect", "org/never-seen"), "outgoing traffic has been disabled")
-
-
-# inspect --convert ----------------------------------------------------------------------------------------------------
 
 
 def test_convert(tmp_path: Path) -> None:
@@ -206,19 +155,13 @@ def test_convert(tmp_path: Path) -> None:
     assert "target org/target at a commit that is not recorded draft" in output
     assert "tied=True" in output
     assert "All files are sound." in output
-    config = json.loads((out / "config.json").read_text())
-    assert (config["draft_id"], config["draft_revision"]) == ("org/draft", "abc")
-    assert (config["target_id"], config.get("target_revision")) == ("org/target", None)
 
 
-def test_convert_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = save_mixin(ReleasedHead(2), tmp_path / "in")
-    with HubServer() as hub:
-        files = {f"pair/{path.name}": path.read_bytes() for path in source.iterdir()}
-        hub.commit("org/heads", {**files, "other/model.safetensors": b"x"})
-        point_client_at(monkeypatch, hub, tmp_path / "cache")
-        result = run("inspect", "org/heads", "--subfolder", "pair", "--convert", tmp_path / "out")
-        assert not any("other" in path for _, path, _ in hub.requests)
+def test_convert_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
+    save_mixin(ReleasedHead(2), tmp_path / "heads/pair")
+    hub.commit("org/heads", {**files_of(tmp_path / "heads"), "other/model.safetensors": b"x"})
+    result = run("inspect", "org/heads", "--subfolder", "pair", "--convert", tmp_path / "out")
+    assert not any("other" in path for _, path, _ in hub.requests)
     assert result.exit_code == 0, result.output
     assert "tied=True" in text(result.stdout)
 
@@ -228,9 +171,6 @@ def test_options_of_convert_need_it(folder: Path, option: list[str]) -> None:
     result = run("inspect", folder, *option)
     assert result.exit_code == 2
     assert "they need --convert OUT" in text(result.stderr.replace("│", " "))
-
-
-# export ---------------------------------------------------------------------------------------------------------------
 
 
 def test_export(tmp_path: Path) -> None:
@@ -254,9 +194,6 @@ def test_export_says_why_not(tmp_path: Path, folder: Path) -> None:
     assert_error(run("export", folder, "--output", tmp_path / "out"), "nothing to export")
     assert_error(run("export", tmp_path / "none", "--output", tmp_path / "out"), "There is no folder")
     assert not (tmp_path / "out").exists()
-
-
-# demo, chat, drafts ---------------------------------------------------------------------------------------------------
 
 
 def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,81 +237,34 @@ def test_drafts_that_others_have_published() -> None:
     assert_error(run("drafts", "org/none"), "No published draft of org/none is known here")
 
 
-# As a program ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # imports torch again
-def test_in_a_pipe(folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from hf_specdecpp.cli import app; app()", "inspect"]
-    with HubServer() as hub:
-        environment = hub_env(hub, tmp_path / "cache")
-    environment["COLUMNS"] = "40"
-    (folder / "draft_vocab.safetensors").unlink()
-    result = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert "PROBLEM  draft_vocab.safetensors" in result.stdout
-    assert "\x1b" not in result.stdout
-    assert result.stderr == ""
-
-
 # A command line that is made of a settings dataclass. -----------------------------------------------------------------
-
-
-@dataclass
-class Settings:
-    """Some of each kind.
-
-    Args:
-        target: what is timed, `required`.
-        max_prompts (prompts): the most of each set.
-        layers: of the exit.
-        data: may be repeated.
-        costs: likewise.
-        quick: off by default.
-        live: on by default.
-        merge: undecided by default.
-        output: a folder."""
-
-    target: str
-    max_prompts: int | None = field(default=None, metadata={"min": 1})
-    layers: int | list[int] = field(default=4, metadata={"parse": cli_options.parse_layers})
-    data: list[str] = field(default_factory=list)
-    costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
-    quick: bool = False
-    live: bool = True
-    merge: bool | None = None
-    output: Path = Path("out")
 
 
 def given(*arguments: str) -> Any:
     app, made = typer.Typer(), []
 
     @app.command()
-    @cli_options.options_of(Settings)
+    @cli_options.options_of(BenchmarkConfig)
     def command(**options: Any) -> None:
-        made.append(cli_options.settings_from(Settings, options))
+        made.append(cli_options.settings_from(BenchmarkConfig, options))
 
     result = CliRunner().invoke(app, arguments)
     return made[0] if made else result
 
 
-def test_defaults_are_those_of_the_dataclass() -> None:
-    assert given("--target", "x") == Settings("x")
-
-
 @pytest.mark.parametrize(("arguments", "settings"), [
+    ([], {}),
     (["--max_prompts", "2"], {"max_prompts": 2}),
     (["--max-prompts", "2"], {"max_prompts": 2}),
     (["--layers", "0,2"], {"layers": [0, 2]}),
     (["--data", "a", "--data", "b"], {"data": ["a", "b"]}),
     (["--costs", "0.1"], {"costs": ["0.1"]}),
     (["--quick", "--no-live"], {"quick": True, "live": False}),
-    (["--merge"], {"merge": True}),
-    (["--no-merge"], {"merge": False}),
+    (["--temperatures", "0.7"], {"temperatures": [0.7]}),
     (["--output", "there"], {"output": Path("there")}),
 ])  # fmt: skip
 def test_options_reach_the_fields(arguments: list[str], settings: dict[str, Any]) -> None:
-    assert given("--target", "x", *arguments) == Settings("x", **settings)
+    assert given("--target", "x", *arguments) == BenchmarkConfig("x", **settings)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--target", "x", "--max_prompts", "0"], ["--target", "x", "--no-quick"]])
@@ -383,22 +273,9 @@ def test_what_the_command_line_refuses(arguments: list[str]) -> None:
 
 
 def test_help_is_the_entry_of_the_docstring() -> None:
-    @cli_options.options_of(Settings)
+    @cli_options.options_of(BenchmarkConfig)
     def command(**_: Any) -> None: ...
 
     shown = {name: each.annotation.__metadata__[0] for name, each in signature(command).parameters.items()}
-    assert shown["target"].help == "What is timed, required."
-    assert shown["max_prompts"].help == "The most of each set."
-
-
-def test_parsing() -> None:
-    assert (cli_options.parse_layers("4"), cli_options.parse_layers("0,1,29")) == (4, [0, 1, 29])
-    assert (cli_options.parse_temperatures("0,0.7"), cli_options.parse_sizes("1,4,8")) == ([0.0, 0.7], [1, 4, 8])
-    assert (cli_options.parse_sizes(""), cli_options.parse_names("fixed*, dyspec")) == ([], ["fixed*", "dyspec"])
-    assert cli_options.parse_names("") == []
-    with pytest.raises(ValueError, match="--layers 'four' must be a number"):
-        cli_options.parse_layers("four")
-    with pytest.raises(ValueError, match="--temperatures 'hot' must be numbers"):
-        cli_options.parse_temperatures("hot")
-    with pytest.raises(ValueError, match="whole numbers such as 4 or 1,4,8"):
-        cli_options.parse_sizes("4.5")
+    assert shown["max_prompts"].help == "The most taken of each set, chosen by seed; all by default."
+    assert shown["max_new_tokens"].help == "The longest answer."

@@ -5,9 +5,9 @@ import random
 import re
 import runpy
 import shlex
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import pytest
@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import hf_specdecpp
 from hf_specdecpp.cli import app
-from hf_specdecpp.cli_options import Setting, describe
+from hf_specdecpp.cli_options import describe
 from hf_specdecpp.figures import median_of_ratios, ratio_of_sums
 from hf_specdecpp.training.configuration import TrainingConfig
 
@@ -151,17 +151,10 @@ def test_python_runs(
         source = (ROOT / excerpt[1]).read_text(encoding="utf-8")
         assert -1 not in [source.find(call) for call in re.findall(r"\.\w+\(", code)]
     else:
-        run(code, names, folders, tmp_path, monkeypatch)
-
-
-def run(
-    code: str, names: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With folders of ours in the place of the ids that the page has."""
-    monkeypatch.chdir(tmp_path)
-    for name, of in IDS.items():
-        code = code.replace(f'"{name}"', repr(folders[of]))
-    exec(compile(code, "page", "exec"), names)  # noqa: S102
+        monkeypatch.chdir(tmp_path)
+        for name, of in IDS.items():  # folders of ours in the place of the ids that the page has
+            code = code.replace(f'"{name}"', repr(folders[of]))
+        exec(compile(code, "page", "exec"), names)  # noqa: S102
 
 
 def commands(code: str) -> list[str]:
@@ -271,49 +264,6 @@ def test_intervals_cover_what_they_say(size: int) -> None:
     assert widths / 100 < 4.0 * 0.2 * 1.35 * 1.2533 / size**0.5 * 1.5
 
 
-# The meanings of settings, read from docstrings. ----------------------------------------------------------------------
-
-
-@dataclass
-class Inner:
-    """Inside.
-
-    Args:
-        kind: which of
-            the two.
-        low, high (tokens): bounds."""
-
-    kind: Literal["a", "b"] | None = None
-    low: int = 1
-    high: int = 2
-
-
-@dataclass
-class Outer:
-    """Outside.
-
-    Args:
-        name: of it: anything.
-        sizes (seconds per token): a list.
-
-    Raises:
-        ValueError: never."""
-
-    name: str
-    sizes: list[float] = field(default_factory=lambda: [0.5])
-    inner: Inner = field(default_factory=Inner)
-
-
-def test_fields_with_type_default_unit_and_meaning() -> None:
-    assert list(describe(Outer)) == [
-        Setting("name", MISSING, "str", "", "of it: anything."),
-        Setting("sizes", [0.5], "list[float]", "seconds per token", "a list."),
-        Setting("inner.kind", None, '"a" | "b" | None', "", "which of the two."),
-        Setting("inner.low", 1, "int", "tokens", "bounds."),
-        Setting("inner.high", 2, "int", "tokens", "bounds."),
-    ]
-
-
 def test_a_field_without_a_meaning_is_an_error() -> None:
     @dataclass
     class Mute:
@@ -328,3 +278,31 @@ def test_a_field_without_a_meaning_is_an_error() -> None:
 
     with pytest.raises(ValueError, match=r"Mute\.untold"):
         list(describe(Mute))
+
+
+# The files of the Space as Hugging Face reads them. ------------------------------------------------------------------
+
+
+SPACE = ROOT / "hub_cards" / "space"
+CARD = (SPACE / "README.md").read_text(encoding="utf-8")
+COLOURS = {"red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray"}
+
+
+def test_the_header_is_one_of_a_gradio_space() -> None:
+    header: dict[str, Any] = yaml.safe_load(CARD.split("---\n")[1])
+    assert header["sdk"] == "gradio"
+    assert (SPACE / header["app_file"]).is_file()
+    assert {header["colorFrom"], header["colorTo"]} <= COLOURS
+    assert len(header["short_description"]) <= 60
+    # The version that the tests run.
+    assert f"gradio=={header['sdk_version']}" in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+
+
+def test_the_variables_of_the_space_are_those_of_its_program() -> None:
+    read = set(re.findall(r'os\.environ\.get\("([A-Z]+)"', (SPACE / "app.py").read_text(encoding="utf-8")))
+    assert set(re.findall(r"^\| `([A-Z]+)` \|", CARD, flags=re.MULTILINE)) == read != set()
+
+
+def test_the_space_installs_what_it_imports() -> None:
+    asked = (SPACE / "requirements.txt").read_text(encoding="utf-8")
+    assert re.search(r"^hf-specdecpp\[bench\]", asked, flags=re.MULTILINE)  # with matplotlib, which draws trees

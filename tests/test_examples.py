@@ -2,19 +2,22 @@
 
 import ast
 import importlib
-import json
 import runpy
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
+from packaging.version import Version
 from support.distillation_files import prepare
 from support.models import assistant_of, tiny
+from support.pretend_graph import pretend_graphs
 from support.repos import save_model
 from torch import Tensor
 from transformers import Trainer
@@ -27,6 +30,26 @@ pytestmark = pytest.mark.apart
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
+
+
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imported from one another, with few layers and tokens."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("launch_bound", "beside_economize"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name, value in {"LAYERS": 3, "WARM_UP": 0, "NEW_TOKENS": 12}.items():
+        monkeypatch.setattr(importlib.import_module("launch_bound"), name, value)
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str, **constants: Any) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    module = runpy.run_path(str(FOLDER / name))
+    main = module["main"]
+    main.__globals__.update(constants)
+    if "LAYERS" in constants:
+        module["SHAPE"]["num_hidden_layers"] = constants["LAYERS"]
+    main()
 
 
 def test_imports_exist_and_docstrings_say_how_to_run_them() -> None:
@@ -51,12 +74,6 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert statistics[-1].startswith("verdict")
 
 
-def test_an_agent_without_smolagents_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "smolagents", None)
-    with pytest.raises(SystemExit, match="pip install smolagents"):
-        runpy.run_path(str(FOLDER / "agent.py"))
-
-
 @pytest.mark.parametrize("kind", ["conditioned", "independent"])
 def test_draft_temperatures(kind: str) -> None:
     """The distributions along an answer are those of the draft and of the target after the same tokens."""
@@ -70,10 +87,8 @@ def test_draft_temperatures(kind: str) -> None:
     assert q.shape == p.shape == (8, target.config.vocab_size)
 
 
-def test_round_overhead(capsys: pytest.CaptureFixture[str]) -> None:
-    main = runpy.run_path(str(FOLDER / "round_overhead.py"))["main"]
-    main.__globals__.update(NEW_TOKENS=4, REPETITIONS=1, LENGTHS=(2,))
-    main()
+def test_round_overhead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("round_overhead.py", monkeypatch, NEW_TOKENS=4, REPETITIONS=1, LENGTHS=(2,))
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["attached", "unattached", "stock"]
     assert [row.split(",")[0] for row in rows] == ["greedy", "sampled"]
@@ -145,26 +160,6 @@ Speculation pays here: the fastest, x (q), runs at 2.00 (1.50 to 2.50) times the
     assert "old" not in page.read_text()
 
 
-def test_publish_renews_the_speeds_of_a_card(tmp_path: Path) -> None:
-    renew = runpy.run_path(str(FOLDER / "publish_benchmark.py"))["renew_card"]
-    row = {"set": "s", "temperature": 0.0, "contestant": "ours", "tokens_per_second": 7.0, "speedup": 2.0,
-           "interval": [1.5, 2.5], "same_passes": 1.25, "same_passes_interval": [1.0, 1.5], "tokens_per_pass": 3.0,
-           "prompts": 4}  # fmt: skip
-    speeds = {"command": "specdecpp bench", "device": "a machine", "dtype": "float32", "rows": [row]}
-    (tmp_path / "results.json").write_text(json.dumps({"speeds": speeds}))
-    card = tmp_path / "README.md"
-    card.write_text("# Card\n\nMakes `generate()` old\n\n## Speed\n\nold\n\n## Training\n\nlast\n")
-    renew(tmp_path, card)
-    text = card.read_text()
-    assert (
-        "| s | 0.0 | ours | 7.0 | 2.00 (1.50 to 2.50) | 1.25 (1.00 to 1.50) | 3.00 | 4 |\n\n## Training\n\nlast\n"
-        in text
-    )
-    assert text.startswith("# Card\n\nDid not make `generate()` of the target faster"), "with the same passes it is not"
-    assert text.split("\n\n")[2] == "## Speed"
-    assert "old" not in text
-
-
 def test_plot_speeds(tmp_path: Path) -> None:
     """Each bar is the row that it names, in its column, and every kind of text has one. The same reports make the same
     picture."""
@@ -228,3 +223,42 @@ def test_head_inputs() -> None:
         network = example["correction"](rows, width, seed=0)
         errors.append(float((example["corrected"](rows, network, width) - rows["label"]).abs().mean()))
     assert errors[1] < 0.02 < 0.1 < errors[0]
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="has no such drafts")
+@pytest.mark.usefixtures("examples")
+def test_beside_transformers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers.modeling_layers import MtpModel
+
+    monkeypatch.setattr(MtpModel, "from_pretrained", MtpModel.from_pretrained)  # the example replaces it
+    run("beside_transformers.py", monkeypatch, "--repetitions", "1", LAYERS=6)
+    out = capsys.readouterr().out
+    assert out.count("│ yes") == 3 * 6
+    assert "│ no" not in out
+
+
+def test_bench_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU, of a tiny shape, with pretended graphs: a table for each batch size; texts are plain generation's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="There is no GPU here"):
+        run("bench_gpu.py", monkeypatch)
+    with pretend_graphs():
+        run(
+            "bench_gpu.py", monkeypatch, "--dry_run", "--batch_sizes", "1", "2", "--ours", "ours, 3 candidates",
+            "ours, tree of 15", SAMPLE=64,
+        )  # fmt: skip
+    report = capsys.readouterr().out
+    assert "**no GPU**" in report
+    assert f"torch {torch.__version__}" in report
+    tables = [part.splitlines() for part in report.split("## ")[1:]]
+    assert [table[0].split(",")[-1] for table in tables] == [" batch of 1", " batch of 2"]
+    rows = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line[:1] == "|"] for table in tables]
+    assert [row[0] for row in rows[0][2:]] == [
+        "plain generate()", "transformers' assisted, 5 candidates", "plain passes, captured by us",
+        "ours, 3 candidates", "ours, tree of 15",
+    ]  # fmt: skip
+    assert [row[6] for row in rows[0][2:]] == ["1 of 1"] * 5
+    assert [row[0] for row in rows[1][2:]] == ["plain generate()", "ours, 3 candidates"], "batches have no trees"
+    assert [row[6] for row in rows[1][2:]] == ["1 of 1"] * 2
+    assert all(" graphs made" in row[7] for row in [*rows[0][4:], *rows[1][3:]])
+    assert all("rounds captured" in row[7] for row in [*rows[0][5:], *rows[1][3:]])

@@ -85,12 +85,6 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         r"A model is needed here, and this is the name '.*target'. Load the model that it names: AutoModelForCausalLM",
     ),
     "the target's name, for a draft": (lambda p: draft_with(p / "draft", p / "target"), TypeError, "this is the name"),
-    "the target's folder": (lambda p: assist(p.folder, "lookup", default=False), TypeError, "this is the name"),
-    "the target's name, for its layers": (
-        lambda p: SpecDecPPAssistant.from_early_exit(p / "target", 2),
-        TypeError,
-        "this is the name",
-    ),
     "the target's name, conditioned": (
         lambda p: SpecDecPPAssistant.from_conditioned(p / "target", 2),
         TypeError,
@@ -136,21 +130,11 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         FileNotFoundError,
         r"There is no folder './my-head', and it cannot",
     ),
-    "no such draft": (
-        lambda p: draft_with("./my-draft", p.target),
-        FileNotFoundError,
-        "There is no folder './my-draft'",
-    ),
     # settings
     "settings as a dict": (
         lambda p: draft_with(p / "draft", p.target, speculation={"rule": "fixed"}),  # type: ignore[arg-type]
         TypeError,
         r"speculation=\{'rule': 'fixed'\} must be a SpeculationConfig, such as SpeculationConfig\(rule=",
-    ),
-    "settings as a name, later": (
-        lambda p: p.with_one(lambda a: setattr(a, "speculation", "fixed")),
-        TypeError,
-        "speculation='fixed' must be a SpeculationConfig",
     ),
     # processes
     "pickled": (
@@ -196,16 +180,15 @@ def test_what_plain_generation_does_not_take_fails_as_it_does_there(name: str, p
     assert errors == [errors[0]] * 3
 
 
-def test_no_network(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with HubServer() as hub:
-        point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
-        for make in (lambda: load("org/head", target=place.target), lambda: load("org/head")):
-            said = "'org/head' is no folder here, and as a Hub id it is neither in the local"
-            with pytest.raises(OSError, match=said):
-                make()
-        with pytest.raises(OSError, match="couldn't find them in the cached files|offline"):
-            draft_with("org/draft", target=place.target)
-        assistant = load(place / "head", target=place.target)  # from a folder, with a draft in a folder
+def test_no_network(hub: HubServer, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
+    for target in (place.target, None):
+        with pytest.raises(OSError, match="'org/head' is no folder here, and as a Hub id it is neither in the local"):
+            load("org/head", target=target)
+    with pytest.raises(OSError, match="couldn't find them in the cached files|offline"):
+        draft_with("org/draft", target=place.target)
+    assistant = load(place / "head", target=place.target)  # from a folder, with a draft in a folder
+    assert hub.requests == []
     plain = place.target.generate(PROMPT, **GREEDY)
     assert torch.equal(place.generate(assistant), plain)
     assistant.detach()

@@ -65,22 +65,26 @@ def test_every_name_is_there_and_no_other() -> None:
         _ = hf_specdecpp.Assistant
 
 
-def test_each_name_may_be_the_first() -> None:
-    """In a process of its own, which begins where transformers has been imported, and nothing of ours."""
-    failing = python(f"""
-import json, os, sys
-from transformers import PreTrainedModel, Trainer
-assert "hf_specdecpp" not in sys.modules
+def failing(before: str, statements: dict[str, str]) -> list[str]:
+    """Which statements fail, each in a process of its own, which begins after `before`."""
+    return python(f"""
+import json, os
+{before}
 failing = []
-for name in {hf_specdecpp.__all__!r}:
+for name, statement in {statements!r}.items():
     child = os.fork()
     if not child:
-        exec("from hf_specdecpp import " + name)
+        exec(statement)
         os._exit(0)
     if os.waitpid(child, 0)[1]:
         failing.append(name)
 print(); print(json.dumps(failing))""")
-    assert failing == []
+
+
+def test_each_name_may_be_the_first() -> None:
+    """Where transformers has been imported, and nothing of ours."""
+    before = "import sys\nfrom transformers import PreTrainedModel, Trainer\nassert 'hf_specdecpp' not in sys.modules"
+    assert failing(before, {name: f"from hf_specdecpp import {name}" for name in hf_specdecpp.__all__}) == []
 
 
 def test_checkers_and_the_interpreter_see_the_same_names() -> None:
@@ -98,13 +102,14 @@ def test_checkers_and_the_interpreter_see_the_same_names() -> None:
 
 # --- transformers knows us, though nothing of ours has been imported yet ---
 
+CONFIG, ASSISTANT = "hf_specdecpp.config.assistant.SpecDecPPConfig", "hf_specdecpp.assistant.SpecDecPPAssistant"
 DOORS = {
-    "config": "found = transformers.AutoConfig.from_pretrained(head)",
-    "model": "found = transformers.AutoModelForCausalLM.from_pretrained(head)",
-    "tokenizer": "found = [transformers.AutoTokenizer.from_pretrained(head)('w1 w2').input_ids]",
-    "pipeline": "found = transformers.pipeline('text-generation', model=target, assistant_model=head).assistant_model",
-    "new config": "found = transformers.AutoConfig.for_model('specdecpp', target_id='x')",
+    "transformers.AutoConfig.from_pretrained(head)": CONFIG,
+    "transformers.AutoConfig.for_model('specdecpp', target_id='x')": CONFIG,
+    "transformers.AutoModelForCausalLM.from_pretrained(head)": ASSISTANT,
+    "transformers.pipeline('text-generation', model=target, assistant_model=head).assistant_model": ASSISTANT,
 }
+TOKENIZER = "assert transformers.AutoTokenizer.from_pretrained(head)('w1 w2').input_ids == [1, 2]"
 FIRST = {
     "ours": "import hf_specdecpp\nimport transformers",
     "transformers": "import transformers\nimport hf_specdecpp",
@@ -125,34 +130,12 @@ def places(tmp_path: Path) -> str:
 @pytest.mark.every(3)
 @pytest.mark.parametrize("first", FIRST)
 def test_doors_by_name(first: str, places: str) -> None:
-    """Each in a process of its own, in which nothing was loaded before."""
-    names = python(f"""
-import json, os
-{FIRST[first]}
-from transformers import PreTrainedModel, pipelines
-{places}
-names = {{}}
-for door, statement in {DOORS!r}.items():
-    read, write = os.pipe()
-    if not os.fork():
-        exec(statement)
-        name = found if isinstance(found, list) else type(found).__module__ + "." + type(found).__name__
-        os.write(write, json.dumps(name).encode())
-        os._exit(0)
-    os.close(write)
-    names[door] = os.read(read, 1000).decode()
-print(); print(json.dumps(names))""")
-    ours = "hf_specdecpp.assistant.SpecDecPPAssistant"
-    assert {door: json.loads(name) for door, name in names.items()} == {
-        "config": "hf_specdecpp.config.assistant.SpecDecPPConfig",
-        "model": ours,
-        "tokenizer": [[1, 2]],
-        "pipeline": ours,
-        "new config": "hf_specdecpp.config.assistant.SpecDecPPConfig",
-    }
+    before = f"{FIRST[first]}\nfrom transformers import PreTrainedModel, pipelines\n{places}"
+    asked = {door: f"assert str(type({door})) == \"<class '{name}'>\"" for door, name in DOORS.items()}
+    assert failing(before, {**asked, "tokenizer": TOKENIZER}) == []
 
 
 def test_without_us_the_doors_are_shut(places: str) -> None:
     """So the tests above would fail if importing the package told transformers nothing."""
     with pytest.raises(AssertionError, match="does not recognize this architecture"):
-        python(f"import transformers\n{places}\n{DOORS['config']}")
+        python(f"import transformers\n{places}\n{list(DOORS)[0]}")

@@ -14,7 +14,7 @@ from support.zoo import tiny_of
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.early_exit import early_exit, per_layer
+from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.serving import Destination, Exported, plain_model_commands, write_plain_model
 
@@ -31,9 +31,6 @@ def to(tmp_path: Path) -> Destination:
 
 def write(model: CausalLM, to: Destination, config: SpecDecPPConfig = CONFIG) -> Exported:
     return write_plain_model(model, str(to.folder.parent / "words"), None, config, to)
-
-
-# Configs. -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "settings", "kept", "described"), [
@@ -57,23 +54,11 @@ def test_configs_describe_the_chosen_layers(
         assert torch.equal(load_model(to.folder)(prompt(24)).logits, draft(prompt(24)).logits)
 
 
-def test_numbers_of_layers_are_no_list_of_what_each_layer_is() -> None:
-    assert "mlp_only_layers" not in per_layer(tiny_of("qwen3_moe", mlp_only_layers=[0, 1, 2, 3]).config)
-    assert "layer_types" in per_layer(tiny_of("qwen2").config)
-
-
 def test_the_target_keeps_its_config(to: Destination) -> None:
     target = tiny_of("deepseek_v3", first_k_dense_replace=2).float()
     before = target.config.to_json_string(), target.generation_config.to_json_string()
     write(early_exit(target, [1, 3]), to)
     assert (target.config.to_json_string(), target.generation_config.to_json_string()) == before
-
-
-# Files that are not the draft. ----------------------------------------------------------------------------------------
-
-
-def swap_kinds(model: CausalLM) -> None:
-    model.config.layer_types = model.config.layer_types[::-1]
 
 
 def shorten_windows(model: CausalLM) -> None:
@@ -90,7 +75,6 @@ def _scaled(output: Any) -> Any:
 
 
 @pytest.mark.parametrize(("spoil", "said"), [
-    (swap_kinds, "weights or settings differ, such as model.layers.0.self_attn.is_sliding"),
     (shorten_windows, "weights or settings differ, such as model.layers.0.self_attn.sliding_window"),
     (scale_logits, "its logits differ by up to"),
 ])  # fmt: skip
@@ -131,9 +115,6 @@ def test_families_that_do_not_come_back_are_refused(family: str, kept: list[int]
         write(draft, to)
 
 
-# What is no plain model. ----------------------------------------------------------------------------------------------
-
-
 def test_a_model_of_images_is_refused(to: Destination) -> None:
     with pytest.raises(ValueError, match="reads more than text"):
         write(model_of("paligemma"), to)
@@ -168,9 +149,6 @@ def test_tokenizer_files_are_copied_as_they_are(to: Destination) -> None:
         assert (to.folder / name).read_bytes() == (words / name).read_bytes()
 
 
-# Notes and commands. --------------------------------------------------------------------------------------------------
-
-
 def test_generation_config_has_the_ends_of_texts_and_no_way_to_sample(to: Destination) -> None:
     draft = early_exit(tiny("llama").float(), 2)
     draft.generation_config.update(eos_token_id=[5, 7], temperature=0.6, do_sample=False)  # refused by transformers
@@ -183,28 +161,6 @@ def test_generation_config_has_the_ends_of_texts_and_no_way_to_sample(to: Destin
 def test_other_vocabulary_sizes_are_noted(to: Destination) -> None:
     notes = write(early_exit(tiny("llama").float(), 2), to, SpecDecPPConfig(vocab_size=64)).notes
     assert notes == ["The draft has 48 token ids and the target 64. vLLM wants equal numbers and may refuse the pair."]
-
-
-def test_commands() -> None:
-    to = Destination(Path("x"), Path("my draft"), "org/target", None, 4)
-    assert plain_model_commands(to) == {
-        "vLLM": [
-            "vllm serve org/target --speculative-config "
-            """'{"method":"draft_model","model":"my draft","num_speculative_tokens":4}'"""
-        ],
-        "SGLang": [
-            "python -m sglang.launch_server --model-path org/target --speculative-algorithm STANDALONE "
-            "--speculative-draft-model-path 'my draft' --speculative-num-steps 4 --speculative-eagle-topk 1 "
-            "--speculative-num-draft-tokens 5"
-        ],
-        "llama.cpp": [
-            "python convert_hf_to_gguf.py 'my draft' --outfile 'my draft.gguf'",
-            "llama-server -m target.gguf --spec-type draft-simple -md 'my draft.gguf' --spec-draft-n-max 4",
-        ],
-    }
-    unnamed = plain_model_commands(Destination(Path("x"), Path("d"), None, None, 4))
-    assert unnamed["vLLM"][0].startswith("vllm serve TARGET --spec")
-    assert unnamed["llama.cpp"][1].startswith("llama-server -m TARGET.gguf --spec-type draft-simple -md d.gguf")
 
 
 def test_the_guide_has_these_commands() -> None:

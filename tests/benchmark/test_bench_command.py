@@ -107,28 +107,6 @@ def test_the_report(ran: tuple[Path, Any]) -> None:
     assert re.search(r"- \d+ greedy texts were compared with those of plain generate\(\); 0 of ours differ.", report)
 
 
-def test_batches_go_on(target: PreTrainedModel, tmp_path: Path) -> None:
-    options = ("--max_new_tokens", "8", "--contestants", "fixed 3", "--temperatures", "0", "--no-replay", "--no-live")
-    for _ in range(2):
-        result = run_bench(target, tmp_path, *options, "--batch_size", "1,2")
-        assert result.exit_code == 0, result.output
-        assert len((tmp_path / "bench/runs.jsonl").read_text().splitlines()) == 3 * (2 + 1), "nothing is timed again"
-    result = run_bench(target, tmp_path, *options, "--batch_size", "9")
-    assert result.exit_code == 1, result.output
-    assert "batch_size=9, and there are 2 prompts" in result.output
-
-
-def test_a_conditioned_assistant_in_half_precision(target: PreTrainedModel, tmp_path: Path) -> None:
-    reading = AutoModelForCausalLM.from_pretrained(str(target.config.name_or_path))
-    SpecDecPPAssistant.from_conditioned(reading, [0]).save_pretrained(tmp_path / "assistant")
-    options = ("--assistant", str(tmp_path / "assistant"), "--dtype", "bfloat16", "--temperatures", "0")
-    result = run_bench(
-        target, tmp_path, *options, "--max_new_tokens", "4", "--contestants", "fixed 2", "--costs", "0.1"
-    )
-    assert result.exit_code == 0, result.output
-    assert "bfloat16" in (tmp_path / "bench/report.md").read_text()
-
-
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_everything(monkeypatch)
     options = ("--max_new_tokens", "16", "--contestants", "fixed 3", "--temperatures", "0", "--no-replay")
@@ -174,6 +152,7 @@ def test_replays_of_rollouts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("options", "says"), [
     (("--temperatures", "hot"), "must be numbers such as"),
     (("--contestants", "nobody"), "No contestant is called"),
+    (("--batch_size", "9"), "batch_size=9, and there are 2 prompts"),
     (("--costs", "nowhere.json"), "a ratio such as 0.1, nor a file"),
     (("--rollouts", "nowhere"), "has no folder `rollouts`"),
 ])  # fmt: skip

@@ -33,10 +33,9 @@ from hf_specdecpp.benchmark.live import (
     answer,
     explain_parting,
     mismatches,
-    rotated,
 )
 from hf_specdecpp.benchmark.loading import RUNS, Benchmark, Question, RunLog, in_batches
-from hf_specdecpp.benchmark.report import describe_mismatch, notes
+from hf_specdecpp.benchmark.report import describe_mismatch
 from hf_specdecpp.benchmark.summary import comparable, summarise
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.files import recall, remember
@@ -55,9 +54,6 @@ def benchmark(folder: Path, contestants: list[Contestant], **options: Any) -> Li
     config = BenchmarkConfig("target", max_new_tokens=24, **{"attempts": 1, "temperatures": [0.0], **options})
     log = RunLog(folder, {"seed": 0})
     return LiveBenchmark(Benchmark(config, target, assistant_for(target), contestants, QUESTIONS), log)
-
-
-# Rounds ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.takes(4)
@@ -95,12 +91,6 @@ def test_passes_of_transformers_own_speculation() -> None:
     assert min(watched["split"][0], watched["split"][2]) > 0.0
 
 
-def test_everyone_begins_once() -> None:
-    everyone = some_contestants()
-    firsts = [rotated(everyone, number)[0] for number in range(len(everyone))]
-    assert sorted(each.name for each in firsts) == sorted(each.name for each in everyone)
-
-
 def test_contestants_leave_the_assistant_as_it_was() -> None:
     target = tiny("llama")
     assistant = assistant_for(target)
@@ -122,9 +112,6 @@ def test_patterns() -> None:
     with pytest.raises(ValueError, match="No contestant is called 'fxied'"):
         choose(contestants, ["fxied"])
     assert {each.name for each in quick_contestants(False)} < {each.name for each in all_contestants(False)}
-
-
-# Resuming -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every(5, takes=3)
@@ -167,9 +154,6 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         RunLog(tmp_path, {"seed": 0, "threads": 2})
 
 
-# Disturbances ---------------------------------------------------------------------------------------------------------
-
-
 def test_disturbed_runs_are_repeated_and_the_quietest_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = iter([0.3, 0.2, 0.25, 0.0])
 
@@ -190,31 +174,6 @@ def test_waiting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with Disturbance() as load:
         pass
     assert (load.seconds, load.waited, load.others, load.disturbed) == (2.0, 0.25, 1.5, True)
-
-
-def test_where_the_system_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "_delays", lambda: None)
-    monkeypatch.setattr(live_module, "_machine", lambda: None)
-    with Disturbance() as load:
-        sum(range(1000))
-    assert load.others is None
-    assert 0.0 <= load.waited <= 1.0
-
-
-def test_the_report_says_what_others_did() -> None:
-    where = {"threads": 1, "device": "CPU", "processors": 2}
-    settings: dict[str, Any] = {"dtype": "float32", "target": "t", "draft_name": "d"}
-    settings |= {"products": "onednn int8"}
-    for others, said in ((1.0, True), (0.02, False), (None, False)):
-        row = {"contestant": "plain", "batch": 2, "disturbed": False, "others": others}
-        lines = notes({"settings": settings, "environment": where, "runs": [row] * 3})
-        assert any("1.0 of the machine's 2 processors" in line for line in lines) == said
-        assert any("int8" in line for line in lines)
-    half = notes({"settings": settings | {"products": "own"}, "environment": where, "runs": [row]})
-    assert not any("int8" in line for line in half)
-
-
-# Losslessness ---------------------------------------------------------------------------------------------------------
 
 
 def test_rounding_excuses_half_precision_only() -> None:
@@ -249,9 +208,6 @@ def test_a_wrong_text_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for each in found:
         assert each["texts"] == [f"w{token}" for token in each["tokens"]]
         assert f": 'w{each['tokens'][0]}' and 'w{each['tokens'][1]}', " in describe_mismatch(each)
-
-
-# Contestants ------
 
 
 def test_the_same_passes_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:

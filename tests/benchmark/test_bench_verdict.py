@@ -12,8 +12,8 @@ from support.plans import tell
 from support.repos import head_for
 from support.stopping_rules import decides, distribution_of, make_step
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
-from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants, without_draft
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants
 from hf_specdecpp.benchmark.replay.chains import BASELINES, AdaEDL
 from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, verdict
 from hf_specdecpp.drafts.kind import Parts
@@ -78,22 +78,6 @@ def test_the_next_step_is_the_fastest_of_ours() -> None:
         assert next_step(slow, contestants, assistant) == says, "lookups took part"
         says = "plain generate(), lookups (--lookup) or another draft for this target"
         assert next_step(slow, [contestants[0], *contestants[2:]], assistant) == says
-
-
-@pytest.mark.parametrize("kind", ["lookup", "untrained"])
-def test_what_did_not_pay_is_not_advised_again(kind: str) -> None:
-    """Nor a cheaper draft where nothing drafts, which the verdict left to the next step."""
-    target, make = tiny("llama"), SpecDecPPAssistant
-    assistant: Any = assist(target, "lookup", default=False) if kind == "lookup" else make.from_early_exit(target, 1)
-    assistant.config.target_id = "org/target"
-    contestants = without_draft() if kind == "lookup" else quick_contestants(has_head=False)
-    rows = [summary_row(contestants[-1].name, 0.9, 0.9), summary_row("plain", 1.0, 1.0)]
-    says = {
-        "lookup": "plain generate(), or a draft for this target: --assistant REPO, or specdecpp train",
-        "untrained": "specdecpp train --target org/target --data FILE --output DIR, a draft for this target",
-    }
-    assert next_step(rows, contestants, assistant) == says[kind]
-    assert "cheaper draft" not in verdict(rows)
 
 
 def test_what_overlaps_is_too_close_to_tell() -> None:
@@ -203,13 +187,3 @@ def test_adaedl_follows_the_acceptance_rate() -> None:
         moves.add(bound > before)
         assert rule.bound == pytest.approx(bound)
     assert moves == {True, False}
-
-
-def test_adaedl_keeps_its_bound_a_probability_and_ignores_empty_rounds() -> None:
-    for start, accepted in ((0.0, 1), (1.0, 0)):
-        rule = AdaEDL(start, 20)
-        tell(rule, 0, 0)
-        assert rule.bound == start
-        for _ in range(5):
-            tell(rule, 1, accepted)
-            assert rule.bound == start

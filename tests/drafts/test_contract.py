@@ -1,8 +1,6 @@
 """What every kind of draft does: generations are the target's, whatever rule, tree, processor, cache or batch; what it
 cannot do is refused with its own reason; stored and loaded again it drafts the same."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,58 +60,42 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# One of each kind, attached to its target. ----------------------------------------------------------------------------
-
-
+NAMES = [
+    "independent", "early_exit", "conditioned", "eagle3", "lookup", "eagle3 of others", "dflash", "gemma4", "mtp",
+    "mtp, several layers",
+]  # fmt: skip
 Pair = tuple[SpecDecPPAssistant, CausalLM]
 
 
-def of_target(kind: str, folder: Path) -> Pair:
+def pair(name: str, folder: Path) -> Pair:
+    """An assistant of each kind, attached to its target."""
+    if name.startswith("mtp"):
+        target = mtp_files.dense(1 if name == "mtp" else 3).load(folder)
+        return assist(target, "mtp", default=False), target
+    if name == "dflash":
+        target = dflash_files.target_for()
+        return SpecDecPPAssistant.from_pretrained(dflash_files.VARIANTS["windows"].save(folder), target), target
+    if name == "gemma4":
+        target = gemma4_files.target_for()
+        gemma4_files.VARIANTS["plain"].theirs().save_pretrained(folder)
+        return SpecDecPPAssistant.from_draft(folder, target), target
     target = tiny("llama")
-    if kind == "independent":
-        draft = save_model(partly_agreeing(target, 0.9), folder / "draft", None)
-        return SpecDecPPAssistant.from_draft(draft, target), target
-    if kind == "lookup":
+    if name == "eagle3 of others":
+        return SpecDecPPAssistant.from_pretrained(EAGLE3["plain"].save(folder), target), target
+    if name == "independent":
+        return SpecDecPPAssistant.from_draft(save_model(partly_agreeing(target, 0.9), folder, None), target), target
+    if name == "lookup":
         return assist(target, "lookup", default=False), target
-    return assistant_of(kind, target), target
+    return assistant_of(name, target), target
 
 
-def eagle3_of_others(folder: Path) -> Pair:
-    target = tiny("llama")
-    return SpecDecPPAssistant.from_pretrained(EAGLE3["plain"].save(folder / "draft"), target), target
-
-
-def dflash(folder: Path) -> Pair:
-    target, draft = dflash_files.target_for(), dflash_files.VARIANTS["windows"].save(folder / "draft")
-    return SpecDecPPAssistant.from_pretrained(draft, target), target
-
-
-def gemma4(folder: Path) -> Pair:
-    target = gemma4_files.target_for()
-    gemma4_files.VARIANTS["plain"].theirs().save_pretrained(folder / "draft")
-    return SpecDecPPAssistant.from_draft(folder / "draft", target), target
-
-
-def mtp(num_layers: int, folder: Path) -> Pair:
-    target = mtp_files.dense(num_layers).load(folder / "draft")
-    return assist(target, "mtp", default=False), target
-
-
-MAKERS: dict[str, Callable[[Path], Pair]] = {
-    **{kind: partial(of_target, kind) for kind in ("independent", "early_exit", "conditioned", "eagle3", "lookup")},
-    "eagle3 of others": eagle3_of_others,
-    "dflash": dflash,
-    "gemma4": gemma4,
-    "mtp": partial(mtp, 1),
-    "mtp, several layers": partial(mtp, 3),
-}
 NEVER_RIGHT = {"lookup", "eagle3 of others"}  # nothing is drawn; random weights among many tokens
-ALL = pytest.mark.parametrize("name", MAKERS)
+ALL = pytest.mark.parametrize("name", NAMES)
 
 
 def made(name: str, folder: Path, **settings: Any) -> Pair:
     """An assistant, and the target that it is attached to."""
-    assistant, target = MAKERS[name](folder)
+    assistant, target = pair(name, folder / "draft")
     chosen: dict[str, Any] = {**(settings or FIXED), "lookup": assistant.speculation.lookup}
     told(assistant, **chosen)
     return assistant, target
@@ -133,10 +115,7 @@ def check_text(assistant: SpecDecPPAssistant, target: CausalLM, **options: Any) 
 
 
 def test_every_kind_is_here(tmp_path: Path) -> None:
-    assert {MAKERS[name](tmp_path / name)[0].kind.name for name in MAKERS} == {kind.name for kind in KINDS}
-
-
-# Generations. ---------------------------------------------------------------------------------------------------------
+    assert {pair(name, tmp_path / name)[0].kind.name for name in NAMES} == {kind.name for kind in KINDS}
 
 
 @pytest.mark.every(11)
@@ -258,7 +237,7 @@ def test_on_a_pretended_device(name: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(
-    params=[(name, tree) for name in MAKERS for tree in (False, True)], ids=lambda each: f"{each[0]}-{each[1]}"
+    params=[(name, tree) for name in NAMES for tree in (False, True)], ids=lambda each: f"{each[0]}-{each[1]}"
 )
 def drawing(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
     """A pair that draws chains, and one that draws trees where such a draft can."""
@@ -354,9 +333,6 @@ def test_its_costs_are_assumed(name: str, tmp_path: Path) -> None:
     draft = assistant.ready_drafter()
     costs = Rounds(target, draft, assistant.head or DraftProbability(), 4).assumed()
     assert (costs.block, costs.draft > 0) == (draft.block, bool(draft.places))
-
-
-# Stored. --------------------------------------------------------------------------------------------------------------
 
 
 def drafted_by(assistant: SpecDecPPAssistant, target: CausalLM) -> tuple[list[int], list[int]]:

@@ -127,9 +127,6 @@ def test_exported_only_where_it_was_changed(name: str, tmp_path: Path) -> None:
             export(written(name, tmp_path / "theirs"), tmp_path / "out", str(tmp_path))
 
 
-# The target. ----------------------------------------------------------------------------------------------------------
-
-
 @ALL
 def test_a_target_of_another_width(name: str, tmp_path: Path) -> None:
     target = CASES[name].target(hidden_size=24)
@@ -149,9 +146,6 @@ def test_the_dtype_is_the_targets(name: str, tmp_path: Path) -> None:
     for each in frequencies:
         assert each.dtype == torch.float32
         assert not torch.equal(each, each.bfloat16().float())
-
-
-# Damaged. -------------------------------------------------------------------------------------------------------------
 
 
 def refused(name: str, folder: Path, match: str) -> None:
@@ -189,22 +183,6 @@ def test_other_tensors(damage: str, name: str, tmp_path: Path) -> None:
     change, reason = TENSORS[damage]
     norms = [pair for pair in weights_of(written(name, tmp_path)).items() if pair[1].dim() == 1]
     refused(name, edited(tmp_path, **change(*norms[0])), reason)
-
-
-FILES = {
-    "truncated": (lambda content: content[:-40], "incomplete or not a safetensors file"),
-    "garbage": (lambda _: b"\xff" * 64, "incomplete or not a safetensors file"),
-    "pointer": (lambda _: b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-}
-
-
-@ALL
-@pytest.mark.parametrize("damage", FILES)
-def test_a_damaged_file(damage: str, name: str, tmp_path: Path) -> None:
-    change, reason = FILES[damage]
-    path = written(name, tmp_path) / WEIGHTS
-    path.write_bytes(change(path.read_bytes()))
-    refused(name, tmp_path, reason)
 
 
 @ALL

@@ -38,9 +38,6 @@ IMPORTED = {
 }
 
 
-# Who asks. ------------------------------------------------------------------------------------------------------------
-
-
 @cache
 def nodes_of(source: str) -> list[ast.AST]:
     return list(ast.walk(ast.parse(source)))
@@ -95,9 +92,6 @@ def test_the_check_above_sees_names_imports_and_classes() -> None:
     assert imported_in("from hf_specdecpp.drafts.known import kind_of\nfrom hf_specdecpp.drafts import known") == {}
 
 
-# Which it is. ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_config_is_recognised_by_the_kind_itself() -> None:
     for kind in KINDS:
         raw = SpecDecPPConfig(draft_kind=kind.name).to_dict()
@@ -145,9 +139,6 @@ def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
         serves_its_own = form is not None and form.served_by is not None
         assert stored.export is not None or stored.unserved or serves_its_own
         assert stored.export is None or not (stored.unserved or serves_its_own)
-
-
-# A draft that is not a model a step. ----------------------------------------------------------------------------------
 
 
 def test_one_price_makes_the_rule_draft_the_whole_block() -> None:

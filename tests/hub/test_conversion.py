@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
-from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.models import assistant_for, tiny
 from support.released_heads import SIZE, Payload, ReleasedHead, save_bin, save_mixin, write_config
 from torch import Tensor
 from torch.testing import assert_close
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.conversion import convert, read_released_head
 from hf_specdecpp.hub.repository import load_config, load_head
@@ -38,9 +39,6 @@ def save_plain(
     tensors = {name: tensor.clone() for name, tensor in head.state_dict().items() if not name.startswith(drop)}
     save_file(tensors | (changed or {}), write_config(folder, **head.sizes) / "model.safetensors")
     return folder
-
-
-# Heads that judge the same --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("save", [save_bin, save_mixin])
@@ -104,9 +102,6 @@ def test_stored_as_float32(tmp_path: Path, dtype: torch.dtype, save: Any) -> Non
     assert_same(head, released.float())
 
 
-# What is written ------------------------------------------------------------------------------------------------------
-
-
 def test_the_folder_and_its_config(tmp_path: Path) -> None:
     source = save_bin(ReleasedHead(3), tmp_path / "released")
     models = {"draft_id": "org/draft", "draft_revision": "abc", "target_id": "org/target", "target_revision": "def"}
@@ -119,39 +114,10 @@ def test_the_folder_and_its_config(tmp_path: Path) -> None:
     assert (config["target_id"], config["target_revision"]) == ("org/target", "def")
 
 
-def test_an_assistant_with_a_converted_head_generates(tmp_path: Path) -> None:
-    target, released = tiny("llama"), ReleasedHead(2, hidden_size=32)
-    partly_agreeing(target).save_pretrained(tmp_path / "draft")
-    convert(save_bin(released, tmp_path / "released"), tmp_path / "out", draft_id=str(tmp_path / "draft"))
-    plain = target.generate(prompt(), max_new_tokens=12, do_sample=False)
-    assistant = SpecDecPPAssistant.from_pretrained(tmp_path / "out", target=target)
-    assert assistant.head is not None
-    answer = target.generate(prompt(), max_new_tokens=12, do_sample=False, assistant_model=assistant)
-    assert torch.equal(answer, plain)
-    assert assistant.stats.rounds > 0
-
-
-def test_without_a_draft_id_the_assistant_says_what_to_do(tmp_path: Path) -> None:
-    convert(save_bin(ReleasedHead(1), tmp_path / "released"), tmp_path / "out")
-    with pytest.raises(ValueError, match=r"no draft model \(draft_id\).*from_pretrained\(repo, draft=model"):
-        SpecDecPPAssistant.from_pretrained(tmp_path / "out")
-
-
 def test_an_assistant_without_a_head_has_none_to_load(tmp_path: Path) -> None:
     assistant_for(tiny("llama"), attached=False).config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no acceptance head"):
         load(tmp_path)
-
-
-def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
-    source = save_bin(ReleasedHead(1), tmp_path)
-    before = (source / "config.json").read_text()
-    with pytest.raises(FileExistsError, match=r"already holds a config.json.*Choose a new folder"):
-        convert(source, source)
-    assert (source / "config.json").read_text() == before
-
-
-# Refused --------------------------------------------------------------------------------------------------------------
 
 
 def assert_refused(folder: Path, match: str, tied: bool | None = None, error: Any = ValueError) -> None:
@@ -173,11 +139,6 @@ def test_told_tied_but_the_tensors_differ(tmp_path: Path) -> None:
         assert_refused(folder, r"3 different blocks \(by up to 0\.\d+\).*Leave --tied", tied=True)
 
 
-def test_told_tied_but_two_of_the_stored_blocks_differ(tmp_path: Path) -> None:
-    folder = save_plain(ReleasedHead(3, tied=False), tmp_path / "in", drop=("model.2.linear",))
-    assert_refused(folder, "3 different blocks", tied=True)
-
-
 @pytest.mark.parametrize("tied", [None, True])
 @pytest.mark.parametrize("says", [2, 4])
 def test_another_depth_than_the_config_says(tmp_path: Path, says: int, tied: bool | None) -> None:
@@ -186,46 +147,46 @@ def test_another_depth_than_the_config_says(tmp_path: Path, says: int, tied: boo
     assert_refused(folder, f"hidden_size=6, num_layers={says}, which needs model.0.*do not belong together", tied)
 
 
+def with_bias(value: float, name: str = "model.0.linear.bias", depth: int = 3) -> ReleasedHead:
+    """In float64."""
+    released = ReleasedHead(depth).double()
+    released.state_dict()[name][1] = value
+    return released
+
+
+WHOLE = {"model.0.bias": torch.zeros(2, dtype=torch.int64)}
+WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no output layer": (lambda to: save_plain(ReleasedHead(1), to, drop=("model.1.",)), r"needs .*model\.1\.weight"),
+    "whole numbers": (
+        lambda to: save_plain(ReleasedHead(0), to, changed=WHOLE), r"model\.0\.bias is \[2\] int64.*floating point"
+    ),
+    "not a number": (lambda to: save_bin(with_bias(torch.nan), to), r"NaN or infinite .*model\.0\.linear\.bias"),
+    "infinite": (lambda to: save_mixin(with_bias(torch.inf), to), r"NaN or infinite .*model\.0\.linear\.bias"),
+    "too large": (lambda to: save_bin(with_bias(1e300, "model.0.bias", 0), to), r"NaN or infinite .*model\.0\.bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", WEIGHTS)
+def test_weights_that_are_none(tmp_path: Path, damage: str) -> None:
+    save, match = WEIGHTS[damage]
+    save(tmp_path / "in")
+    assert_refused(tmp_path / "in", match)
+
+
 def test_another_size_than_the_config_says(tmp_path: Path) -> None:
     folder = save_bin(ReleasedHead(3), tmp_path / "in")
     write_config(folder, hidden_size=8, num_layers=3)
     assert_refused(folder, r"model\.0\.linear\.weight is \[6, 6\] float32, but .*hidden_size=8.*\[8, 8\]")
 
 
-def test_no_output_layer(tmp_path: Path) -> None:
-    assert_refused(save_plain(ReleasedHead(1), tmp_path / "in", drop=("model.1.",)), r"needs .*model\.1\.weight")
-
-
-def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
-    folder = save_plain(ReleasedHead(0), tmp_path / "in", changed={"model.0.bias": torch.zeros(2, dtype=torch.int64)})
-    assert_refused(folder, r"model\.0\.bias is \[2\] int64.*floating point")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("save", [save_bin, save_mixin])
-def test_broken_numbers(tmp_path: Path, value: float, save: Any) -> None:
-    released = ReleasedHead(3)
-    released.state_dict()["model.0.linear.bias"][1] = value
-    assert_refused(save(released, tmp_path / "in"), r"NaN or infinite values in .*model\.0\.linear\.bias")
-
-
-def test_too_large_for_float32(tmp_path: Path) -> None:
-    released = ReleasedHead(0).double()
-    released.state_dict()["model.0.bias"][1] = 1e300
-    assert_refused(save_bin(released, tmp_path / "in"), r"NaN or infinite values in model\.0\.bias")
-
-
 @pytest.mark.parametrize(("text", "match"), [
     ("{", "not valid JSON"),
     ("[]", "hidden_size=None and num_layers=None"),
-    ('{"hidden_size": 6}', "hidden_size=6 and num_layers=None"),
     ('{"hidden_size": "6", "num_layers": 3}', "hidden_size='6'"),
     ('{"hidden_size": 6, "num_layers": true}', "num_layers=True"),
-    ('{"hidden_size": 0, "num_layers": 3}', "hidden_size=0"),
     ('{"hidden_size": 6, "num_layers": -1}', "num_layers=-1"),
     ('{"hidden_size": 6, "num_layers": 10000000}', "num_layers=10000000; .* from 0 to 64"),
     ('{"model_type": "specdecpp"}', "in our format already"),
-    ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
 ])  # fmt: skip
 def test_config_of_something_else(tmp_path: Path, text: str, match: str) -> None:
     folder = save_bin(ReleasedHead(3), tmp_path / "in")
@@ -247,9 +208,6 @@ def test_several_files(tmp_path: Path) -> None:
     assert_refused(folder, r"several safetensors files \(a\.safetensors, b\.safetensors\)")
     (folder / "a.safetensors").rename(folder / "model.safetensors")
     read_released_head(folder)
-
-
-# Pickles --------------------------------------------------------------------------------------------------------------
 
 
 def malicious(folder: Path, proof: Path, form: str) -> None:
@@ -306,28 +264,22 @@ def test_a_pickle_beside_safetensors_is_not_opened(tmp_path: Path, form: str, mo
     assert not proof.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage" * 20, b"\x80", b"PK\x03\x04", b"\x80\x02}q\x00("])
-def test_damaged_pickles(tmp_path: Path, content: bytes) -> None:
-    folder = write_config(tmp_path / "in", hidden_size=SIZE, num_layers=3)
-    (folder / "pytorch_model.bin").write_bytes(content)
-    assert_refused(folder, "is damaged or holds more than tensors")
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+PICKLE = "is damaged or holds more than tensors"
+FILES: list[tuple[str, Callable[[bytes], bytes], str]] = [
+    *(("pytorch_model.bin", lambda _, new=new: new, PICKLE) for new in (b"", b"garbage" * 20, b"\x80", b"PK\x03\x04")),
+    ("pytorch_model.bin", lambda content: content[:-100], PICKLE),
+    ("model.safetensors", lambda content: content[:-100], "incomplete or not a safetensors file"),
+    *((name, lambda _: POINTER, f"{name} is a git-LFS pointer") for name in ("pytorch_model.bin", "model.safetensors")),
+]  # fmt: skip
 
 
-def test_truncated_files(tmp_path: Path) -> None:
-    for save, name, match in (
-        (save_bin, "pytorch_model.bin", "is damaged or holds more than tensors"),
-        (save_mixin, "model.safetensors", "incomplete or not a safetensors file"),
-    ):
-        path = save(ReleasedHead(3), tmp_path / name) / name
-        path.write_bytes(path.read_bytes()[:-100])
-        assert_refused(path.parent, match)
-
-
-def test_pointers(tmp_path: Path) -> None:
-    for name in ("pytorch_model.bin", "model.safetensors"):
-        folder = write_config(tmp_path / name, hidden_size=SIZE, num_layers=3)
-        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-        assert_refused(folder, rf"{name} is a git-LFS pointer.*git lfs pull")
+@pytest.mark.parametrize(("name", "damage", "match"), FILES)
+def test_damaged_files(tmp_path: Path, name: str, damage: Callable[[bytes], bytes], match: str) -> None:
+    save = save_bin if name.endswith(".bin") else save_mixin
+    path = save(ReleasedHead(3), tmp_path / "in") / name
+    path.write_bytes(damage(path.read_bytes()))
+    assert_refused(path.parent, match)
 
 
 @pytest.mark.parametrize("content", [

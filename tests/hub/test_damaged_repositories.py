@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from support.damage import CODE, MAKERS, Sound, bounded, check, copied, damaged, mappings
 from support.models import tiny
 from support.repos import change_json, save_assistant, save_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.files import _measured_path, load_tensors, read_json, recall, remember
+from hf_specdecpp.files import _measured_path, read_json, recall, remember
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
@@ -38,38 +36,19 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.5, "original_max_pos
 LAYERS = "num_hidden_layers={} must be a whole number from 1 to 64"
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     # Numbers that would take time or memory.
-    ("EAGLE-3", {"vocab_size": 2**31 - 1}, "vocab_size=2147483647 must be a whole number from 1 to 4194304"),
     ("EAGLE-3", {"vocab_size": 2**22}, "was made for 4194304 token ids, and there are 48 in LlamaForCausalLM"),
-    ("EAGLE-3", {"hidden_size": 2**31 - 1}, "hidden_size=2147483647 must be"),
     ("trained layer", {"eagle3": {"layer": {"vocab_size": 2**22}}}, "was made for 4194304 token ids, and there are 48"),
     ("trained layer", {"eagle3": {"layer": {"num_hidden_layers": 10**6}}}, f"layer.{LAYERS.format(10**6)}"),
-    ("trained layer", {"eagle3": {"reads": [0] * 3000, "num_reads": 3000}}, "num_reads=3000 must be"),
-    ("DFlash", {"num_hidden_layers": 10**6, "layer_types": ...}, LAYERS.format(10**6)),
     ("DFlash", {"num_hidden_layers": 64, "layer_types": ...}, "tensors of 2 layers, and config.json says 64"),
-    ("DFlash of speculators", {"transformer_layer_config": {"num_hidden_layers": 10**18}}, LAYERS.format(10**18)),
-    ("DFlash", {"block_size": 10**4}, "block_size=10000 must be a whole number from 1 to 128"),
     ("DFlash", {"vocab_size": 2**22}, "was made for 4194304 token ids, and there are 12"),
-    ("DFlash", {"num_target_layers": 10**400}, "num_target_layers=a number of more than 63 bits must be"),
     ("trained block", {"dflash": {"layer": {"num_hidden_layers": 2 * 10**4}}}, f"layer.{LAYERS.format(2 * 10**4)}"),
-    ("trained block", {"dflash": {"block_size": 10**4}}, "block_size=10000 must be a whole number from 1 to 128"),
     ("Gemma 4", {"text_config": {"num_hidden_layers": 10**6, "layer_types": ...}}, LAYERS.format(10**6)),
-    ("Gemma 4, clusters", {"text_config": {"vocab_size": 3 * 10**8}}, "vocab_size=300000000 must be"),
     ("Gemma 4", {"text_config": {"vocab_size": 2**22}}, "has shape .12, 16., and config.json makes it .4194304, 16."),
     # Values that Python, torch or transformers stumble over.
     ("DFlash", {"dflash_config": 5}, "dflash_config='5' of config.json must be a mapping"),
-    ("EAGLE-3", {"hidden_act": ["silu"]}, "hidden_act=.'silu'. must be one of gelu"),
-    ("EAGLE-3", {"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a number from 0 to 1"),
-    ("EAGLE-3", {"head_dim": 7}, "head_dim=7 must be an even number from 2"),
     ("EAGLE-3", {"rope_parameters": YARN}, "rope_parameters.original_max_position_embeddings=0 must be a whole number"),
-    ("EAGLE-3", {"model_type": ["llama"]}, "layers of type .'llama'."),
-    ("trained layer", {"eagle3": {"layer": {"return_dict": False}}}, "layer.return_dict is not known"),
-    ("trained layer", {"eagle3": {"layer": {"vocab_size": ...}}}, "layer.vocab_size is missing"),
     ("trained layer", {"eagle3": {"num_reads": 0, "reads": [0]}}, "reads=.0. must name 0 layers"),
     ("trained block", {"dflash": {"layer": {"hidden_size": ...}}}, "layer.hidden_size is missing"),
-    ("DFlash", {"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number from 1"),
-    ("DFlash", {"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
-    ("DFlash", {"hidden_act": "evil"}, "hidden_act='evil' must be one of"),
-    ("DFlash", {"sliding_window": 10**30}, "sliding_window=a number of more than 63 bits must be"),
     ("DFlash", {"dflash_config": {"input_embedding_scale": float("nan")}}, "embedding_scale=nan must be a number"),
     ("Gemma 4", {"text_config": {"model_type": "llama"}}, "text_config.model_type='llama' must be 'gemma4_text'"),
     ("Gemma 4", {"text_config": {"num_key_value_heads": 3}}, "must be a multiple of num_key_value_heads=3"),
@@ -77,7 +56,6 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("conditioned", {"fusion": {"reads": [0, 5]}}, "reads layers .5. of its target, and LlamaForCausalLM has 3"),
     ("MTP", {"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a whole number"),
     ("MTP", {"num_hidden_layers": ...}, "has num_hidden_layers=None and 1 multi-token layers"),
-    ("MTP", {"num_nextn_predict_layers": "many"}, "num_nextn_predict_layers='many' must be a whole number"),
 ]  # fmt: skip
 
 
@@ -131,43 +109,6 @@ def test_an_independent_draft(sound: dict[str, Sound], tmp_path: Path, changes: 
         sound["independent"].load(folder, sound["independent"].target)
 
 
-ORDER = "masked_embedding.token_ordering"
-
-
-@pytest.mark.parametrize(("kind", "name", "change", "message"), [
-    ("Gemma 4, clusters", ORDER, lambda order: order.view(3, 4), r"12 numbers, \[3, 4\] of int64, and must list"),
-    ("Gemma 4, clusters", ORDER, lambda order: order.to(torch.uint8), None),
-    ("EAGLE-3", "t2d", lambda kept: kept.to(torch.uint16), None),
-    (
-        "EAGLE-3",
-        "norm.weight",
-        lambda norm: norm.to(torch.float8_e4m3fn),
-        "float8_e4m3fn in norm.weight. Quantised",
-    ),
-])  # fmt: skip
-def test_tensors_of_another_type(
-    sound: dict[str, Sound], tmp_path: Path, kind: str, name: str, change: Any, message: str | None
-) -> None:
-    folder = copied(sound[kind], tmp_path / "damaged")
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, name: change(tensors[name])}, folder / "model.safetensors")
-    if message is None:
-        assert not check(sound[kind], folder, kind), "it means the same"
-    else:
-        with pytest.raises(ValueError, match=message):
-            sound[kind].load(folder, sound[kind].target)
-
-
-def test_many_tensors(sound: dict[str, Sound], tmp_path: Path) -> None:
-    folder = copied(sound["EAGLE-3"], tmp_path / "damaged")
-    path = folder / "model.safetensors"
-    for count, message in ((2000, "num_hidden_layers=2001 must be"), (20_000, "20,015 tensors, and a draft has 2,048")):
-        more = {f"layers.{i}.x.weight": torch.zeros(1) for i in range(1, count + 1)}
-        save_file({**load_file(sound["EAGLE-3"].folder / "model.safetensors"), **more}, path)
-        with bounded("names"), pytest.raises(ValueError, match=message):
-            sound["EAGLE-3"].load(folder, sound["EAGLE-3"].target)
-
-
 @pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
 @pytest.mark.parametrize("kind", MAKERS)
@@ -182,9 +123,6 @@ def test_damage_is_refused_in_a_sentence(sound: dict[str, Sound], tmp_path: Path
             warnings.simplefilter("ignore", UserWarning)
             refused += check(whole, tmp_path / "damaged", what)
     assert 0 < refused < count
-
-
-# --- code ---
 
 
 @pytest.fixture
@@ -240,9 +178,6 @@ def test_no_kernel_of_an_independent_draft(tmp_path: Path, where: str) -> None:
             SpecDecPPAssistant.from_draft(folder)
 
 
-# --- JSON ---
-
-
 def test_json_of_any_depth(tmp_path: Path) -> None:
     """What is on disk is read or refused, and what was measured is measured again."""
     of = {"machine": "this"}
@@ -256,9 +191,3 @@ def test_json_of_any_depth(tmp_path: Path) -> None:
         assert recall("costs", of) is None
     path.write_text("[" * 40 + "]" * 40)
     read_json(path)
-
-
-def test_quantised_numbers_are_not_read(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(2).to(torch.float8_e5m2)}, tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match="holds float8_e5m2 in a. Quantised weights are not read here"):
-        load_tensors(tmp_path / "a.safetensors")

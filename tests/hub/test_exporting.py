@@ -21,8 +21,8 @@ from hf_specdecpp.models.loading import load_model
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 LORA = {"gpt2": ("c_attn", "c_fc"), "llama tied": ("q_proj", "lm_head")}
 SHAPES: dict[str, tuple[str, dict[str, Any], list[int]]] = {
-    "llama": ("llama", {}, [0, 2]),
     "llama tied": ("llama", {"tie_word_embeddings": True}, [0, 1]),
+    "llama": ("llama", {}, [0, 2]),
     "qwen2": ("qwen2", {}, [0, 1]),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}, [1, 2]),
     "gemma3 tied": ("gemma3_text", {"tie_word_embeddings": True}, [0, 2]),
@@ -50,9 +50,6 @@ def logits_along(model: Any, text: Tensor) -> Tensor:
         return model(text).logits
 
 
-# The same draft. ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(5)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_early_exit_is_the_same_model(shape: str, tmp_path: Path) -> None:
@@ -67,6 +64,8 @@ def test_an_early_exit_is_the_same_model(shape: str, tmp_path: Path) -> None:
     assert torch.equal(logits_along(exported, text), logits_along(assistant.ready_drafter().model, text))
     assert not torch.equal(logits_along(exported, text), logits_along(early_exit(target, SHAPES[shape][2]), text))
     assert exported.config.num_hidden_layers == 2
+    tied = exported.get_output_embeddings().weight is exported.get_input_embeddings().weight
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is tied
     words = [AutoTokenizer.from_pretrained(tmp_path / name).get_vocab() for name in ("target", "out")]
     assert words[0] == words[1]
 
@@ -102,28 +101,6 @@ def test_a_draft_vocabulary_becomes_the_full_head(kind: str, tmp_path: Path) -> 
     assert exported.notes[0].startswith("Here the draft proposes 24 of 48 tokens.")
 
 
-def test_an_adapter_of_the_head_unties_it(tmp_path: Path) -> None:
-    target = save_target(tmp_path / "target", "llama tied")
-    assert target.lm_head.weight is target.get_input_embeddings().weight
-    exits_early(target, "llama tied", tmp_path / "assistant")
-    export(tmp_path / "assistant", tmp_path / "out")
-    again = load_model(tmp_path / "out")
-    assert again.config.tie_word_embeddings is False
-    assert not torch.equal(again.lm_head.weight, again.get_input_embeddings().weight)
-    assert torch.equal(again.get_input_embeddings().weight, target.lm_head.weight)
-
-
-def test_layers_of_several_kinds_that_are_not_the_first_are_noted(tmp_path: Path) -> None:
-    cases = ("gemma3 tied", [0, 2], True), ("gemma3 tied", [0, 1], False), ("llama", [0, 2], False)
-    for shape, layers, noted in cases:
-        root = tmp_path / f"{shape} {layers}"
-        SpecDecPPAssistant.from_early_exit(save_target(root / "target", shape), layers).save_pretrained(root / "made")
-        assert any("of several kinds" in note for note in export(root / "made", root / "out").notes) is noted
-
-
-# From the Hub, and another target. ------------------------------------------------------------------------------------
-
-
 def test_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
     commit, _ = publish_pair(hub)
     target = AutoModelForCausalLM.from_pretrained("org/target")
@@ -152,9 +129,6 @@ def test_the_target_elsewhere(tmp_path: Path) -> None:
     assert not (tmp_path / "unnamed").exists()
 
 
-# How many tokens. -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("speculation", "count"), [
     (SpeculationConfig("fixed", num_tokens=6), 6),
     (SpeculationConfig("threshold", num_tokens=6), 3),
@@ -170,9 +144,6 @@ def test_tokens_a_round(speculation: SpeculationConfig, count: int, tmp_path: Pa
     assert f"here {count}," in exported.notes[-1]
 
 
-# Refusals. ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_conditioned_draft_is_refused(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
     made = SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target))
@@ -185,9 +156,6 @@ def test_a_conditioned_draft_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["assistant"]
 
 
-# The folder. ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_that_is_taken_is_refused_before_any_work(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.mkdir()
@@ -196,16 +164,6 @@ def test_a_folder_that_is_taken_is_refused_before_any_work(tmp_path: Path) -> No
         with pytest.raises(FileExistsError, match="is there already and is not an empty folder"):
             export(tmp_path / "no such assistant", path)
     assert (taken / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("place", ["empty", "new/and deep"])
-def test_a_new_or_empty_folder_is_taken(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    SpecDecPPAssistant.from_early_exit(save_target(tmp_path / "target"), 2).save_pretrained(tmp_path / "assistant")
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    export("assistant", place)
-    assert load_model(place).config.num_hidden_layers == 2
-    assert {path.name for path in tmp_path.iterdir()} == {"target", "assistant", "empty", place.split("/")[0]}
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), ValueError("something"), KeyboardInterrupt()])

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from support import repos
-from support.hub_server import HubServer, hub_env, point_client_at
+from support.hub_server import HubServer, hub_env
 from support.models import partly_agreeing, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -49,9 +49,6 @@ def paths(hub: HubServer, repo: str) -> list[str]:
     return [path for _, path, _ in hub.requests if path.startswith((f"/{repo}/", f"/api/models/{repo}"))]
 
 
-# --- one id ---
-
-
 @pytest.mark.every(2)
 @pytest.mark.parametrize("attached", [True, False])
 def test_push_and_load(
@@ -72,27 +69,6 @@ def test_push_and_load(
     assert (again.config.target_id, again.config.name_or_path) == ("org/target", "org/head")
 
 
-def test_early_exit(hub: HubServer, target: PreTrainedModel, tmp_path: Path) -> None:
-    draft, head = AutoModelForCausalLM.from_pretrained("org/target", num_hidden_layers=2), repos.head_for(target)
-    adapter = repos.save_adapter(draft, tmp_path / "peft")
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=adapter, head=head, speculation=SPECULATION)
-    assistant.push_to_hub("org/exit")
-    hub.requests.clear()
-    again = SpecDecPPAssistant.from_pretrained("org/exit", target)
-    assert torch.equal(repos.estimates(again), repos.estimates(assistant))
-    assert repos.greedy(target, again) == repos.greedy(target, assistant) == repos.greedy(target)
-    assert {path.split("/resolve")[0] for _, path, _ in hub.requests} == {"/org/exit"}, "it needs no other repository"
-
-
-def test_speculation_replaces_that_of_the_repository(assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
-    assistant.save_pretrained(tmp_path / "a")
-    knobs = SpeculationConfig("fixed", num_tokens=3)
-    assert SpecDecPPAssistant.from_pretrained(tmp_path / "a", speculation=knobs).speculation is knobs
-
-
-# --- which files are downloaded, and how ---
-
-
 def test_revision(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
     for threshold, branch in ((0.1, "main"), (0.2, "dev")):
         assistant.speculation = SpeculationConfig(rule="threshold", threshold=threshold)
@@ -110,14 +86,6 @@ def test_revision(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPA
         }
         wanted = {path.split("/")[4] for path in paths(hub, "org/draft") if "/resolve/" in path}
         assert wanted == {assistant.config.draft_revision}, "the draft has commits of its own"
-
-
-def test_subfolder(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
-    assistant.save_pretrained(tmp_path / "heads/small")
-    hub.commit("org/heads", repos.files_of(tmp_path / "heads"))
-    for name in ("org/heads", tmp_path / "heads"):
-        again = SpecDecPPAssistant.from_pretrained(name, target, subfolder="small")
-        assert torch.equal(repos.estimates(again), repos.estimates(assistant))
 
 
 def test_an_ordinary_draft_in_a_folder_of_a_repository(hub: HubServer, target: PreTrainedModel, tmp_path: Path) -> None:
@@ -159,14 +127,6 @@ def test_cache_dir(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPP
     assert hub.requests == []
 
 
-def test_hub_is_down(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant) -> None:
-    assistant.push_to_hub("org/head")
-    SpecDecPPAssistant.from_pretrained("org/head", target)
-    hub.__exit__()
-    again = SpecDecPPAssistant.from_pretrained("org/head", target)
-    assert torch.equal(repos.estimates(again), repos.estimates(assistant))
-
-
 @pytest.mark.apart
 def test_offline(hub: HubServer, assistant: SpecDecPPAssistant, target: PreTrainedModel, tmp_path: Path) -> None:
     """In a process that cannot open a connection, from before its first import."""
@@ -199,9 +159,6 @@ def test_offline(hub: HubServer, assistant: SpecDecPPAssistant, target: PreTrain
     assert run.stdout.splitlines() == [str(repos.greedy(target))] * 3
 
 
-# --- Auto classes ---
-
-
 def test_auto_model(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:
     assistant.push_to_hub("org/head")
     assistant.save_pretrained(tmp_path / "a")
@@ -230,18 +187,11 @@ def test_auto_tokenizer(hub: HubServer, target: PreTrainedModel, tmp_path: Path)
     assert AutoTokenizer.from_pretrained("org/head", revision="dev").convert_ids_to_tokens(3) == "v3"
 
 
-# --- uploading ---
-
-
-def test_uploaded_files(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
+def test_uploaded_files_and_their_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
     assert assistant.push_to_hub("org/head", commit_message="Better head").commit_message == "Better head"
     weights = {"acceptance_head.safetensors", "draft_vocab.safetensors", "adapter/adapter_model.safetensors"}
     assert hub.lfs_files("org/head") == weights
     assert set(hub.files("org/head")) == weights | {"README.md", "config.json", "adapter/adapter_config.json"}
-
-
-def test_card(hub: HubServer, assistant: SpecDecPPAssistant) -> None:
-    assistant.push_to_hub("org/head")
     card = ModelCard.load("org/head")
     card.validate()
     assert (card.data.library_name, card.data.base_model) == ("hf_specdecpp", ["org/target", "org/draft"])
@@ -299,18 +249,8 @@ def test_private_and_branch(hub: HubServer, assistant: SpecDecPPAssistant) -> No
     assert SpecDecPPAssistant.from_pretrained("org/mine").speculation == SPECULATION
     with pytest.raises(RevisionNotFoundError):
         assistant.push_to_hub("org/mine", revision="no-such-branch")
-
-
-def test_errors_of_the_hub_pass_through(
-    hub: HubServer, assistant: SpecDecPPAssistant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(HfHubHTTPError, match="commits to branches only"):  # our Hub has no pull requests
-        assistant.push_to_hub("org/head", create_pr=True)
     with pytest.raises(TypeError, match="comit_message"):
-        assistant.push_to_hub("org/head", comit_message="typo")
-    point_client_at(monkeypatch, hub, tmp_path / "cache")
-    with pytest.raises(HfHubHTTPError, match="401"):
-        assistant.push_to_hub("org/other")
+        assistant.push_to_hub("org/mine", comit_message="typo")
 
 
 def test_saving_over_an_old_assistant(target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:

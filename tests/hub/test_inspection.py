@@ -95,9 +95,6 @@ def test_an_adapter_of_other_matrices(folder: Path, tensors: dict[str, torch.Ten
     assert "for model.layers.0.self_attn.q_proj" in found["adapter/adapter_model.safetensors"]
 
 
-# Traps ----------------------------------------------------------------------------------------------------------------
-
-
 def test_an_adapter_in_the_root_hijacks_auto_classes(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     report = look(folder)
@@ -148,16 +145,6 @@ def test_models_without_a_name(folder: Path, changed: dict[str, Any], message: s
     edit_config(folder, **changed)
     (trap,) = look(folder).traps
     assert trap.startswith(message)
-
-
-@pytest.mark.parametrize("name", ["draft", "target"])
-def test_a_commit_that_is_not_known_is_no_trap(folder: Path, name: str) -> None:
-    """Nobody can add it where the model was loaded from a folder; `specdecpp inspect` says that it is not recorded."""
-    edit_config(folder, **{f"{name}_revision": None})
-    assert look(folder).traps == []
-
-
-# From the Hub ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("subfolder", [None, "heads/small"])

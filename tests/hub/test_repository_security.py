@@ -12,16 +12,13 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 from support import repos
 from support.hub_server import HubServer
-from support.models import VOCAB_SIZE, assistant_for, prompt, tiny
+from support.models import prompt, tiny
 from support.released_heads import Payload
 from support.snapshots import hash_of
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.files import read_json
-from hf_specdecpp.models import adapters
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.trees.slots import Growth
@@ -44,9 +41,6 @@ def bomb(mark: Path) -> bytes:
     assert mark.exists()
     mark.unlink()
     return content
-
-
-# --- the source ---
 
 
 def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
@@ -88,9 +82,6 @@ def test_unsafe_calls_are_seen(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text("import pickle\ntorch.load(path)\nAuto.from_pretrained(name, trust_remote_code=True)")
     assert len(unsafe(path)) == 3
-
-
-# --- pickles ---
 
 
 @pytest.mark.parametrize("name", ["acceptance_head.safetensors", "adapter/adapter_model.safetensors"])
@@ -165,24 +156,6 @@ def test_adapter_cannot_change_the_target(tmp_path: Path, kind: str) -> None:
     assert hash_of(target) == before
 
 
-@pytest.mark.every(5)
-@pytest.mark.parametrize("merge", [False, True])
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_adapter_could_not_change_the_target_if_it_were_not_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, merge: bool
-) -> None:
-    """None of its settings reaches code that writes to a model."""
-    monkeypatch.setattr(adapters, "read_adapter_config", read_json)
-    target = tiny("qwen2").float()
-    folder = Path(repos.save_adapter(early_exit(target, 2), tmp_path / "peft"))
-    repos.change_json(folder / "adapter_config.json", **HOSTILE[kind])
-    before = hash_of(target)
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=merge)
-    assert hash_of(target) == before
-    assistant.detach()
-    assert hash_of(target) == before
-
-
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize(
     "name", ["base_model.model.model.layers.0.mlp.down_proj.weight", "model.norm.weight", "x.lora_A"]
@@ -239,9 +212,6 @@ def test_huge_weights_do_not_hang_tree_growth(monkeypatch: pytest.MonkeyPatch, t
     assistant = SpecDecPPAssistant.from_draft(tiny("llama", seed=1), target, head=head, speculation=knobs)
     assert target.generate(prompt(), assistant_model=assistant, do_sample=True, max_new_tokens=6).shape[1] == 18
     assert draws
-
-
-# --- code ---
 
 
 @pytest.fixture
@@ -307,26 +277,3 @@ def test_code_of_the_draft_is_not_run(hub: HubServer, tmp_path: Path, mark: Path
     with pytest.raises(ValueError, match="trust_remote_code"):
         SpecDecPPAssistant.from_draft("org/draft")
     assert not mark.exists()
-
-
-# --- inside the vocabulary ---
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("attached", [True, False])
-@pytest.mark.parametrize("rows", [VOCAB_SIZE - 8, VOCAB_SIZE + 8])
-def test_tokens_stay_inside_the_vocabulary(rows: int, attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where residuals are sampled with a draft that has more ids, or fewer, than the target."""
-    target = tiny("llama")
-    if attached:
-        assistant = SpecDecPPAssistant.from_draft(tiny("llama", seed=3, vocab_size=rows), target)
-    else:
-        assistant = assistant_for(target, attached=False)
-        assistant.drafter = SpecDecPPAssistant.from_draft(tiny("llama", seed=3, vocab_size=rows)).drafter
-    assistant.speculation = SpeculationConfig("fixed", num_tokens=4)
-    torch.manual_seed(0)
-    how: dict[str, Any] = {"do_sample": True, "temperature": 5.0, "top_k": 0, "max_new_tokens": 300}
-    seen: Tensor = target.generate(prompt(), assistant_model=assistant, **how)
-    assert int(seen.min()) >= 0
-    assert int(seen.max()) < VOCAB_SIZE
-    assert seen.shape[1] == 312

@@ -84,14 +84,3 @@ def test_a_wrong_verification_would_be_seen(served: Served, monkeypatch: pytest.
     ours = served.answer()
     accept_everything(monkeypatch)
     assert served.answer() != ours
-
-
-def test_without_an_assistant_texts_are_looked_up_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_manager, "ModelManager", model_manager.ModelManager)
-    made = Served(save_chat_model(tmp_path / "target"), None)
-    try:
-        made.answer()
-        assert made.assistant.kind.name == "lookup"
-        assert made.assistant.stats.generated > 0
-    finally:
-        made.server.kill_server()

@@ -1,11 +1,9 @@
 """Tiny random Gemma 4 targets and assistants of transformers' own classes, and what an assistant reads of a text."""
 
-import inspect
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -96,11 +94,6 @@ class Variant:
         return model
 
 
-GENERATOR = transformers.generation.candidate_generator.SinglePositionMultiTokenCandidateGenerator
-WITH_GENERATOR = pytest.mark.skipif(
-    "input_ids" in inspect.signature(GENERATOR).parameters,
-    reason="in this version transformers' own generate() calls its generator without arguments that it needs",
-)
 VARIANTS = {
     "plain": Variant(), "clusters": Variant(clusters=True), "several layers": Variant((SLIDING, SLIDING, FULL)),
     "shares its own": Variant(of="shares its own"), "values are keys": Variant(of="values are keys"),

@@ -10,9 +10,7 @@ from support.mutants import accept_everything
 from support.repos import save_model
 from typer.testing import CliRunner
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.cli import app
-from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.terminal import demo
 from hf_specdecpp.throughput.target_passes import TargetPasses
 from hf_specdecpp.trees.drawing import DrawnTree
@@ -87,19 +85,6 @@ def test_brackets_are_printed_as_they_are(target: str, monkeypatch: pytest.Monke
     assert result.exit_code == 0, result.output
     for part in ("1/2  w1 [/INST]\n", "2/2  [bold red]w2\n", "pip install 'hf-specdecpp[train]'"):
         assert part in result.output
-
-
-def test_demo_says_that_no_tree_was_worth_it(target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A draft pass that takes as long as ten target passes: the throughput rule drafts nothing."""
-    monkeypatch.chdir(tmp_path)
-    costs = {"draft": 10.0, "verify": [1.0, 2.0], "branch": 10.0}
-    knobs = SpeculationConfig("throughput", costs=costs, tree="dyspec")
-    assistant = SpecDecPPAssistant.from_early_exit(load_model(target), 1, speculation=knobs)
-    assistant.save_pretrained(tmp_path / "assistant")
-    command = ["demo", "--target", target, "--assistant", str(tmp_path / "assistant"), *ARGUMENTS[2:6], "--tree"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    assert "No tree to show: no round of rule='throughput' was worth a candidate." in result.output
 
 
 def test_demo_shows_a_tree(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

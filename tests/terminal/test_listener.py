@@ -1,10 +1,15 @@
-"""Who said each token: compared with the rounds themselves, also where a text ends inside one."""
+"""Who said each token: compared with the rounds themselves, also where a text ends inside one; and its picture, which
+is well-formed, all there, written at the times that it is given, and safe with any text."""
 
+import re
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.browser import page
 from support.families import informed_draft
 from support.models import tiny
 from support.repos import PROMPT, letter_tokenizer, tokenizer
@@ -16,7 +21,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig, assist
-from hf_specdecpp.terminal.listener import Listener, Token
+from hf_specdecpp.terminal.listener import GUESSED, PAUSE, Answer, Listener, Token, picture
 
 MOST = 24
 CHAIN, TREE = SpeculationConfig("fixed", num_tokens=4), SpeculationConfig(tree=[2, 2, 1])
@@ -152,3 +157,127 @@ def test_characters_of_several_tokens(text: str) -> None:
     half = Listener()
     half.passes = listener.passes[:1]  # of a text that is being written
     assert len(half.tokens(words)) == 1
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+TEXT = ["The", " sky", " is", " blue", ".\n", "\n", "It ", "scatters", " light"]
+
+
+def said(texts: Sequence[str], accepted: Sequence[int] = (), step: float = 0.5) -> list[Token]:
+    """Two tokens a pass where the first of them is accepted."""
+    seconds, found = 0.0, []
+    for place, text in enumerate(texts):
+        seconds += step if place - 1 not in accepted else 0.0
+        found.append(Token(text, place in accepted, seconds))
+    return found
+
+
+def drawn(
+    texts: Sequence[str], accepted: Sequence[int] = (), question: str = "Why?", is_narrow: bool = False
+) -> ET.Element:
+    plain, assisted = (Answer(each, each[-1].seconds) for each in (said(texts), said(texts, accepted)))
+    return ET.fromstring(picture(question, plain, assisted, ["where"], is_narrow))  # noqa: S314 - our own output
+
+
+def rules(root: ET.Element) -> dict[str, str]:
+    """The colour of each class."""
+    style = "".join(each.text or "" for each in root.iter(f"{SVG}style"))
+    return dict(re.findall(r"\.(answer-r\d+) { fill: (#\w+)", style))
+
+
+def starts(root: ET.Element) -> dict[str, float]:
+    """Seconds at which the text of each class is shown, read off the animation, which goes round in `loop` seconds."""
+    style = "".join(each.text or "" for each in root.iter(f"{SVG}style"))
+    [loop] = {float(each) for each in re.findall(r"animation:\S+ ([\d.]+)s", style)}
+    shares = re.findall(r"@keyframes (answer-r\d+){0%{opacity:0}([\d.]+)%{opacity:1}}", style)
+    return {name: float(share) / 100 * loop for name, share in shares}
+
+
+def panes(root: ET.Element) -> tuple[str, str]:
+    """What is animated, in the left and the right half, line by line."""
+    middle = max(float(root.get("viewBox", "").split()[2]) / 2, 600.0)
+    moving = [each for each in root.iter(f"{SVG}text") if each.get("class") in starts(root)]
+    left = [each for each in moving if float(each.get("x", 0)) < middle - 20]
+    return tuple(  # type: ignore[return-value]
+        "".join((each.text or "").replace("\u00a0", " ") for each in half)
+        for half in (left, [each for each in moving if each not in left])
+    )
+
+
+def test_both_answers_are_whole_and_candidates_are_marked() -> None:
+    root, expected = drawn(TEXT, accepted=[1, 3, 7]), "".join(TEXT).replace(" ", "").replace("\n", "")
+    assert [each.replace(" ", "") for each in panes(root)] == [expected, expected]
+    assert len(list(root.iter(f"{SVG}title"))) == 1
+    colour = rules(root)
+    green = [each.text for each in root.iter(f"{SVG}text") if is_near(colour.get(each.get("class", ""), ""), GUESSED)]
+    assert [(each or "").replace("\u00a0", "") for each in green] == ["sky", "blue", "scatters", "Green"]
+
+
+def is_near(colour: str, base: tuple[int, int, int]) -> bool:
+    parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)] if colour else [0, 0, 0]
+    return all(0 <= part - own < 16 for part, own in zip(parts, base, strict=True))
+
+
+def test_for_telephones_the_answers_stand_one_above_the_other() -> None:
+    answer = Answer(said(TEXT), 4.5)
+    wide, narrow = (
+        ET.fromstring(picture("Why?", answer, answer, is_narrow=is_narrow))  # noqa: S314 - our own output
+        for is_narrow in (False, True)
+    )
+    widths = [float(each.get("viewBox", "").split()[2]) for each in (wide, narrow)]
+    assert widths[1] < 0.6 * widths[0]
+    assert panes(narrow)[0].replace(" ", "") == 2 * "".join(TEXT).replace(" ", "").replace("\n", "")
+
+
+def test_passes_are_shown_at_their_times() -> None:
+    root = drawn(TEXT, accepted=[1, 3, 7])
+    plain, assisted = said(TEXT), said(TEXT, [1, 3, 7])
+    shown = {each.seconds for answer in (plain, assisted) for each in answer if each.text.strip()}
+    assert sorted(set(starts(root).values())) == pytest.approx(sorted(shown), abs=0.001)
+    assert f" {plain[-1].seconds + PAUSE:.2f}s" in ET.tostring(root, "unicode")
+
+
+@pytest.mark.parametrize("texts", [
+    ["word "] * 60,
+    ["x" * 30] * 9,
+    ["日本語"] * 40,
+    [" " * 70, "deep", "\tTab", "\r\n", "e", "\u0301", "🙂", "end"],
+    ["\x00\x1b[31m", "<script>alert(1)</script>", "&amp;", "]]>", '"q"', "[bold]"],
+    ["", "only"],
+], ids=["words", "one long word", "wide", "spaces", "hostile", "empty"])  # fmt: skip
+def test_any_text_stays_in_its_pane(texts: list[str]) -> None:
+    root = drawn(texts, accepted=range(1, len(texts), 2), question="".join(texts) + "\n" + texts[-1])
+    assert {each.tag.removeprefix(SVG) for each in root.iter()} <= {
+        "svg", "title", "style", "rect", "g", "text", "defs", "clipPath", "circle"
+    }  # fmt: skip
+    expected = re.sub(r"\s|[\x00\x1b]", "", "".join(texts))
+    assert [re.sub(r"\s", "", each) for each in panes(root)] == [expected, expected]
+
+
+def test_nothing_comes_from_elsewhere() -> None:
+    """Pictures in pages load nothing else, so that whatever they named would be missing."""
+    text = ET.tostring(drawn(TEXT), "unicode")
+    assert re.findall(r"\b(?:href|src|url\((?!#)|@import)", text) == []
+    assert re.findall(r"https?://[^\"\s]+", text) == ["http://www.w3.org/2000/svg"]
+
+
+@pytest.mark.takes(60)
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_in_a_browser(motion: str, tmp_path: Path) -> None:
+    """It is written in time, and stands there at once for those who want no motion."""
+    answer, file = [Token("now", False, 0.001), Token(" later", True, 1.5)], tmp_path / "answer.svg"
+    file.write_text(picture("?", Answer(answer, 1.5), Answer(answer, 1.5)), encoding="utf-8")
+    with page(reduced_motion=motion) as tab:
+        tab.goto(file.as_uri())
+        assert [hidden_texts(tab, seconds) for seconds in (0.5, 2)] == [0 if motion == "reduce" else 2, 0]
+
+
+def hidden_texts(tab: Any, seconds: float) -> int:
+    """How many texts are not shown so long after the beginning, with the clock of the animations set by hand."""
+    return tab.evaluate(
+        """seconds => {
+            for (const each of document.getAnimations()) { each.pause(); each.currentTime = 1000 * seconds }
+            return [...document.querySelectorAll("text")].filter(each => getComputedStyle(each).opacity == "0").length
+        }""",
+        seconds,
+    )

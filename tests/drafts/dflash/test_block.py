@@ -2,6 +2,7 @@
 
 And beside transformers' own class and generator, with the same weights, where they are."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from support.dflash_files import (
 )  # fmt: skip
 from support.formulas import attended, close, rms, rotated, states_of
 from support.models import prompt
-from support.rounds_anew import proposed
+from support.rounds_anew import check_rounds, proposed
+from support.zoo import tiny_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -59,9 +61,6 @@ def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> Reading:
         session.begin_round(TEXT[:, before:length], 0, states[:, max(before - 1, 0) : length - 1])
         before = length
     return session
-
-
-# The formulas. --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -158,18 +157,6 @@ def test_a_tree_has_the_marginals_by_depth(tmp_path: Path) -> None:
         if not depth:
             assert torch.equal(logits[0], chain[0])
     assert session.passes == 1
-
-
-def test_a_head_that_is_narrower_than_the_targets_logits(tmp_path: Path) -> None:
-    draft, target = loaded(VARIANTS["plain"], tmp_path, "original")
-    session = draft.session(VOCAB + 3)
-    session.begin_round(TEXT[:, :3], 0, states_of(target, draft, TEXT[:, :2]))
-    found = session.step([])
-    assert found[0].shape == (VOCAB + 3,)
-    assert bool(found[0][VOCAB:].isinf().all())
-
-
-# transformers' own. ---------------------------------------------------------------------------------------------------
 
 
 def generator() -> Any:
@@ -302,3 +289,32 @@ def test_a_text_in_blocks() -> None:
     for place in (1, 4, 5, 16):
         anchor = 1 + (place - 1) // 4 * 4
         torch.testing.assert_close(hidden[1, place], alone(draft, states, 1, anchor)[place - anchor])
+
+
+PAIRS: dict[str, tuple[Callable[[], CausalLM], str]] = {
+    **{name: (target_for, name) for name in ("windows alone", "the last layer read", "samples the anchor", "scaled")},
+    # Windows, scaled embeddings and logits of the target's own, and learned positions.
+    "gemma2": (lambda: target_for("gemma2", layer_types=["sliding_attention", "full_attention"] * 2), "windows"),
+    "granite": (lambda: target_for("granite"), "windows"),
+    "gpt2": (lambda: target_for("gpt2", n_layer=4), "windows"),
+    "hybrid": (lambda: tiny_of("qwen3_5_text", vocab_size=VOCAB), "windows"),  # recurrent states are taken back, too
+}
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("name", PAIRS)
+def test_variants_and_other_targets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, variant = PAIRS[name]
+    target = make()
+    assistant = assisted(target, VARIANTS[variant], rule="fixed", num_tokens=9, draft_successors=False)
+    check_rounds(target, assistant, TEXT, monkeypatch)
+
+
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_transformers_own_is_left_alone(is_attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, target = VARIANTS["plain"].theirs(), target_for()
+    assistant = assisted(target, VARIANTS["windows"]) if is_attached else None
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    output = target.generate(TEXT, assistant_model=theirs, speculation_type="dflash", **how)
+    assert torch.equal(output, target.generate(TEXT, **how))
+    assert assistant is None or assistant.stats.rounds == 0

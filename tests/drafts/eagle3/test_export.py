@@ -100,11 +100,6 @@ def test_other_layers_stand_there_twice(tmp_path: Path) -> None:
     assert any("llama.cpp" in note and "[1, 3, 4] are usual" in note for note in notes)
 
 
-def test_what_engines_do_not_serve_is_said(tmp_path: Path) -> None:
-    _, notes = described(VARIANTS["eagle-3.1"], tmp_path, 3)
-    assert any("fc_norm and norm_output (EAGLE-3.1)" in note for note in notes)
-
-
 def test_frequencies_are_written_as_older_readers_know_them(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope["original_max_position_embeddings"] = 64
@@ -126,9 +121,6 @@ def test_refusals(tmp_path: Path) -> None:
 # Tensors of EAGLE-3 checkpoints that others trained: what is refused, and the targets that they fit. ------------------
 
 
-# Tensors --------------------------------------------------------------------------------------------------------------
-
-
 def test_a_flag_without_its_tensor(tmp_path: Path) -> None:
     refused(PLAIN.save(tmp_path / "a", norm_before_fc=True), r"lacks input_norm\.weight")
     refused(PLAIN.save(tmp_path / "b", fc_norm=True), r"lacks fc_norm\.0\.weight, fc_norm\.1\.weight")
@@ -138,8 +130,6 @@ def test_the_same_tensor_twice(tmp_path: Path) -> None:
     folder = edited(PLAIN.save(tmp_path), **{"layers.0.hidden_norm.weight": torch.ones(HIDDEN)})
     refused(folder, r"has midlayer\.hidden_norm\.weight twice")
 
-
-# Token ids ------------------------------------------------------------------------------------------------------------
 
 OFFSETS = torch.tensor(PLAIN.ids) - torch.arange(DRAFT_VOCAB)
 KEPT = torch.isin(torch.arange(VOCAB), torch.tensor(PLAIN.ids))
@@ -185,9 +175,6 @@ def test_without_a_head_it_takes_the_targets(tmp_path: Path) -> None:
     assert load(edited(folder, **{"lm_head.weight": None}), target).get_output_embeddings() is target.lm_head
 
 
-# The target -----------------------------------------------------------------------------------------------------------
-
-
 @DIALECTS
 def test_a_target_with_other_tokens(tmp_path: Path, dialect: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = PLAIN.save(tmp_path, dialect)
@@ -197,26 +184,17 @@ def test_a_target_with_other_tokens(tmp_path: Path, dialect: str, caplog: pytest
     assert "was made for 48 token ids, and the target has 56. That is harmless padding if" in caplog.text
 
 
-@pytest.mark.parametrize(("ids", "match"), [
-    ([2, 3, 9], r"reads layers \[2, 3, 9\] of its target, and this one has 3.*another target"),
-    ([2, 3], r"layer_ids=\[2, 3\] must name 3 layers of the target.*eagle3=\{'reads'"),
-    ([], None),
-    ("all", "layer_ids='all' must list layers"),
-    ([1, 2.5, 3], r"layer_ids=\[1, 2.5, 3\] must list layers"),
+@pytest.mark.parametrize(("ids", "overrides", "match"), [
+    ([2, 3, 9], {}, r"reads layers \[2, 3, 9\] of its target, and this one has 3.*another target"),
+    ([2, 3], {}, r"layer_ids=\[2, 3\] must name 3 layers of the target.*eagle3=\{'reads'"),
+    ([], {}, "names no layers, and a target of 3 layers is too small for the usual ones"),
+    ([1, 2.5, 3], {}, r"layer_ids=\[1, 2.5, 3\] must list layers"),
+    ([1, 0, 2], {"reads": [0, 1, 7]}, r"outputs of layers \[0, 1, 7\], counted from 0, and there are 3 in LlamaFor"),
+    ([1, 0, 2], {"reads": [0, 1]}, r"reads=\[0, 1\] must name 3 layers"),
 ])  # fmt: skip
-def test_layers_that_the_target_lacks(tmp_path: Path, ids: Any, match: str | None) -> None:
+def test_layers_that_the_target_lacks(tmp_path: Path, ids: Any, overrides: dict[str, Any], match: str) -> None:
     folder = PLAIN.save(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
-    refused(folder, match or "names no layers, and a target of 3 layers is too small for the usual ones")
-
-
-def test_overridden_layers_that_the_target_lacks(tmp_path: Path) -> None:
-    folder = PLAIN.save(tmp_path)
-    refused(
-        folder,
-        r"reads the outputs of layers \[0, 1, 7\], counted from 0, and there are 3 in LlamaFor",
-        eagle3={"reads": [0, 1, 7]},
-    )
-    refused(folder, r"reads=\[0, 1\] must name 3 layers", eagle3={"reads": [0, 1]})
+    refused(folder, match, eagle3=overrides)
 
 
 def test_two_states_and_no_ids(tmp_path: Path) -> None:

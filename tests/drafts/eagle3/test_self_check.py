@@ -112,17 +112,6 @@ def test_the_targets_theta_is_tried(pair: tuple[Path, Path]) -> None:
     assert ("rope_theta 500000", {"rope_theta": 5e5}) in list(meeting.variants(settings, config))
 
 
-def test_places_without_a_round_are_not_counted(pair: tuple[Path, Path]) -> None:
-    """Of n tokens the first candidate has n - 1 places, and the second n - 2."""
-    target = AutoModelForCausalLM.from_pretrained(pair[0])
-    model = SpecDecPPAssistant.from_pretrained(pair[1], target=target).ready_drafter().model
-    for count in (3, 4):
-        text = letter_tokenizer()(TEXT[:count], return_tensors="pt")["input_ids"]
-        for step, share in enumerate(meeting.Heard(target, text).agreement(model), 1):
-            places = text.shape[1] - step
-            assert share * places == pytest.approx(round(share * places), abs=1e-6)
-
-
 def copied(pair: tuple[Path, Path], folder: Path, **changes: Any) -> Path:
     """A copy of the draft whose config.json says something else."""
     shutil.copytree(pair[1], folder, dirs_exist_ok=True)
@@ -189,19 +178,3 @@ def test_a_draft_of_another_target(pair: tuple[Path, Path], tmp_path: Path) -> N
     code, output = inspect(pair[1], "--target", tmp_path)
     assert code == 1
     assert "reads states of 32 numbers, and they have 16 in LlamaForCausalLM" in output
-
-
-def test_only_what_can_be_misread_is_checked(draft: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
-    SpecDecPPAssistant.from_draft(draft).save_pretrained(tmp_path / "own")
-    code, output = inspect(tmp_path / "own", "--target", pair[0])
-    assert code == 1
-    assert "and this one," in output
-    assert "can be read in one way only" in output
-
-
-def test_what_is_not_sound_is_not_checked(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    Checkpoint().save(tmp_path, draft_vocab_size=9)
-    code, output = inspect(tmp_path, "--target", pair[0])
-    assert code == 1
-    assert "PROBLEM model.safetensors" in output
-    assert "agrees" not in output

@@ -1,4 +1,5 @@
-"""The step of an EAGLE-3 draft beside its formulas (arXiv 2503.01840, section 3), written out here on plain tensors."""
+"""The step of an EAGLE-3 draft beside its formulas (arXiv 2503.01840, section 3), written out here on plain tensors;
+and what it launches, beside one of a conditioned draft with the same vocabulary."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import torch
 from support.checkpoints import edited
 from support.eagle3_files import DRAFT_VOCAB, HEADS, HIDDEN, KV_HEADS, READS, VARIANTS, Checkpoint
 from support.formulas import attended, close, rms, rotated, states_of
-from support.models import prompt, tiny
+from support.models import prompt, random_fusion, tiny
+from support.pretend_devices import on_device, pretend_devices
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,6 +18,7 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.training.distillation import initial_layer
 from hf_specdecpp.trees.tree import DraftTree
 
 STEPS, TEXT = 3, prompt(9)
@@ -30,9 +33,6 @@ def loaded(checkpoint: Checkpoint, folder: Path, dialect: str = "original", **op
     target = target_for(checkpoint)
     assistant = SpecDecPPAssistant.from_pretrained(checkpoint.save(folder, dialect), target=target, **options)
     return assistant.ready_drafter(), target
-
-
-# The formulas. --------------------------------------------------------------------------------------------------------
 
 
 class Formulas:
@@ -85,9 +85,9 @@ class Formulas:
         q, k = (rotated(part, positions, self.checkpoint.theta) for part in (q, k))
         return attended(q, k, v, seen) @ self.t[f"{name}self_attn.o_proj.weight"].T
 
-    def chain(self, states: Tensor, candidates: list[int]) -> list[Tensor]:
-        """Logits after the text, after its first candidate, ...: each step with all rows before it."""
-        tokens, g = TEXT[0, 1:].tolist(), self.g(states[0, :-1])
+    def chain(self, states: Tensor, candidates: list[int], kept: int | None = None) -> list[Tensor]:
+        """Logits after the first `kept` rows of the text, after its first candidate, ...: each step with all before."""
+        tokens, g = TEXT[0, 1:].tolist()[:kept], self.g(states[0, :-1])[:kept]
         found = []
         for candidate in [*candidates, None]:
             seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
@@ -104,9 +104,6 @@ def of_draft(logits: Tensor, checkpoint: Checkpoint) -> Tensor:
     others[kept] = False
     assert bool((logits[..., others] == float("-inf")).all())
     return logits[..., kept].double()
-
-
-# Beside them. ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every(3)
@@ -152,16 +149,8 @@ def test_all_places_of_a_text_at_once(name: str, tmp_path: Path) -> None:
     states, formulas = states_of(target, drafter, TEXT), Formulas(checkpoint, target)
     for step, hidden in enumerate(unrolled(drafter, TEXT, states, STEPS)):
         logits = of_draft(drafter.logits(hidden[0, -1], 48), checkpoint)
-        tokens, g = TEXT[0, 1:].tolist(), formulas.g(states[0, :-1])
-        kept = len(tokens) - step
-        own = tokens[kept:]
-        tokens, g = tokens[:kept], g[:kept]
-        for token in [*own, None]:
-            seen = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-            found, after = formulas.rows(tokens, g, list(range(len(tokens))), seen)
-            if token is not None:
-                tokens, g = [*tokens, token], torch.cat((g, after[-1:]))
-        close(logits, found[-1])
+        kept = TEXT.shape[1] - 1 - step
+        close(logits, formulas.chain(states, TEXT[0, 1 + kept :].tolist(), kept)[-1])
 
 
 MUTANTS = {
@@ -211,3 +200,65 @@ def test_states_that_are_as_wide_as_the_drafts_own_are_refused(tmp_path: Path) -
     """Whether they go through fc is told from their width."""
     with pytest.raises(ValueError, match=r"\(1 x 32\) is as wide as its own state \(32\)"):
         loaded(Checkpoint(num_reads=1), tmp_path)
+
+
+LEVELS = (5, 5, 5)  # below the root: a tree of 16 nodes
+FIRST_TWO = [0, 1]
+
+
+def conditioned(target: CausalLM) -> SpecDecPPAssistant:
+    vocab, fusion = on_device(torch.arange(20)), on_device(random_fusion(tiny("llama"), FIRST_TWO).double())
+    return SpecDecPPAssistant.from_conditioned(target, [2], fusion=fusion, draft_vocab=vocab)
+
+
+def eagle3(target: CausalLM) -> SpecDecPPAssistant:
+    plain, vocab = tiny("llama"), torch.arange(20)
+    model = initial_layer.untrained(initial_layer.settings_for(plain, FIRST_TWO, vocab), plain, vocab)
+    return SpecDecPPAssistant.from_draft(on_device(model.double()), target)
+
+
+def launches(make: Any) -> dict[str, int]:
+    """Of a step after another candidate, and of a tree of 16 nodes."""
+    found = {}
+    with pretend_devices() as counts, torch.inference_mode():
+        target = on_device(tiny("llama"))
+        drafter = make(target).ready_drafter()
+        states = on_device(torch.zeros(1, 8, drafter.reads.width, dtype=torch.float64))
+        session = DraftSession(drafter, 48)
+        session.begin_round(on_device(prompt(8)), 0, states)
+        candidates = [on_device(torch.tensor(3)), on_device(torch.tensor(4))]
+        session.step([])
+        session.step(candidates[:1])
+        before = counts["launch"]
+        session.step(candidates)
+        found["step"] = counts["launch"] - before
+
+        session = DraftSession(drafter, 48)
+        session.begin_round(on_device(prompt(8)), 0, states)
+        tree, parents = DraftTree(1), [0]
+        before = counts["launch"]
+        session.expand(tree, [0])
+        for width in LEVELS:
+            parents = [tree.add(parents[0], token) for token in range(width)]
+            session.expand(tree, parents)
+        found["tree"] = counts["launch"] - before
+    return found
+
+
+def test_no_more_than_a_conditioned_draft() -> None:
+    ours, theirs = launches(eagle3), launches(conditioned)
+    assert theirs["step"] > 20
+    assert ours["step"] <= theirs["step"]
+    assert ours["tree"] <= theirs["tree"]
+
+
+def test_a_norm_apart_is_noticed(monkeypatch: Any) -> None:
+    from hf_specdecpp.drafts.eagle3.model import FirstLayer
+
+    def apart(self: Any, pairs: torch.Tensor) -> torch.Tensor:
+        embedding, state = pairs.unbind(-2)
+        return torch.stack((self.input_layernorm(embedding), self.hidden_norm(state)), dim=-2)
+
+    usual = launches(eagle3)
+    monkeypatch.setattr(FirstLayer, "_normed", apart)
+    assert launches(eagle3)["step"] > usual["step"]

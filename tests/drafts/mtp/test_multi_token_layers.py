@@ -168,9 +168,6 @@ def test_a_layer_of_inkling_with_a_window_is_what_its_mask_says(tmp_path: Path) 
         assert torch.allclose(drafted(target, draft, TEXT, [])[0], expected, rtol=1e-5, atol=1e-5) is same
 
 
-# Rounds of one generation are what a round that reads all anew says. --------------------------------------------------
-
-
 @pytest.mark.every(3)
 @torch.no_grad()
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Where multi-token layers are read from: the target's files or others, stored assistants, and what is refused."""
+"""Multi-token layers: where they are read from, stored assistants, generations of every family, and the commands."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ import torch
 from support.checkpoints import edited, in_shards
 from support.hub_server import HubServer
 from support.models import prompt, tiny, told
-from support.mtp_files import DEPTH, HIDDEN, VOCAB, Files, dense, load
-from support.repos import change_json, files_of
+from support.mtp_files import DEPTH, FAMILIES, HIDDEN, HYBRID, VOCAB, Files, dense, load
+from support.repos import WORDS, change_json, files_of, tokenizer
+from support.rounds_anew import check_rounds
 from support.watchers import heard
+from transformers.generation import candidate_generator
+from typer.testing import CliRunner, Result
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.cli import app
+from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafts.mtp.kind import layers_among
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.exporting import export
@@ -34,9 +40,6 @@ def accepted(target: CausalLM, assistant: SpecDecPPAssistant) -> list[int]:
     output = target.generate(TEXT, assistant_model=assistant, max_new_tokens=30, do_sample=False)
     assert torch.equal(output, target.generate(TEXT, max_new_tokens=30, do_sample=False))
     return assistant.stats.accepted_at
-
-
-# Found and kept. ------------------------------------------------------------------------------------------------------
 
 
 def test_the_files_are_read_once(tmp_path: Path) -> None:
@@ -121,9 +124,6 @@ def test_a_config_that_announces_more_than_there_is(tmp_path: Path, caplog: pyte
     assert "announces 3 multi-token layers (num_nextn_predict_layers) and holds 1" in caplog.text
 
 
-# Refused. -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
 def test_files_without_what_their_config_announces(family: str, tmp_path: Path) -> None:
     target = load(Files(family).save(tmp_path, with_layers=False))
@@ -193,3 +193,89 @@ def test_they_are_not_exported(tmp_path: Path) -> None:
     assist(dense().load(tmp_path), "mtp", default=False).save_pretrained(tmp_path / "stored")
     with pytest.raises(ValueError, match="from the target itself, as `vllm serve org/target"):
         export(tmp_path / "stored", tmp_path / "out", "org/target")
+
+
+CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 5}
+DYSPEC: dict[str, Any] = {"rule": "threshold", "tree": "dyspec", "tree_budget": 8}
+
+
+def assisted(target: CausalLM, **settings: Any) -> SpecDecPPAssistant:
+    return assist(target, "mtp", speculation=SpeculationConfig(**(settings or CHAIN)), default=False)
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_of_every_family(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chains; and in trees, where the target reads trees. Each round begins as if it read the whole text anew."""
+    target = Files(family, seed=1).load(tmp_path)
+    for settings in (CHAIN, DYSPEC)[: 1 if family in HYBRID else 2]:
+        assistant = assisted(target, **settings)
+        assistant.decisions = Decisions(draft_successors=False)
+        check_rounds(target, assistant, TEXT, monkeypatch)
+        assert assistant.stats.accepted > 0
+
+
+@pytest.mark.skipif(
+    not hasattr(candidate_generator, "MTPCandidateGenerator"), reason="this transformers has no use_mtp to refuse"
+)
+def test_transformers_own_is_left_alone_but_not_mixed_in(tmp_path: Path) -> None:
+    target = Files("glm4_moe", seed=1).load(tmp_path)
+    assistant = assisted(target)
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    with pytest.raises(ValueError, match="use_mtp=True is transformers' own speculation.*assist"):
+        target.generate(TEXT, assistant_model=assistant, use_mtp=True, **how)
+    assert torch.equal(target.generate(TEXT, use_mtp=True, **how), target.generate(TEXT, **how))
+    assert assistant.stats.rounds == 0
+
+
+# `--mtp`: the commands draft with the target's own multi-token layers. ------------------------------------------------
+
+
+QUICK = ["--max_new_tokens", "8"]
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    folder = dense(dtype=torch.float32).save(tmp_path / "target")
+    tokenizer(WORDS[:VOCAB]).save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments: str, said: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=said)
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [(("--mtp",), ""), (("--mtp", "--lookup"), ""), ((), " (without --assistant or --layers)")],
+    ids=["alone", "with lookups", "by default"],
+)
+def test_demo(target: str, options: tuple[str, ...], note: str) -> None:
+    result = run("demo", "--target", target, *options, *QUICK, "--prompt", "w1 w2 w3")
+    assert result.exit_code == 0, result.output
+    assert f"assistant  multi-token layers of {target}{note}\n" in result.output
+    assert "equal: all 8 tokens" in result.output
+    assert f"specdecpp bench --target {target} --mtp --quick" in result.output
+    assert "use it      assist(model, 'mtp'); model.generate(...)" in result.output
+
+
+@pytest.mark.parametrize("options", [("--mtp",), ()], ids=["asked for", "by default"])
+def test_bench(target: str, tmp_path: Path, options: tuple[str, ...]) -> None:
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"prompt": "w1 w2 w3"}))
+    result = run(
+        "bench", "--target", target, *options, *QUICK, "--data", str(tmp_path / "questions.jsonl"), "--temperatures",
+        "0", "--contestants", "plain,fixed 3", "--output", str(tmp_path / "bench"), "--device", "cpu",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert not json.loads((tmp_path / "bench" / "results.json").read_text())["mismatches"]
+    assert f"multi-token layers of {target}" in (tmp_path / "bench" / "report.md").read_text()
+    said = f"Without --assistant or --layers the draft is multi-token layers of {target}."
+    assert (said in result.output) is not bool(options)
+
+
+@pytest.mark.parametrize("command", ["demo", "chat", "bench"])
+def test_beside_an_assistant(command: str) -> None:
+    """Before anything is loaded."""
+    result = run(command, "--target", "none", "--mtp", "--assistant", "org/assistant")
+    assert result.exit_code == 1
+    assert "--mtp takes no assistant, and --assistant names 'org/assistant'" in result.output

@@ -1,19 +1,26 @@
-"""Steps of a Gemma 4 assistant, beside transformers' class and generator with the very weights."""
+"""Gemma 4 assistants: steps beside transformers' class and generator with the very weights, and checkpoints."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import gemma4_files
+from support.checkpoints import edited
 from support.formulas import close
-from support.models import prompt
+from support.gemma4_files import VARIANTS, VOCAB, target_for
+from support.models import prompt, tiny
 from support.pretend_graph import pretend_graphs
-from support.rounds_anew import Ear, Proposed, check_rounds, proposed
+from support.repos import change_json
+from support.rounds_anew import Ear, check_rounds
 from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafts.gemma4.drafter import sources
+from hf_specdecpp.drafts.gemma4.kind import read_model
+from hf_specdecpp.files import Repository
+from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -89,32 +96,6 @@ def test_what_a_step_reads() -> None:
     assert sources(gemma4_files.target_for("shares its own").config) == {gemma4_files.SLIDING: 0, gemma4_files.FULL: 1}
 
 
-def rows_read(each: Proposed) -> int:
-    """Of the target's cache, by transformers' generator."""
-    return min(each.given["model_outputs"].shared_kv_states[gemma4_files.FULL][0].shape[2], each.text.shape[1])
-
-
-@pytest.mark.every(3)
-@gemma4_files.WITH_GENERATOR
-@pytest.mark.parametrize("name", gemma4_files.VARIANTS)
-def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its candidates are ours, token for token and in their logits, from the first round on, wherever it reads what the
-    target has verified. After a rejection it also reads the row of the first rejected candidate."""
-    variant, changes = gemma4_files.VARIANTS[name], {"sliding_window": 64}
-    theirs, target = variant.theirs(seed=3, **changes), gemma4_files.target_for(variant.of, **changes)
-    heard, how = proposed(monkeypatch, gemma4_files.GENERATOR), {"max_new_tokens": 40, "do_sample": False}
-    assert torch.equal(target.generate(TEXT, assistant_model=theirs, **how), target.generate(TEXT, **how))
-    draft = drafted_by(theirs, target)
-    same = [each for each in heard if rows_read(each) == each.text.shape[1] - 1]
-    assert same[0].text.shape[1] == TEXT.shape[1] + 1, "the first round"
-    for text, candidates, logits, _ in same:
-        with torch.no_grad():
-            tokens, ours = chain(gemma4_files.begun(draft, target, text), len(candidates))
-        assert tokens == candidates
-        shown = ours.isfinite()
-        close(ours[shown], logits[shown])
-
-
 @torch.no_grad()
 def test_nodes_of_a_tree_are_paths_of_chains() -> None:
     """A level is one pass, and its nodes do not see one another."""
@@ -167,22 +148,13 @@ def test_a_text_whose_cache_the_draft_reads_is_captured_in_whole_rounds_alone() 
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("settings", ["fixed", "throughput", "dyspec", "static"])
-@pytest.mark.parametrize("name", gemma4_files.VARIANTS)
-def test_sampled_rounds_draft_what_they_say(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = gemma4_files.target_for(gemma4_files.VARIANTS[name].of)
-    assistant = assisted(target, name, **SETTINGS[settings])
-    ear = Ear(assistant.ready_drafter(), monkeypatch)
-    torch.manual_seed(0)
-    target.generate(WORDS, assistant_model=assistant, max_new_tokens=16, do_sample=True, temperature=1.5)
-    assert 0 < assistant.stats.accepted < assistant.stats.drafted
-    ear.check(target)
-
-
 @pytest.mark.parametrize("settings", ["fixed", "dyspec"])
-@pytest.mark.parametrize("name", ["unified", "images"])
-def test_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, theirs = gemma4_files.other_pairs()[name]
+@pytest.mark.parametrize("name", ["unified", "images", *VARIANTS])
+def test_variants_and_other_classes(name: str, settings: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in VARIANTS:
+        target, theirs = target_for(VARIANTS[name].of), VARIANTS[name].theirs()
+    else:
+        target, theirs = gemma4_files.other_pairs()[name]
     speculation = SpeculationConfig(**{"rule": "threshold", **SETTINGS[settings]})
     assistant = SpecDecPPAssistant.from_draft(theirs, target=target, speculation=speculation)
     check_rounds(target, assistant, WORDS, monkeypatch, max_new_tokens=16)
@@ -197,9 +169,6 @@ def test_a_cache_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     output = target.generate(WORDS, assistant_model=assistant, **how, **{CACHE: DynamicCache()})
     assert torch.equal(output, target.generate(WORDS, **how))
     ear.check(target)
-
-
-# Refused. -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("implementation", ["static", "offloaded"])
@@ -217,11 +186,87 @@ def test_together_with_transformers_own() -> None:
         target.generate(WORDS, assistant_model=assisted(target), max_new_tokens=4, speculation_type="dflash")
 
 
-@gemma4_files.WITH_GENERATOR
-@pytest.mark.parametrize("is_attached", [False, True])
-def test_transformers_own_is_left_alone(is_attached: bool) -> None:
-    theirs, target = gemma4_files.VARIANTS["plain"].theirs(), gemma4_files.target_for()
-    assistant = assisted(target) if is_attached else None
-    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(target.generate(WORDS, assistant_model=theirs, **how), target.generate(WORDS, **how))
-    assert assistant is None or assistant.stats.rounds == 0
+ORDER = "masked_embedding.token_ordering"
+
+
+def saved(folder: Path, name: str = "plain", **changes: Any) -> Path:
+    VARIANTS[name].theirs().save_pretrained(folder)
+    change_json(folder / "config.json", **changes)
+    return folder
+
+
+def load(folder: Path, target: CausalLM | None = None, **options: Any) -> SpecDecPPAssistant:
+    return SpecDecPPAssistant.from_pretrained(folder, target=target or target_for(), **options)
+
+
+def test_an_object_without_a_name_cannot_be_stored(tmp_path: Path) -> None:
+    assistant = SpecDecPPAssistant.from_draft(VARIANTS["plain"].theirs(), target=target_for())
+    assert "reads the cache of the target" in assistant.kind.describe(assistant.config)
+    with pytest.raises(ValueError, match="model in memory"):
+        assistant.save_pretrained(tmp_path)
+
+
+TOKENS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no order": ("clusters", {ORDER: None}, "token_ordering is missing"),
+    "an order that is none": ("clusters", {ORDER: torch.zeros(VOCAB, dtype=torch.long)}, "12 numbers"),
+    "an order without clusters": ("plain", {ORDER: torch.arange(VOCAB)}, f"has unknown {ORDER}"),
+}
+
+
+@pytest.mark.parametrize("case", TOKENS)
+def test_the_order_of_tokens(case: str, tmp_path: Path) -> None:
+    name, changes, reason = TOKENS[case]
+    with pytest.raises(ValueError, match=reason):
+        load(edited(saved(tmp_path, name), **changes))
+
+
+def test_inspected(tmp_path: Path) -> None:
+    report = inspect(Repository(str(saved(tmp_path, "clusters"))))
+    assert report.facts["draft"] == "Gemma 4 assistant, 2 layers (sliding, full), 16 wide"
+    assert report.facts["draft vocabulary"] == "2 of 4 clusters of 12 token ids"
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "width": ({"hidden_size": 24}, "reads states of 32 numbers, and they have 24"),
+    "tokens": ({"vocab_size": VOCAB + 1}, "proposes 12 token ids, and there are 13"),
+    "heads": ({"num_key_value_heads": 4}, r"reads 2 heads of 8 numbers \(sliding_attention\), and there are 4 of 8"),
+    "head size": ({"global_head_dim": 8}, r"reads 2 heads of 16 numbers \(full_attention\), and there are 2 of 8"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_gemma_4(name: str) -> None:
+    changes, reason = OTHERS[name]
+    with pytest.raises(ValueError, match=f"{reason} in Gemma4ForCausalLM.*trained for alone"):
+        SpecDecPPAssistant.from_draft(VARIANTS["plain"].theirs(), target=target_for(**changes))
+
+
+def test_another_family(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="drafts for a Gemma 4, and there is a model of type 'llama'"):
+        load(saved(tmp_path), tiny("llama", vocab_size=VOCAB))
+
+
+def test_a_class_that_this_transformers_lacks(tmp_path: Path) -> None:
+    folder = saved(tmp_path, model_type="gemma9_assistant")
+    with pytest.raises(ValueError, match=r"'gemma9_assistant', a class.*that version \d.* does not have.*Install"):
+        load(folder)
+
+
+PLAIN = VARIANTS["plain"].theirs().config.to_dict()
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "no layers": ({"text_config": None}, ""),
+    "clusters of no size": ({"use_ordered_embeddings": True, "num_centroids": 5}, "vocab_size=12 .*num_centroids=5"),
+    "more than there are": (
+        {"use_ordered_embeddings": True, "num_centroids": 4, "centroid_intermediate_top_k": 5},
+        "centroid_intermediate_top_k=5",
+    ),
+    "a layer of its own": ({"text_config": {**PLAIN["text_config"], "num_kv_shared_layers": 1}}, "must be shared"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs(name: str) -> None:
+    changes, reason = CONFIGS[name]
+    weights = VARIANTS["plain"].theirs().state_dict()
+    with pytest.raises(ValueError, match=f"(?s)No Gemma 4 assistant can be built.*{reason}"):
+        read_model({**PLAIN, **changes}, weights, "The draft")
