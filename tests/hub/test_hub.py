@@ -275,3 +275,11 @@ def test_pushing_over_an_old_assistant(hub: HubServer, target: PreTrainedModel, 
     loaded = SpecDecPPAssistant.from_pretrained("org/head", target)
     assert loaded.head is None
     assert torch.equal(repos.estimates(loaded), repos.estimates(assistant))
+
+
+def test_hub_is_down(hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant) -> None:
+    assistant.push_to_hub("org/head")
+    SpecDecPPAssistant.from_pretrained("org/head", target)
+    hub.__exit__()
+    again = SpecDecPPAssistant.from_pretrained("org/head", target)
+    assert torch.equal(repos.estimates(again), repos.estimates(assistant))

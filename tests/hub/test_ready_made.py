@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file
 from support.checkpoints import in_shards
 from support.eagle3_files import VARIANTS, Checkpoint
@@ -221,3 +222,31 @@ def test_a_draft_beside_a_target_of_the_hub_at_a_commit(hub: HubServer, tmp_path
     result = CliRunner().invoke(app, ["inspect", "org/eagle", "--target", f"org/target@{commit}"])
     assert result.exit_code == 0, result.output
     assert "it is probably for another target" in " ".join(result.stdout.split())
+
+
+def test_a_revision_is_pinned(hub: HubServer, tmp_path: Path) -> None:
+    commit = publish(hub, VARIANTS["plain"].save(tmp_path / "draft"))
+    hub.tag("org/eagle", "v1")
+    publish(hub, Checkpoint(seed=5).save(tmp_path / "newer"))
+    target = tiny("llama")
+    old = SpecDecPPAssistant.from_pretrained("org/eagle", target=target, revision="v1")
+    assert old.config.draft_revision == commit
+    folder = SpecDecPPAssistant.from_pretrained(tmp_path / "draft", target=target)
+    assert torch.equal(drafted(old, target), drafted(folder, target))
+
+
+def test_a_copy_in_the_place_of_a_draft_that_cannot_be_reached(hub: HubServer, tmp_path: Path) -> None:
+    target = tiny("llama")
+    publish(hub, VARIANTS["plain"].save(tmp_path / "draft"))
+    before = with_head("org/eagle", target)
+    before.save_pretrained(tmp_path / "saved")
+    shutil.rmtree(tmp_path / "cache")
+    hub.private("org/eagle", "theirs")
+    with pytest.raises(RepositoryNotFoundError):
+        SpecDecPPAssistant.from_pretrained(tmp_path / "saved", target=target)
+    again = SpecDecPPAssistant.from_pretrained(tmp_path / "saved", target=target, draft=tmp_path / "draft")
+    assert_same(again, before, target)
+    assert again.config.draft_id == "org/eagle", "what is saved again names the repository, not the copy"
+    SpecDecPPAssistant.from_pretrained(tmp_path / "saved", target=target, token="theirs")  # noqa: S106
+    with pytest.raises(ValueError, match="is a model, and an EAGLE-3 draft is none by itself.*folder or Hub id"):
+        SpecDecPPAssistant.from_pretrained(tmp_path / "saved", draft=target)

@@ -3,6 +3,8 @@
 It is no dependency: `make test-integrations` installs it beside this package."""
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 
 smolagents = pytest.importorskip("smolagents", reason="make test-integrations installs it")
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agent.py"
 FIXED = SpeculationConfig("fixed", num_tokens=3)
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "w1 w2 w3 w4 w5"}]}]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "device_map": "cpu"}
@@ -80,3 +83,33 @@ def test_a_wrong_verification_would_be_seen(model: Any, monkeypatch: pytest.Monk
     accept_everything(monkeypatch)
     early_exit(model, default=True)
     assert say(model) != plain
+
+
+class Short(smolagents.TransformersModel):  # type: ignore[name-defined]
+    """Says little, which is noted."""
+
+    said: list[str] = []
+
+    def __init__(self, name: str, **how: Any) -> None:
+        super().__init__(name, **{**how, "max_new_tokens": 12, "device_map": "cpu"})
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        message = super().generate(*args, **kwargs)
+        self.said.append(message.content)
+        return message
+
+
+def test_the_example(
+    folder: str, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Random weights write no code, so that the agent asks until its last step, and says what it has."""
+    early_exit(model).save_pretrained(tmp_path / "assistant")
+    monkeypatch.setattr(smolagents, "TransformersModel", Short)
+    monkeypatch.setattr(sys, "argv", ["agent.py", "w1 w2 w3", folder, str(tmp_path / "assistant")])
+    monkeypatch.setattr(Short, "said", [])
+    runpy.run_path(str(EXAMPLE))
+    assert capsys.readouterr().out.splitlines()[-1].startswith("verdict")
+    assisted, Short.said = Short.said, []
+    agent = smolagents.CodeAgent(tools=[], model=Short(folder, do_sample=False), max_steps=4, verbosity_level=0)
+    agent.run("w1 w2 w3")
+    assert (assisted, len(assisted)) == (Short.said, 5)

@@ -264,3 +264,11 @@ def test_without_a_tokenizer_ids_are_warned_of(tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level("WARNING", "hf_specdecpp"):
         assert load(folder, eagle3={"reads": [2, 2, 1]}).reader.reads == [2, 2, 1]
     assert "may mean" not in caplog.text
+
+
+def test_overrides_win(tmp_path: Path) -> None:
+    folder = VARIANTS["eagle-3.1"].save(tmp_path)
+    said = {"norm_output": False, "norm_before_residual": False, "rope_theta": 9, "reads": [0, 0, 1]}
+    settings = settings_of(folder, eagle3=said)
+    assert (settings.norm_output, settings.norm_before_residual) == (False, False)
+    assert (settings.reads, settings.fc_norm, settings.layer["rope_parameters"]["rope_theta"]) == ([0, 0, 1], True, 9)
