@@ -32,6 +32,7 @@ from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.unrolling import in_blocks
 from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains
 from hf_specdecpp.trees.tree import DraftTree
 
 TEXT = 1 + prompt(17) % (VOCAB - 1)  # no 0, which would be padding
@@ -302,3 +303,17 @@ def test_a_text_in_blocks() -> None:
     for place in (1, 4, 5, 16):
         anchor = 1 + (place - 1) // 4 * 4
         torch.testing.assert_close(hidden[1, place], alone(draft, states, 1, anchor)[place - anchor])
+
+
+@torch.no_grad()
+def test_chains_on_a_text_are_those_of_rounds() -> None:
+    """What a head learns from, and what it is calibrated and measured on."""
+    draft, target = drafting(VARIANTS["plain"])
+    states = states_of(target, draft, TEXTS)
+    starts, drawing = torch.tensor([5, 9, 17]), Drawing(lambda x: x.softmax(-1), VOCAB)
+    drafted = draft_chains(draft, ReadText(TEXTS[0].tolist(), states[:1]), starts, 20, drawing)
+    assert drafted.tokens.shape == (3, draft.places)
+    for row, start in enumerate(starts.tolist()):
+        hidden = alone(draft, states, 0, start - 1)
+        torch.testing.assert_close(drafted.hidden[row, : draft.places], hidden)
+        assert torch.equal(drafted.tokens[row], draft.logits(hidden, VOCAB).argmax(-1))
