@@ -121,17 +121,15 @@ def rule_curves(true: Tensor, judged: Mapping[str, Tensor]) -> dict[str, list[Ou
 
 
 def equal_verification(curves: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    """Discards of every rule at the verification rate of each fixed length; `None` where its curve does not reach."""
-    table = []
-    for point in curves["fixed"]:
-        at = {name: discards_at(points, point.verification_rate) for name, points in curves.items() if name != "fixed"}
-        fewer = {
-            name: 1.0 - rate / point.discard_rate if rate is not None and point.discard_rate > 0 else None
-            for name, rate in at.items()
-        }
-        table.append({**asdict(point), "length": int(point.setting), "discard_rate_of": at, "fewer_discards": fewer})
-    best = min(range(len(table)), key=lambda i: time_per_token(curves["fixed"][i], COST_RATIO))
-    return {"best_fixed_length": table[best]["length"], "at_best": table[best], "all": table}
+    """Discards of each rule where it verifies as often as the best fixed length; `None` if its curve does not reach."""
+    best = min(curves["fixed"], key=lambda point: time_per_token(point, COST_RATIO))
+    at = {name: discards_at(points, best.verification_rate) for name, points in curves.items() if name != "fixed"}
+    fewer = {
+        name: 1.0 - rate / best.discard_rate if rate is not None and best.discard_rate > 0 else None
+        for name, rate in at.items()
+    }
+    found = {**asdict(best), "length": int(best.setting), "discard_rate_of": at, "fewer_discards": fewer}
+    return {"at_best": found}
 
 
 def time_per_token(point: Outcome, cost_ratio: float) -> float:

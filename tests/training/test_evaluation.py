@@ -142,11 +142,12 @@ def test_evaluation_needs_a_head(tmp_path: Path) -> None:
 
 def test_discards_at_equal_verification_rate() -> None:
     fixed = [Outcome(1, 0.2, 0.6, 1.0), Outcome(2, 0.6, 0.4, 3.0), Outcome(3, 1.2, 0.38, 4.8)]
-    table = equal_verification({"head": [Outcome(0.1, 0.1, 0.6, 0.8), Outcome(0.2, 0.3, 0.4, 2.2)], "fixed": fixed})
-    assert table["all"][1]["fewer_discards"]["head"] == pytest.approx(0.5)
-    assert table["all"][2]["fewer_discards"]["head"] is None
+    head = [Outcome(0.1, 0.1, 0.6, 0.8), Outcome(0.2, 0.3, 0.4, 2.2)]
+    found = [equal_verification({"head": head, "fixed": points})["at_best"] for points in (fixed, fixed[2:])]
+    assert found[0]["fewer_discards"]["head"] == pytest.approx(0.5)
+    assert found[1]["fewer_discards"]["head"] is None
     assert time_per_token(fixed[1], 0.2) == pytest.approx(0.2 * (1 + 0.6 - 0.4) + 0.4)
-    assert table["best_fixed_length"] == 2
+    assert found[0]["length"] == 2
 
 
 # Expected discards of stopping rules against simulated coins. ---------------------------------------------------------
