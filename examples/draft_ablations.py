@@ -38,7 +38,6 @@ from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 Settings = dict[str, Any]
 EAGLE3: Settings = {"draft": "eagle3", "layers": None, "reads": None}  # reads what every engine serves
-BLOCK: Settings = {"draft": "block", "layers": None, "reads": None, ".draft_vocab_size": None, ".block_size": 5}
 
 
 def variants(config: TrainingConfig) -> dict[str, Settings]:
@@ -70,9 +69,6 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
         "an EAGLE-3 layer": layer,
         "an EAGLE-3 layer at the same rate": EAGLE3,
         "an EAGLE-3 layer, mixing at its rate": {**layer, ".fusion_learning_rate": rate / 3},
-        "a block": {**BLOCK, ".learning_rate": rate / 3},
-        "a block at the same rate": {**BLOCK, ".learning_rate": rate},
-        "a block of two layers": {**BLOCK, ".learning_rate": rate / 3, ".block_layers": 2},
     }
 
 

@@ -21,18 +21,16 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.estimation.estimators import MODES, DraftProbability
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.estimation.metrics import auc, binary_kl
-from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.branches import BranchingText, target_states
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.chains import MAX_TOKENS, STARTS, Recorder, head_estimates
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.evaluation import THRESHOLDS, curve, recorded_chains, time_per_token
+from hf_specdecpp.training.evaluation import rule_curves, survivals, time_per_token
 
 LAST = 8  # tokens of the text that are looked back at
 STEPS, SEEDS = 400, 3
@@ -119,12 +117,8 @@ def corrected(rows: dict[str, Tensor], network: nn.Module | None, width: int) ->
 def times(rows: dict[str, Tensor], estimates: Tensor, cost: float) -> list[float]:
     """Of a generated token in target passes, for each of the thresholds."""
 
-    def maker(threshold: float) -> StoppingRule:
-        config = SpeculationConfig(rule="threshold", threshold=threshold, max_tokens=MAX_TOKENS)
-        return make_rule(config, DraftProbability())
-
-    chains = list(recorded_chains(rows, {"head": estimates}, "before"))
-    return [time_per_token(point, cost) for point in curve(maker, THRESHOLDS, chains, "head")]
+    curves = rule_curves(*survivals(rows, {"head": estimates}, "before"))
+    return [time_per_token(point, cost) for point in curves["head"]]
 
 
 def main(path: str, name: str, cost: float = 0.09) -> None:

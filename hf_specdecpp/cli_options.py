@@ -210,7 +210,7 @@ class TrainOptions:
         target: Hub id or folder of the model to speed up.
         data: prompts: a JSON Lines file or a datasets id; may be repeated.
         output: folder that becomes the assistant's repository.
-        draft: Hub id or folder of a draft, `conditioned`, `eagle3`, or `block`; by default an early exit.
+        draft: Hub id or folder of a draft, `conditioned`, or `eagle3`; by default an early exit.
         layers: layers of the target that draft: 4, or 0,1,2,29.
         server: URL of an OpenAI-compatible server for the answers.
         stage: run only this stage; may be repeated.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -79,9 +79,9 @@ class LiveBenchmark:
         names = [row["contestant"] for row in self.log.rows if row["session"] == self.log.session]
         rows: list[Row] = []
         while len(rows) < self.config.attempts and not (rows and not rows[-1]["disturbed"]):
-            with Disturbance() as load, PassClock(self.target) as clock:
+            with Disturbance() as load, noted_passes(self.target) as read:
                 answers = self._generate(question, temperature, contestant, self.config.max_new_tokens)
-            counts = _counted(self.assistant.stats) if contestant.ours else _watched(clock, question, answers)
+            counts = _counted(self.assistant.stats) if contestant.ours else _watched(read, question, answers)
             rows.append({
                 "set": question.set, "prompt": question.prompt, "batch": question.batch, "temperature": temperature,
                 "contestant": contestant.name, "earlier": names.count(contestant.name), "answers": answers,
@@ -97,21 +97,20 @@ class LiveBenchmark:
 
 
 def _counted(stats: SpeculationStats) -> Row:
-    """Counts of ours; `split` are the seconds of the prompt's pass, of drafting, and of the other passes."""
+    """Counts of ours."""
     return {
         "passes": stats.target_passes, "drafting": stats.rounds - stats.idle_rounds, "drafted": stats.drafted,
-        "accepted": stats.accepted, "split": [stats.prompt_seconds, stats.draft_seconds, stats.target_seconds],
+        "accepted": stats.accepted,
     }  # fmt: skip
 
 
-def _watched(clock: PassClock, question: Question, answers: Answers) -> Row:
+def _watched(read: list[int], question: Question, answers: Answers) -> Row:
     """Counts of those that count nothing: a pass reads the prompt or a token, and candidates, and emits one more."""
-    read, seconds = zip(*clock.passes, strict=True)
     tokens, passes = sum(map(len, answers)), sum(map(len, answers)) if question.batch else len(read)
     candidates = [read[0] - max(map(len, question.ids)), *(each - 1 for each in read[1:])]
     return {
         "passes": passes, "drafting": sum(each > 0 for each in candidates), "drafted": sum(candidates),
-        "accepted": tokens - passes, "split": [seconds[0], 0.0, sum(seconds[1:])],
+        "accepted": tokens - passes,
     }  # fmt: skip
 
 
@@ -145,30 +144,20 @@ def rotated(contestants: Sequence[Contestant], number: int) -> list[Contestant]:
     return [*contestants[first:], *contestants[:first]]
 
 
-# The clock ------------------------------------------------------------------------------------------------------------
+# What happened meanwhile ---------------------------------------------------------------------------------------------
 
 
-class PassClock:
-    """Notes of each pass of `target` how many tokens of a row it read, and its seconds (on a GPU its launches')."""
-
-    def __init__(self, target: CausalLM) -> None:
-        self.target = target
-        self.passes: list[tuple[int, float]] = []
-
-    def __enter__(self) -> Self:
-        before = self.target.register_forward_pre_hook(self._before)
-        self.hooks = before, self.target.register_forward_hook(self._after, with_kwargs=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-    def _before(self, *_: Any) -> None:
-        self._begin = time.perf_counter()
-
-    def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG002
-        self.passes.append((kwargs["input_ids"].shape[1], time.perf_counter() - self._begin))
+@contextmanager
+def noted_passes(target: CausalLM) -> Iterator[list[int]]:
+    """Of each pass of `target` within, how many tokens of a row it read."""
+    read: list[int] = []
+    hook = target.register_forward_pre_hook(
+        lambda _module, _args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        yield read
+    finally:
+        hook.remove()
 
 
 class Disturbance:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,7 +157,6 @@ def markdown(results: dict[str, Any]) -> str:
         if rows := [row for row in here if not row["batch"]]:
             said = verdict(overall(summary, temperature))
             parts += [f"## {mode(temperature)}, measured", said, *picture("speed-up", temperature), _live_table(rows)]
-            parts += [*picture("tokens-per-pass", temperature), *picture("time", temperature)]
         if rows := [row for row in here if row["batch"]]:
             parts += [f"## {mode(temperature)}, batches", _BATCHES, _live_table(rows)]
     parts += _checks(results)
@@ -244,16 +243,11 @@ def mode(temperature: float) -> str:
     return "greedy" if temperature == 0.0 else f"temperature {temperature:g}"
 
 
-Points = dict[str, list[tuple[float, float]]]
-
-
 def plot_all(results: dict[str, Any], folder: Path) -> None:
-    """Every picture that `report.markdown` shows, and those that it does not."""
+    """Every picture that `report.markdown` shows."""
     for temperature in results["settings"]["temperatures"]:
-        rows = overall(results["summary"], temperature)
-        for name, plot in (("speed-up", plot_speeds), ("tokens-per-pass", plot_budgets), ("time", plot_times)):
-            if rows:
-                plot(rows, folder / f"{name}-{temperature:g}.png", mode(temperature))
+        if rows := overall(results["summary"], temperature):
+            plot_speeds(rows, folder / f"speed-up-{temperature:g}.png", mode(temperature))
     for each in results["replays"]:
         title = f"{each['set']}, {mode(each['temperature'])}"
         plot_pareto(each["rows"], folder / f"pareto-{each['set']}-{each['temperature']:g}.png", title)
@@ -278,7 +272,7 @@ def plot_speeds(rows: Sequence[dict[str, Any]], path: Path, how: str) -> None:
 
 def plot_pareto(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Discard over verification rate, a line a rule, and the front of all rules (SpecDec++, figure 4)."""
-    families: Points = defaultdict(list)
+    families: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         if row["setting"] is not None:
             families[row["family"]].append((row["verification_rate"], row["discard_rate"]))
@@ -286,45 +280,15 @@ def plot_pareto(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     for point in sorted(point for family, points in families.items() if family != INFORMED for point in points):
         if not front or point[1] < front[-1][1]:
             front.append(point)
-    figure, axes = _lines(families, dashed=(FIXED, INFORMED))
+    figure, axes = new_figure(7.5, 5.5)
+    for number, (family, points) in enumerate(families.items()):
+        style: dict[str, Any] = {"color": COLOURS[number % 8], "marker": MARKERS[number % 8], "markersize": 4}
+        how = "--" if family in (FIXED, INFORMED) else "-"
+        axes.plot(*zip(*points, strict=True), linestyle=how, label=family, **style)
+    axes.grid(alpha=0.3)
     axes.plot(*zip(*front, strict=True), color="#BBBBBB", linewidth=6, zorder=0, label="front of all rules")
     axes.set(xlabel="verification rate: target passes per generated token", title=f"Where to stop drafting ({title})")
     axes.set_ylabel("discard rate: discarded candidates per generated token")
     axes.set_ylim(0, min(axes.get_ylim()[1], 2.5))
     axes.legend(frameon=False, title="down and left is better")
-    save(figure, path)
-
-
-def plot_budgets(rows: Sequence[dict[str, Any]], path: Path, how: str) -> None:
-    """Tokens per target pass over candidates a round."""
-    families: Points = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row["drafted_per_round"]):
-        families[row["family"]].append((row["drafted_per_round"], row["tokens_per_pass"]))
-    figure, axes = _lines(families)
-    axes.set(xlabel="candidates a round", ylabel="tokens per target pass", title=f"What a budget yields ({how})")
-    axes.legend(frameon=False)
-    save(figure, path)
-
-
-def _lines(families: Points, dashed: Collection[str] = ()) -> tuple[Any, Any]:
-    """A figure with a line a family."""
-    figure, axes = new_figure(7.5, 5.5)
-    for number, (family, points) in enumerate(families.items()):
-        style: dict[str, Any] = {"color": COLOURS[number % 8], "marker": MARKERS[number % 8], "markersize": 4}
-        axes.plot(*zip(*points, strict=True), linestyle="--" if family in dashed else "-", label=family, **style)
-    axes.grid(alpha=0.3)
-    return figure, axes
-
-
-def plot_times(rows: Sequence[dict[str, Any]], path: Path, how: str) -> None:
-    """What the time of a token goes into, for the best setting of each family."""
-    best = best_of_families(rows)[::-1]
-    figure, axes = new_figure(7.5, 1.4 + 0.36 * len(best))
-    left = [0.0] * len(best)
-    for part, colour in zip(("prompt", "draft", "target", "rest"), COLOURS, strict=False):
-        widths = [1e3 * row["time"][part] / row["tokens_per_second"] for row in best]
-        axes.barh([row["contestant"] for row in best], widths, left=left, color=colour, label=part)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set(xlabel="milliseconds a token (of contestants not ours, the rest includes drafting)", title=f"Time ({how})")
-    axes.legend(frameon=False)
     save(figure, path)

@@ -1,4 +1,4 @@
-"""From generations to rows of a table: speeds relative to plain generation, rates, and what the time went into.
+"""From generations to rows of a table: speeds relative to plain generation, and rates.
 
 A row has ratios of speeds, each as its median over prompts and the ends of its 95 % interval: over `plain` generation,
 and for the `first` five texts of a session, which begins without known costs; over plain generation on the
@@ -100,8 +100,6 @@ def _speed(row: Row) -> float:
 def _measures(rows: list[Row]) -> Row:
     names = ("tokens", "seconds", "passes", "drafting", "drafted", "accepted", "disturbed")
     tokens, seconds, passes, drafting, drafted, accepted, disturbed = (sum(row[name] for row in rows) for name in names)
-    parts = zip(("prompt", "draft", "target"), zip(*(row["split"] for row in rows), strict=True), strict=True)
-    shares = {part: sum(times) / seconds for part, times in parts}
     return {
         "prompts": len({(row["set"], row["prompt"]) for row in rows}),
         "tokens": tokens,
@@ -111,7 +109,6 @@ def _measures(rows: list[Row]) -> Row:
         "verification_rate": passes / tokens,
         "acceptance_rate": accepted / drafted if drafted else None,
         "drafted_per_round": drafted / drafting if drafting else 0.0,
-        "time": {**shares, "rest": 1.0 - sum(shares.values())},
         "disturbed": disturbed,
     }
 

@@ -221,15 +221,16 @@ class Trainable:
         first_layers: how many of the target's first layers draft unless the run says otherwise; `None` for its last
             one alone.
         own_layers: whether it drafts with layers of its own, all of which are trained, and no adapter.
-        blocks: whether one pass of these proposes several candidates.
-        cannot: what such a run cannot do, with the reason: `"stay untrained"`, `"late verdicts"` (a head that judges a
-            candidate after the draft has read it), `"draft vocabulary"`.
+        cannot: what such a run cannot do, with the reason: `"be trained"` (it stays as others trained it), `"stay
+            untrained"`, `"late verdicts"` (a head that judges a candidate after the draft has read it), `"draft
+            vocabulary"`.
     """
 
     first_layers: int | None = None
     own_layers: bool = False
-    blocks: bool = False
-    cannot: Mapping[Literal["stay untrained", "late verdicts", "draft vocabulary"], str] = field(default_factory=dict)
+    cannot: Mapping[Literal["be trained", "stay untrained", "late verdicts", "draft vocabulary"], str] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,12 +93,10 @@ def calibrate(log_odds: Tensor, label: Tensor, index: Tensor) -> Calibration:
 def quality(estimate: Tensor, label: Tensor, index: Tensor) -> dict[str, object]:
     """ECE and binary KL of estimates, and how far off their cumulative product is; all `[n]`, chain after chain."""
     predicted, true = survival(estimate, index), survival(label, index)
-    bias = (predicted - true).nanmean(0)
     return {
         "ece": ece(estimate, label),
         "binary_kl": binary_kl(estimate, label),
         "survival_bias": float((predicted - true).nanmean()),
-        "survival_bias_by_position": bias.tolist(),
     }
 
 

@@ -153,25 +153,12 @@ def summary(config: TrainingConfig) -> str:
     temperature, report = next(iter(measured["sets"]["heldout"].items()))
     draft = config.named_draft or describe(SpecDecPPConfig.from_dict(made))
     adapter = " with an adapter" if made["adapter"] else ""
-    best = report["equal_verification"]["at_best"]
-    fixed = f"drafting {best['length']} candidates every time, with as many target passes"
-    discards, fewer = best["discard_rate_of"]["head"], best["fewer_discards"]["head"]
-    if discards is None:
-        compared = (
-            f"{number(best['discard_rate'])} candidates a generated token by {fixed}; the head's rule has no such point"
-        )
-    else:
-        than = "beside"
-        if fewer is not None:
-            than = f"{number(abs(fewer), percent=True)} {'fewer' if fewer >= 0 else 'more'} than"
-        compared = f"{number(discards)} candidates a generated token, {than} {number(best['discard_rate'])} by {fixed}"
     named = "" if config.named_draft is None else f", draft={config.named_draft!r}"
     return "\n".join(
         (
             f"{config.output}: {draft}{adapter}, and an acceptance head, for {config.target}",
             f"acceptance  {number(report['mean_acceptance'])} of a candidate on average ({report['texts']} "
             f"text{'' if report['texts'] == 1 else 's'}, temperature {temperature})",
-            f"discards    {compared}",
             f"use it      assist(model, {config.output!r}{named}); model.generate(**inputs)",
             "share it    the same command with --stage card --push_to_hub YOU/NAME",
         )

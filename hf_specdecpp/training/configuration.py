@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from hf_specdecpp.config.checks import BLOCK, check_types
+from hf_specdecpp.config.checks import check_types
 from hf_specdecpp.config.speculation import SpeculationConfig, refuse_removed
 from hf_specdecpp.drafts.kind import Kind, Trainable
 from hf_specdecpp.drafts.known import kind_to_train, ready_made
@@ -86,14 +86,11 @@ class DistillConfig(Section):
         unroll (candidates): the steps of a round that a draft is taught to go on for on its own states.
         fusion_learning_rate: the rate of a conditioned draft's fusion, which begins with maps that a higher rate
             destroys.
-        fusion_rank (dimensions): the rank of a conditioned draft's fusion; full by default.
-        block_size (candidates): the number that a block draft proposes with one pass.
-        block_layers (layers): the depth of a block draft.
         loss: `"kl"`: KL(p || q); `"tv"`: the total variation, which is the chance of a rejection; `"kl+tv"`: the first
             and twice the second.
         bf16: mixed precision: float32 weights, bfloat16 products.
-        start_from: `work_dir` of another run of the same kind of draft, or the repository of a published EAGLE-3 or
-            DFlash draft: training goes on with it.
+        start_from: `work_dir` of another run of the same kind of draft, or the repository of a published EAGLE-3
+            draft: training goes on with it.
     """
 
     path = "distill."
@@ -109,9 +106,6 @@ class DistillConfig(Section):
     max_length: int = _at_least(2, 1024)
     unroll: int = _at_least(1, 4)
     fusion_learning_rate: float = _above_zero(5e-5)
-    fusion_rank: int | None = _at_least(1, None)
-    block_size: int = _at_least(2, 8)
-    block_layers: int = _at_least(1, 1)
     loss: Literal["kl", "tv", "kl+tv"] = "kl"
     bf16: bool = False
     start_from: str | None = None
@@ -127,7 +121,6 @@ class HeadConfig(Section):
         num_blocks (layers): residual blocks of an `"after"` head.
         tied: whether these blocks share their weights, as in the released code.
         rank (dimensions): the rank of a `"before"` head's correction.
-        label: `"sampled"` is the paper's min(1, p(y)/q(y)) of the drawn token; `"analytic"` is sum min(p, q).
         rejection_weight: weight w_rej of the BCE (paper: 6).
         siblings (candidates): the number drawn without replacement at each position (`inputs="before"`), for trees.
         dropout (share of inputs): hidden states left out at random while a `"before"` head is fitted.
@@ -144,7 +137,6 @@ class HeadConfig(Section):
     num_blocks: int = _at_least(0, 3)
     tied: bool = False
     rank: int = _at_least(1, 64)
-    label: Literal["sampled", "analytic"] = "sampled"
     rejection_weight: float = _above_zero(1.0)
     siblings: int = _at_least(1, 4)
     dropout: float = 0.7
@@ -176,13 +168,12 @@ class TrainingConfig(Section):
     Args:
         target: Hub id or folder of the target.
         output: folder that becomes the assistant's repository.
-        draft: Hub id or folder of an independent draft; `"conditioned"`, `"eagle3"` or `"block"` for drafts that read
-            the target's states (`docs/drafts.md`); the repository of a published EAGLE-3 or DFlash draft, which gets a
-            head; by default an early exit.
+        draft: Hub id or folder of an independent draft; `"conditioned"` or `"eagle3"` for drafts that read the target's
+            states (`docs/drafts.md`); the repository of a published EAGLE-3 or DFlash draft, which gets a head; by
+            default an early exit.
         layers: layers of the target that draft: a number of first layers, or ascending indices. By default an early
             exit has the first 4, a conditioned draft the last.
-        reads: layers of the target whose outputs the draft reads. By default a low, a middle and a high one; for a
-            block the last but one.
+        reads: layers of the target whose outputs the draft reads. By default a low, a middle and a high one.
         dtype: dtype of target and draft in all stages but `distill`; `"auto"` as they are stored.
         target_id: the id that the published config names where `target` is a local copy.
         target_revision: commit of `target_id`.
@@ -316,21 +307,14 @@ class TrainingConfig(Section):
 
     def _check_draft(self) -> None:
         distill, cannot = self.distill, self.trainable.cannot
+        if (reason := cannot.get("be trained")) is not None and not self.ready_made:
+            raise ValueError(f"draft={self.draft!r}: {reason}.")
         if (reason := cannot.get("stay untrained")) is not None and not distill.enabled and not self.ready_made:
             raise ValueError(f"distill.enabled=False: {reason}.")
         if (reason := cannot.get("late verdicts")) is not None and self.head.inputs == "after":
             raise ValueError(f"head.inputs='after' {reason}. Use head.inputs='before'.")
         if (reason := cannot.get("draft vocabulary")) is not None and distill.draft_vocab_size is not None:
             raise ValueError(f"distill.draft_vocab_size={distill.draft_vocab_size}: {reason}. Leave it out.")
-        if distill.block_size > BLOCK[-1]:
-            raise ValueError(f"distill.block_size={distill.block_size} must be at most {BLOCK[-1]}.")
-        longest = min(self.rollouts.max_new_tokens, distill.max_length - 1)
-        if self.trainable.blocks and self.ready_made is None and distill.block_size > longest:
-            raise ValueError(
-                f"distill.block_size={distill.block_size} is longer than the answers, which have at most {longest} "
-                "tokens (rollouts.max_new_tokens, distill.max_length), so nothing would teach its last places. Lower "
-                "it."
-            )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingConfig:

@@ -52,11 +52,9 @@ def build(made: Trained, split: str) -> FeatureSet:
 
 def settings(config: TrainingConfig) -> dict[str, Any]:
     """What features depend on."""
-    head = config.head
-    names = ("inputs", "label") if head.inputs == "after" else ("inputs", "label", "siblings")
-    chosen = {name: getattr(head, name) for name in names}
+    chosen = {name: getattr(config.head, name) for name in ("inputs", "siblings", "max_texts")}
     sampling = {"temperatures": config.rollouts.temperatures, "top_k": config.rollouts.top_k}
-    return {**chosen, **sampling, "max_texts": head.max_texts, "seed": config.seed, **fingerprint(config)}
+    return {**chosen, **sampling, "seed": config.seed, **fingerprint(config)}
 
 
 def _shard(made: Trained, texts: Any, rows: Iterable[int]) -> dict[str, Tensor]:
@@ -130,18 +128,17 @@ class Examples:
     ) -> dict[str, Tensor]:
         """Candidates for n positions, and their labels, from logits `[n, vocab]`."""
         p, q = sampling.p(p_logits), sampling.q(q_logits)
-        analytic, is_before = self.head.label == "analytic", self.head.inputs == "before"
+        is_before = self.head.inputs == "before"
         drawn = draw_siblings(q, self.head.siblings if is_before else 1, generator, sampling.greedy)
         columns = drawn.tokens.unbind(-1)
         from_q = [sampling.drawn_from(q_left, token) for q_left, token in zip(drawn.drawn_from, columns, strict=True)]
         if not is_before:
-            label = analytic_label(p, from_q[0]) if analytic else acceptance(p, from_q[0], columns[0])
-            return {"tokens": drawn.tokens, "label": label[:, None]}
-        label, reach = sibling_labels(p, from_q, drawn.tokens, analytic)
+            return {"tokens": drawn.tokens, "label": acceptance(p, from_q[0], columns[0])[:, None]}
+        label, reach = sibling_labels(p, from_q, drawn.tokens)
         scalars = [
-            scalar_features(q_left, token, sampling.greedy, mass, index)
-            for q_left, token, mass, index in zip(
-                drawn.drawn_from, columns, drawn.mass.unbind(-1), drawn.index.unbind(-1), strict=True
+            scalar_features(q_left, token, sampling.greedy, mass, torch.full_like(mass, number))
+            for number, (q_left, token, mass) in enumerate(
+                zip(drawn.drawn_from, columns, drawn.mass.unbind(-1), strict=True)
             )
         ]
         mask, label = torch.where(drawn.valid, reach, 0.0), torch.where(drawn.valid, label, 0.0)
@@ -192,20 +189,14 @@ class FeatureSet(Dataset[dict[str, Tensor]]):
 # Labels ---------------------------------------------------------------------------------------------------------------
 
 
-def analytic_label(p: Tensor, q: Tensor) -> Tensor:
-    """Σ min(p, q): the mean of `acceptance` over candidates drawn from q; `[..., vocab]` to `[...]`."""
-    return torch.minimum(p, q).sum(-1)
-
-
 @dataclass
 class DrawnSiblings:
     """Candidates `[..., n]` drawn one after another for the same position, none twice: the q `[..., vocab]` of each
-    draw, the mass and number of those before, and whether q had a token left (else the others mean nothing)."""
+    draw, the mass of those before, and whether q had a token left (else the others mean nothing)."""
 
     tokens: Tensor
     drawn_from: list[Tensor]
     mass: Tensor
-    index: Tensor
     valid: Tensor
 
 
@@ -225,28 +216,21 @@ def draw_siblings(q: Tensor, n: int, generator: torch.Generator | None = None, g
         drawn_from.append(probs)
         valid.append(some_left[..., 0])
         left = left.scatter(-1, token[..., None], 0.0)
-    drawn = torch.stack(tokens, -1)
-    index = torch.arange(n, device=q.device).expand_as(drawn)
-    return DrawnSiblings(drawn, drawn_from, torch.stack(masses, -1), index, torch.stack(valid, -1))
+    return DrawnSiblings(torch.stack(tokens, -1), drawn_from, torch.stack(masses, -1), torch.stack(valid, -1))
 
 
-def sibling_labels(
-    p: Tensor, drawn_from: list[Tensor], tokens: Tensor, analytic: bool = False
-) -> tuple[Tensor, Tensor]:
+def sibling_labels(p: Tensor, drawn_from: list[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Chance that the verifier accepts each sibling once it has rejected those before it (DySpec, Algorithm 3), `[...,
     n]`, and the chance that each is tested, `[..., n]`, 1 for the first; `drawn_from` are n tensors, D of each sibling.
 
     The verifier gets as far as sibling j with the chance of the second result (`sibling_tests`). A head that is fitted
     with that as the weight of the example learns P(accepted | reached): unweighted, it would learn as much from
-    siblings that are hardly ever tested. `analytic` labels are Σ min(R, D) in the place of min(1, R(y) / D(y)).
+    siblings that are hardly ever tested.
     """
-    reached = torch.ones_like(p[..., 0])
-    labels, reach = [], []
-    tests = sibling_tests(p, drawn_from, tokens.unbind(-1))
-    for each, (accepted, left) in zip(drawn_from, tests, strict=False):
-        labels.append(analytic_label(left, each) if analytic else accepted)
-        reach.append(reached)
-        reached = reached * (1.0 - accepted)
+    *labels, _ = (accepted for accepted, _ in sibling_tests(p, drawn_from, tokens.unbind(-1)))
+    reach = [torch.ones_like(p[..., 0])]
+    for accepted in labels[:-1]:
+        reach.append(reach[-1] * (1.0 - accepted))
     return torch.stack(labels, -1), torch.stack(reach, -1)
 
 

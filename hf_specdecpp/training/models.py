@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
@@ -32,6 +31,7 @@ from hf_specdecpp.models.loading import (
     load_model,
     load_model_config,
     load_tokenizer,
+    quiet_loading,
     tokenizer_of,
 )
 from hf_specdecpp.texts import answers
@@ -120,21 +120,9 @@ def _without_weights(name: str) -> CausalLM:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Load models without a bar each: every stage loads some."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def load(name: str, dtype: Any) -> CausalLM:
     """A model on the device of this process."""
-    with without_bars():
+    with quiet_loading():
         return load_model(name, dtype=dtype, device=process_state().device)
 
 
@@ -163,7 +151,7 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
     adapter = work / ADAPTER_FOLDER if (work / ADAPTER_FOLDER / ADAPTER_FILES[1]).is_file() else None
     trained: Any = {"head": head, "adapter": adapter, "draft_vocab": load_draft_vocab(work)}
     if config.independent_draft is not None:
-        with without_bars():
+        with quiet_loading():
             return SpecDecPPAssistant.from_draft(config.independent_draft, target, **trained)
     layers = layers_of(config, target)
     if config.trains_module:

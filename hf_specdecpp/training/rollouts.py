@@ -1,8 +1,7 @@
 """Stage `rollouts`: the target's answers to the prompts, as parquet shards.
 
-Each shard depends on the settings and its number alone, and appears whole or not at all; so a run that was killed goes
-on with those that are missing. A run that was interrupted (Ctrl-C, a server that is gone) also keeps the answers of the
-shard that it was at. Several processes (`accelerate launch`) share the shards.
+Each shard depends on the settings and its number alone, and appears whole or not at all; so a run that was stopped goes
+on with those that are missing. Several processes (`accelerate launch`) share the shards.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +19,7 @@ import pyarrow
 import pyarrow.parquet
 from transformers.utils import logging
 
-from hf_specdecpp.files import read_json, replacing, save_text
+from hf_specdecpp.files import replacing
 from hf_specdecpp.provenance import commit_of
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.answers import FOLDER, RECORD
@@ -38,9 +36,8 @@ COLUMNS = {
     "input_ids": pyarrow.list_(pyarrow.int32()), "prompt_length": "int32", "finished": "bool",
 }  # fmt: skip
 
-# Prompts, a temperature, a seed and the indices that have an answer already to indices, new tokens, and whether the
-# target ended them.
-Target: TypeAlias = Callable[[list[Encoded], float, int, Set[int]], Iterator[tuple[int, list[int], bool]]]
+# Prompts, a temperature and a seed to indices of prompts, new tokens, and whether the target ended them.
+Target: TypeAlias = Callable[[list[Encoded], float, int], Iterator[tuple[int, list[int], bool]]]
 
 
 class Row(NamedTuple):
@@ -161,43 +158,18 @@ def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[Row]])
     if not missing:
         return
     target: Target = (ServerTarget if config.rollouts.server else LocalTarget)(config, codec)
-    found = {path: _read_early(path) for path in missing}
-    total, left = sum(map(len, shards.values())), sum(len(rows) - len(found[path]) for path, rows in missing.items())
+    total, left = (sum(map(len, each.values())) for each in (shards, missing))
     begin, tokens = time.perf_counter(), 0
     quiet = not process_state().is_main_process
     with logging.tqdm(total=total, initial=total - left, desc="rollouts", unit="answer", disable=quiet) as bar:
         for path, rows in missing.items():
-            finished, seed = found[path], seed_of(config.seed, path.parent.name, path.name)
-            items = [row.item for row in rows]
-            try:
-                for index, answer, ended in target(items, rows[0].temperature, seed, frozenset(finished)):
-                    bar.update(index not in finished)
-                    finished[index] = _record(rows[index], answer, ended)
-                    tokens += len(answer)
-                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.1f} tokens/s", refresh=False)
-            except BaseException:
-                _keep_early(finished, path)
-                raise
+            finished, seed = dict[int, dict[str, Any]](), seed_of(config.seed, path.parent.name, path.name)
+            for index, answer, ended in target([row.item for row in rows], rows[0].temperature, seed):
+                bar.update()
+                finished[index] = _record(rows[index], answer, ended)
+                tokens += len(answer)
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.1f} tokens/s", refresh=False)
             _write([finished[index] for index in range(len(rows))], path)
-            _early(path).unlink(missing_ok=True)
-
-
-def _early(shard: Path) -> Path:
-    """Where the answers of a shard wait that was interrupted."""
-    return shard.with_name(f"unfinished-{shard.stem}.json")
-
-
-def _read_early(shard: Path) -> dict[int, dict[str, Any]]:
-    """The answers of an interrupted shard, by the place of their prompt in it."""
-    path = _early(shard)
-    return {int(index): row for index, row in read_json(path).items()} if path.is_file() else {}
-
-
-def _keep_early(finished: dict[int, dict[str, Any]], shard: Path) -> None:
-    if finished:
-        shard.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # the disk is full: that is being reported already
-            save_text(json.dumps(finished), _early(shard))
 
 
 def _record(row: Row, answer: list[int], finished: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from http.client import HTTPException
 from typing import Any
@@ -50,19 +50,11 @@ class LocalTarget:
         check_target(self.model)
         self.takes_positions = takes_positions(self.model)
 
-    def __call__(
-        self, items: list[Encoded], temperature: float, seed: int, done: Set[int] = frozenset()
-    ) -> Iterator[tuple[int, list[int], bool]]:
-        """Index of an item, the new tokens, and whether the target ended them; in any order.
-
-        Batches stay as they are: one that has an item that is not `done` is answered whole, as if nothing had
-        interrupted.
-        """
+    def __call__(self, items: list[Encoded], temperature: float, seed: int) -> Iterator[tuple[int, list[int], bool]]:
+        """Index of an item, the new tokens, and whether the target ended them; in any order."""
         order = sorted(range(len(items)), key=lambda index: len(items[index].input_ids))  # little padding
         for start in range(0, len(order), self.settings.batch_size):
             batch = order[start : start + self.settings.batch_size]
-            if done >= set(batch):
-                continue
             torch.manual_seed(seed_of(seed, start))
             sampling = Sampling(temperature, self.settings.top_k)
             for row, tokens, finished in self._answer([items[index] for index in batch], sampling):
@@ -166,16 +158,10 @@ class ServerTarget:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"The server {self.url!r} is not a URL such as http://localhost:8000.")
 
-    def __call__(
-        self, items: list[Encoded], temperature: float, seed: int, done: Set[int] = frozenset()
-    ) -> Iterator[tuple[int, list[int], bool]]:
-        """As `LocalTarget`; `done` are not asked. `ConnectionError` where the server fails again and again."""
+    def __call__(self, items: list[Encoded], temperature: float, seed: int) -> Iterator[tuple[int, list[int], bool]]:
+        """As `LocalTarget`. `ConnectionError` where the server fails again and again."""
         with ThreadPoolExecutor(self.settings.batch_size) as pool:
-            asked = {
-                pool.submit(self._ask, item, temperature, seed + index): index
-                for index, item in enumerate(items)
-                if index not in done
-            }
+            asked = {pool.submit(self._ask, item, temperature, seed + index): index for index, item in enumerate(items)}
             try:
                 for future in as_completed(asked):
                     index = asked[future]

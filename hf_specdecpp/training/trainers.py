@@ -1,19 +1,17 @@
-"""What the stages share: processes, trackers, checkpoints, disks that fill up, and records of what is made."""
+"""What the stages share: processes, trackers, checkpoints, and records of what is made."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
@@ -24,7 +22,6 @@ from hf_specdecpp.files import differences, read_json, save_tensors, save_text
 from hf_specdecpp.training.configuration import TrainingConfig
 
 logger = logging.get_logger("hf_specdecpp")
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LOGS = "logs"
 LOG_FOLDER = "TENSORBOARD_LOGGING_DIR"  # the variable that Trainer's callback reads when it is made
 
@@ -75,14 +72,10 @@ def training_arguments(config: TrainingConfig, checkpoints: Path, batch_size: in
 
 
 def go_on(trainer: Trainer) -> None:
-    """Train, from the newest checkpoint if there is one; `OSError` where the disk is full."""
-    folder = Path(str(trainer.args.output_dir))
-    model: Any = trainer.model
-    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    with telling_of_full_disks(folder, 4 * trained):  # the parameters, two moments of each, and the rest
-        if trainer.pop_callback(ProgressCallback) is not None:
-            trainer.add_callback(Progress)
-        trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+    """Train, from the newest checkpoint if there is one."""
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(Progress)
+    trainer.train(resume_from_checkpoint=last_checkpoint(Path(str(trainer.args.output_dir))))
 
 
 class Progress(ProgressCallback):
@@ -106,20 +99,6 @@ def last_checkpoint(folder: Path) -> str | None:
     """The newest complete checkpoint of a Trainer. It writes `trainer_state.json` last; without it, it was killed."""
     complete = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
     return str(max(complete, key=lambda path: int(path.name.split("-")[1]))) if complete else None
-
-
-@contextmanager
-def telling_of_full_disks(folder: Path, size: int) -> Iterator[None]:
-    """Within, an error of whatever library while the disk has no room for a checkpoint of `size` bytes says so."""
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if getattr(error, "errno", None) not in NO_ROOM and shutil.disk_usage(folder).free >= size:
-            raise
-        raise OSError(
-            f"A checkpoint in {folder} could not be written: the disk is full. Earlier ones are kept: make room and "
-            "run the same command to go on."
-        ) from error
 
 
 # Records --------------------------------------------------------------------------------------------------------------
@@ -174,7 +153,7 @@ class Record:
 
 
 def shards(
-    record: Record, rows: Sequence[int], size: int, make: Callable[[Iterable[int]], dict[str, Tensor]], title: str
+    record: Record, rows: Sequence[int], size: int, make: Callable[[Sequence[int]], dict[str, Tensor]], title: str
 ) -> list[Path]:
     """Safetensors files beside a record, `size` of the `rows` in each, made by `make` where they are not there yet."""
     record.begin()
@@ -183,18 +162,11 @@ def shards(
         for number, start in enumerate(range(0, len(rows), size)):
             part = rows[start : start + size]
             path = record.path.with_name(f"shard-{number:05d}.safetensors")
-            if path.is_file():
-                bar.update(len(part))
-            else:
-                save_tensors(make(_counted(part, bar)), path)
+            if not path.is_file():
+                save_tensors(make(part), path)
+            bar.update(len(part))
             paths.append(path)
     return paths
-
-
-def _counted(rows: Sequence[int], bar: Any) -> Iterator[int]:
-    for row in rows:
-        yield row
-        bar.update()
 
 
 def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

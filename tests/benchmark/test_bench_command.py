@@ -100,7 +100,7 @@ def test_the_report(ran: tuple[Path, Any]) -> None:
     folder, _ = ran
     report = (folder / "report.md").read_text()
     pictures = [line.partition("(")[2][:-1] for line in report.splitlines() if line.startswith("![")]
-    assert len(pictures) == 2 * 4
+    assert len(pictures) == 2 * 2
     assert all((folder / picture).is_file() for picture in pictures)
     assert "| oracle |" in report
     assert "| batches of 2 | " in report

@@ -103,7 +103,7 @@ def test_what_overlaps_is_too_close_to_tell() -> None:
 def timed(seconds: dict[str, list[float]], **fields: Any) -> list[dict[str, Any]]:
     """Rows of 8 tokens, by the seconds of each contestant for each prompt."""
     row = {"set": "s", "batch": 0, "temperature": 0.0, "session": 1, "tokens": 8, "passes": 8, "drafting": 0,
-           "drafted": 0, "accepted": 0, "earlier": 0, "split": [0.0] * 3,
+           "drafted": 0, "accepted": 0, "earlier": 0,
            "disturbed": False}  # fmt: skip
     return [
         {**row, "contestant": name, "prompt": number, "seconds": each, **fields}

@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, assist
+from hf_specdecpp.drafts.dflash.kind import read_model
 from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.drafts.mtp.kind import BOUNDS
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
-from hf_specdecpp.training.distillation import initial_block as block
 from support import dflash_files, eagle3_files, gemma4_files, mtp_files
 from support.models import random_fusion, random_layer, tiny
 from support.repos import greedy, head_for, save_adapter, save_model
@@ -104,7 +104,8 @@ def _of(make: Callable[[CausalLM], SpecDecPPAssistant]) -> Callable[[Path], Soun
 
 def _block(folder: Path) -> Sound:
     target = dflash_files.target_for("llama").float()
-    module = block.untrained(block.settings_for(target, [1], 3, 1, 11), target)
+    checkpoint = dflash_files.Checkpoint(block_size=3, reads=(1,), is_causal=True, samples_anchor=True)
+    module = read_model(checkpoint.config(), checkpoint.tensors(), "trained by an earlier version").float()
     made = SpecDecPPAssistant(SpecDecPPConfig(draft_kind="dflash"), None, None, Parts(module=module))
     made.attach(target)
     return _ours(made, target, folder)

@@ -60,8 +60,6 @@ def prepare(folder: Path, kind: str, family: str = "llama", answers: int = 64, *
         values["draft"] = save_model(astray(target), folder / "draft")
     elif kind in ("conditioned", "eagle3"):
         values |= {"draft": kind, "reads": [0, 1]}
-    elif kind == "block":
-        values["draft"] = kind
     else:
         values["layers"] = [0, 2]
     knobs = {"rank": 8, "batch_size": 4, "learning_rate": 5e-3, "epochs": 3, **distill}

@@ -355,13 +355,11 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("kind", "files"), [
     ("conditioned", ["fusion.safetensors", "adapter/adapter_model.safetensors"]),
     ("eagle3", ["eagle3.safetensors"]),
-    ("block", ["dflash.safetensors"]),
 ])  # fmt: skip
 def test_killed_runs_of_drafts_that_read_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, files: list[str]
 ) -> None:
-    size: dict[str, Any] = {"block_size": 3} if kind == "block" else {"unroll": 2}
-    whole, killed = (prepare(tmp_path / name, kind, answers=20, epochs=2, **size) for name in ("whole", "killed"))
+    whole, killed = (prepare(tmp_path / name, kind, answers=20, epochs=2, unroll=2) for name in ("whole", "killed"))
     distillation.run(whole)
     with monkeypatch.context() as patch:
         kill_at(patch, 6)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.session import DraftSession
-from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.texts.sampling import Sampling
@@ -23,12 +22,11 @@ from hf_specdecpp.training import chains, evaluation
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.evaluation import (
     Outcome,
-    RecordedChain,
-    curve,
     discards_at,
     equal_verification,
     outcome,
-    stop_length,
+    stop_lengths,
+    survivals,
     time_per_token,
 )
 from hf_specdecpp.training.models import Trained
@@ -57,8 +55,8 @@ def test_the_report(fitted: Any, report: Any) -> None:
             assert [point["setting"] for point in part["curves"]["fixed"]] == list(range(1, 15))
             assert set(part["equal_verification"]["at_best"]["fewer_discards"]) == set(part["curves"]) - {"fixed"}
             assert part["candidates"] == 20 * part["chains"]
-            for kind in ("curve", "reliability") if fitted.head.inputs == "before" else ():
-                with Image.open(folder / f"{kind}-{name}-{temperature}.png") as image:
+            if fitted.head.inputs == "before":
+                with Image.open(folder / f"curve-{name}-{temperature}.png") as image:
                     assert min(image.size) > 500
 
 
@@ -81,12 +79,6 @@ def test_acceptance_by_rank(fitted: Any, report: Any) -> None:
         assert sum(rates) <= 1.0 + 1e-6, "at most one sibling is the accepted one"
 
 
-def test_sources_apart(report: Any) -> None:
-    part = report["sets"]["sums"]["1"]
-    assert set(part["sources"]) == {"source 0", "source 1"}
-    assert sum(each["candidates"] for each in part["sources"].values()) == part["candidates"]
-
-
 def test_each_mode_has_its_calibration(fitted: Any) -> None:
     made = Trained.load(fitted)
     for temperature, mode in ((1.0, "sampled"), (0.0, "greedy")):
@@ -104,19 +96,18 @@ def test_chains_stop_where_generation_would(fitted: Any, judge: str, threshold: 
     made = Trained.load(fitted)
     estimator = made.head if judge == "head" else DraftProbability()
     config = SpeculationConfig(rule="threshold", threshold=threshold, max_tokens=chains.MAX_TOKENS)
-    texts, lengths = made.texts("train", Sampling()), set()
+    texts, found = made.texts("train", Sampling()), set()
     recorder = chains.Recorder(made.assistant, made.target, Sampling(0.0), fitted.head.inputs)
     for row in range(6):
         ids, starts = texts[row]["input_ids"], [6, 12, 20]
         rows = recorder.of_text(ids, starts, torch.Generator())
         rows["text"] = torch.zeros_like(rows["start"])
         estimates = evaluation.all_estimates(made, rows, greedy=True)
-        recorded = list(evaluation.recorded_chains(rows, estimates, fitted.head.inputs))
-        for start, chain in zip(starts, recorded, strict=True):
-            length = stop_length(make_rule(config, estimator), chain.signals[evaluation.JUDGES[judge]])
+        true, judged = survivals(rows, estimates, fitted.head.inputs)
+        for start, length in zip(starts, lengths(threshold, true, judged[judge]).tolist(), strict=True):
             assert length == live_length(made.drafter, torch.tensor([ids[:start]]), make_rule(config, estimator))
-            lengths.add(length)
-    assert len(lengths) > 1
+            found.add(length)
+    assert len(found) > 1
 
 
 @torch.inference_mode()
@@ -151,47 +142,55 @@ def test_evaluation_needs_a_head(tmp_path: Path) -> None:
 
 def test_discards_at_equal_verification_rate() -> None:
     fixed = [Outcome(1, 0.2, 0.6, 1.0), Outcome(2, 0.6, 0.4, 3.0), Outcome(3, 1.2, 0.38, 4.8)]
-    table = equal_verification({"head": [Outcome(0.1, 0.1, 0.6, 0.8), Outcome(0.2, 0.3, 0.4, 2.2)], "fixed": fixed})
-    assert table["all"][1]["fewer_discards"]["head"] == pytest.approx(0.5)
-    assert table["all"][2]["fewer_discards"]["head"] is None
+    head = [Outcome(0.1, 0.1, 0.6, 0.8), Outcome(0.2, 0.3, 0.4, 2.2)]
+    found = [equal_verification({"head": head, "fixed": points})["at_best"] for points in (fixed, fixed[2:])]
+    assert found[0]["fewer_discards"]["head"] == pytest.approx(0.5)
+    assert found[1]["fewer_discards"]["head"] is None
     assert time_per_token(fixed[1], 0.2) == pytest.approx(0.2 * (1 + 0.6 - 0.4) + 0.4)
-    assert table["best_fixed_length"] == 2
+    assert found[0]["length"] == 2
 
 
 # Expected discards of stopping rules against simulated coins. ---------------------------------------------------------
 
 
-def recorded(seed: int, count: int = 30) -> list[RecordedChain]:
-    chance, chains = random.Random(seed), []
+def recorded(seed: int, count: int = 30) -> tuple[list[list[float]], Tensor, Tensor]:
+    """Labels of chains, and what `survivals` makes of them and of estimates."""
+    chance, labels, estimates = random.Random(seed), [], []
     for _ in range(count):
-        labels = [chance.random() for _ in range(chance.randint(1, 20))]
-        signals: list[float | None] = [min(max(y + chance.gauss(0, 0.2), 0.01), 0.99) for y in labels]
-        chains.append(RecordedChain(labels, {"q": signals}))
-    return chains
+        labels.append([chance.random() for _ in range(chance.randint(1, 20))])
+        estimates += [min(max(y + chance.gauss(0, 0.2), 0.01), 0.99) for y in labels[-1]]
+    index = torch.tensor([place for chain in labels for place in range(len(chain))])
+    rows = {"index": index, "label": torch.tensor(sum(labels, []), dtype=torch.float64)}
+    true, judged = survivals(
+        {**rows, "scalars": torch.zeros(len(index), 6)}, {"head": torch.tensor(estimates)}, "before"
+    )
+    return labels, true, judged["head"]
 
 
-def threshold(h: float) -> StoppingRule:
-    return make_rule(SpeculationConfig(rule="threshold", threshold=h), DraftProbability())
+def lengths(rule: float, true: Tensor, judged: Tensor) -> Tensor:
+    """Of a fixed length, or under a threshold, which is below 1."""
+    whole = (~true.isnan()).sum(1)
+    return whole.clamp_max(int(rule)) if rule >= 1 else torch.minimum(stop_lengths(judged, rule), whole)
 
 
-def simulated(rule: StoppingRule, chains: list[RecordedChain], coins: int) -> tuple[float, float]:
+def simulated(lengths: list[int], labels: list[list[float]], coins: int) -> tuple[float, float]:
     chance = random.Random(0)
     discarded = generated = passes = 0
-    for chain in chains:
-        length = stop_length(rule, chain.signals["q"])
+    for length, chain in zip(lengths, labels, strict=True):
         for _ in range(coins):
             accepted = 0
-            while accepted < length and chance.random() < chain.labels[accepted]:
+            while accepted < length and chance.random() < chain[accepted]:
                 accepted += 1
             discarded, generated, passes = discarded + length - accepted, generated + accepted + 1, passes + 1
     return discarded / generated, passes / generated
 
 
-@pytest.mark.parametrize("rule", [FixedLength(4), threshold(0.6)])
-def test_expected_rates_are_what_coins_give(rule: StoppingRule) -> None:
-    chains = recorded(0)
-    exact = outcome(rule, chains, "q", 0.0)
-    discard_rate, verification_rate = simulated(rule, chains, coins=3000)
+@pytest.mark.parametrize("rule", [4, 0.6])
+def test_expected_rates_are_what_coins_give(rule: float) -> None:
+    labels, true, judged = recorded(0)
+    drafted = lengths(rule, true, judged)
+    exact = outcome(drafted, true, 0.0)
+    discard_rate, verification_rate = simulated(drafted.tolist(), labels, coins=3000)
     assert exact.discard_rate == pytest.approx(discard_rate, rel=0.02)  # about eight standard deviations
     assert exact.verification_rate == pytest.approx(verification_rate, rel=0.02)
 
@@ -199,20 +198,25 @@ def test_expected_rates_are_what_coins_give(rule: StoppingRule) -> None:
 @pytest.mark.parametrize("h", [0.2, 0.6, 0.9])
 def test_rates_obey_the_papers_identity(h: float) -> None:
     """Every round yields its accepted candidates and one more token: discards = (K + 1) x verification rate - 1."""
-    point = outcome(threshold(h), recorded(1), "q", h)
+    _, true, judged = recorded(1)
+    point = outcome(lengths(h, true, judged), true, h)
     assert point.discard_rate == pytest.approx((point.mean_length + 1) * point.verification_rate - 1)
 
 
-def test_a_threshold_counts_the_candidate_that_stops() -> None:
-    assert stop_length(threshold(0.5), [0.9, 0.9, 0.5, 0.9]) == 3
-    assert stop_length(threshold(0.5), [None, 0.9, 0.5, 0.9]) == 3
-    assert (stop_length(FixedLength(2), [0.9] * 5), stop_length(FixedLength(9), [0.9] * 5)) == (2, 5)
-    config = SpeculationConfig(rule="threshold", threshold=0.1)
-    assert stop_length(make_rule(config, DraftProbability(), min_tokens=3), [0.5] * 5) == 3
+@pytest.mark.parametrize(("inputs", "estimates"), [
+    ("before", [0.9, 0.9, 0.5, 0.9]), ("after", [0.9, 0.5, 0.9, 0.9]),
+])  # fmt: skip
+def test_a_threshold_counts_the_candidate_that_stops(inputs: str, estimates: list[float]) -> None:
+    """The verdict of a head that judges "after" comes with the next candidate, so one more is drafted."""
+    rows = {"index": torch.arange(4), "label": torch.ones(4), "scalars": torch.zeros(4, 6)}
+    true, judged = survivals(rows, {"head": torch.tensor(estimates)}, inputs)
+    assert lengths(0.5, true, judged["head"]).tolist() == [3]
+    assert [lengths(k, true, true).tolist() for k in (2, 9)] == [[2], [4]]
 
 
 def test_longer_rounds_verify_less_and_discard_more() -> None:
-    points = curve(lambda k: FixedLength(int(k)), range(1, 8), recorded(3), "q")
+    _, true, judged = recorded(3)
+    points = [outcome(lengths(k, true, judged), true, k) for k in range(1, 8)]
     assert [point.verification_rate for point in points] == sorted((p.verification_rate for p in points), reverse=True)
     assert [point.discard_rate for point in points] == sorted(point.discard_rate for point in points)
 

@@ -1,17 +1,14 @@
 """Features, and the stage that fits the head on them: against generation's own path, resumed, killed, misled."""
 
-import errno
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from support.distillation_files import prepare, report_of
 from support.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
@@ -30,7 +27,7 @@ from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.answers import load as load_answers
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training import features, trainers
+from hf_specdecpp.training import features
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.chains import Recorder
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
@@ -38,7 +35,7 @@ from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.distillation.students import Student
 from hf_specdecpp.training.features import Examples
 from hf_specdecpp.training.models import Trained, answer_counts, load_assistant, load_head, load_target
-from hf_specdecpp.training.trainers import last_checkpoint, telling_of_full_disks
+from hf_specdecpp.training.trainers import last_checkpoint
 
 
 def one_text(config: Any, **head: Any) -> tuple[Any, Tensor, dict[str, Tensor]]:
@@ -264,25 +261,6 @@ def test_half_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
-@pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize("error", [
-    SafetensorError("I/O error: No space left on device"),
-    RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"),  # torch.save
-    OSError(errno.EIO, "Input/output error"),
-    OSError(errno.ENOSPC, "No space left on device"),
-])  # fmt: skip
-def test_full_disks_are_told_from_other_errors(
-    tmp_path: Path, error: Exception, full: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the room that is left, whatever a library says, and where the system says so."""
-    room = SimpleNamespace(free=2**20 if full else 2**30)
-    full |= getattr(error, "errno", None) == errno.ENOSPC
-    monkeypatch.setattr(trainers.shutil, "disk_usage", lambda _: room)
-    with pytest.raises(OSError if full else type(error)) as raised, telling_of_full_disks(tmp_path, 3 * 2**20):
-        raise error
-    assert ("the disk is full. Earlier ones are kept" in str(raised.value)) == full
-
-
 def test_a_loss_that_is_not_a_number_stops_the_fit(tmp_path: Path) -> None:
     config = training_run(tmp_path, learning_rate=1e35, epochs=4.0)
     with pytest.raises(ValueError, match=r"loss is (nan|inf).*learning_rate \(now 1e\+35\)"):
@@ -337,11 +315,12 @@ def test_the_draft_vocabulary_that_covers_more_is_kept(tmp_path: Path, earlier: 
 def test_what_does_not_fit(tmp_path: Path) -> None:
     first = prepare(tmp_path / "first", "conditioned", epochs=1, answers=8)
     distillation.run(first)
-    for name, settings, message in (
-        ("rank", {"rank": 3}, "Set layers and distill.rank as in that run"),
-        ("fusion", {"fusion_rank": 4}, "Set reads and distill.fusion_rank as in that run"),
+    for name, message in (
+        ("rank", "Set layers and distill.rank as in that run"),
+        ("reads", "Set reads as in that run"),
     ):
-        config = goes_on(prepare(tmp_path / name, "conditioned", answers=8), first, **settings)
+        config = goes_on(prepare(tmp_path / name, "conditioned", answers=8), first)
+        config.distill.rank, config.reads = (3, [0, 1]) if name == "rank" else (8, [1])
         with pytest.raises(ValueError, match=message):
             distillation.run(config)
     config = prepare(tmp_path / "nothing", "conditioned", answers=8)

@@ -305,37 +305,8 @@ def count_answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Prompts of each shard that the local target is asked from now on."""
     asked: list[int] = []
 
-    heard(monkeypatch, LocalTarget, "__call__", lambda _, items, *given: asked.append(len(items) - len(given[-1])))
+    heard(monkeypatch, LocalTarget, "__call__", lambda _, items, *given: asked.append(len(items)))
     return asked
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_interrupted_run_keeps_its_answers(
-    config: TrainingConfig, tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C within the first shard, and then in the same one again: the answers are those of a run that was not."""
-    config.rollouts.temperatures, config.rollouts.shard_size = [temperature], NUM_PROMPTS
-    rollouts.run(config)
-    expected, names = rows_of(config), files(config)
-    config.work_dir = str(tmp_path / "interrupted")
-    answered, answer = list[Any](), LocalTarget._answer
-
-    def interrupted(*arguments: Any) -> Any:
-        for result in answer(*arguments):
-            if len(answered) in (4, 9):
-                answered.append(None)
-                raise KeyboardInterrupt
-            answered.append(result)
-            yield result
-
-    monkeypatch.setattr(LocalTarget, "_answer", interrupted)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            rollouts.run(config)
-        assert files(config) == ["rollouts.json", f"train/unfinished-shard-0-{temperature:g}-00000.json"]
-    rollouts.run(config)
-    assert (rows_of(config), files(config)) == (expected, names)
-    assert len(answered) < NUM_PROMPTS + 2 + 2 * config.rollouts.batch_size, "what was answered is not asked again"
 
 
 def test_a_complete_run_is_not_repeated(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,13 +90,12 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
 def check_the_summary(output: str, folder: Path) -> None:
     """What was made, how good it is, and the next steps; no bars of loading, no warnings of libraries."""
     report = json.loads((folder / "out-work" / "evaluation" / "evaluation.json").read_text())
-    lines = [line for line in output.splitlines() if line.strip()][-6:]
+    lines = [line for line in output.splitlines() if line.strip()][-5:]
     assert lines[0].startswith(f"{folder / 'out'}: layer 0 of the target")
     assert f"{report['sets']['heldout']['1']['mean_acceptance']:.3f} of a candidate" in lines[1]
-    assert "candidates a generated token" in lines[2]
-    assert f"assist(model, '{folder / 'out'}'); model.generate(**inputs)" in lines[3]
-    assert "--stage card --push_to_hub" in lines[4]
-    assert re.match(r"uploaded +http.*/tester/trained/commit/", lines[5])
+    assert f"assist(model, '{folder / 'out'}'); model.generate(**inputs)" in lines[2]
+    assert "--stage card --push_to_hub" in lines[3]
+    assert re.match(r"uploaded +http.*/tester/trained/commit/", lines[4])
     for noise in ("Loading weights", "Generating train split", "Warning", "mtime"):
         assert noise not in output
 
@@ -114,8 +113,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, arguments: list[str], monkeypa
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 130
     assert f"kept in {tmp_path / 'out-work'}: run the same command to go on" in result.output
-    (kept,) = (tmp_path / "out-work" / "rollouts" / "train").iterdir()
-    assert len(json.loads(kept.read_text())) == 3
+    assert [path.name for path in (tmp_path / "out-work" / "rollouts").iterdir()] == ["rollouts.json"]
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ pytest.importorskip("datasets", reason="needs the [train] extra")
 from hf_specdecpp.training import trainers
 from hf_specdecpp.training.configuration import TrainingConfig
 
+PUBLISHED_BLOCK: dict[str, Any] = {"draft": "block", "distill": {"enabled": False, "start_from": "org/draft"}}
+
 
 def settings(**changes: Any) -> TrainingConfig:
     """Nested settings, as a YAML file has them."""
@@ -68,13 +70,11 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
     # What a kind of draft cannot do.
     ({"draft": "conditioned", "distill": {"enabled": False}}, "a conditioned draft has to be trained"),
     ({"draft": "conditioned", "head": {"inputs": "after"}}, "Use head.inputs='before'"),
-    ({"draft": "block", "distill": {"block_size": 600}}, "block_size=600 must be at most 128"),
-    ({"draft": "block", "distill": {"max_length": 8}}, "block_size=8 is longer than the answers, .* at most 7 tok"),
-    ({"draft": "block", "distill": {"block_size": 1}}, "block_size=1 must be a whole number of at least 2"),
-    ({"draft": "block", "distill": {"block_layers": 0}}, "block_layers=0 must be"),
-    ({"draft": "block", "distill": {"draft_vocab_size": 40}}, "draft_vocab_size=40: a block has .*Leave it out"),
-    ({"draft": "block", "distill": {"enabled": False}}, "enabled=False: the layers have to be trained"),
-    ({"draft": "block", "head": {"inputs": "after"}}, "head.inputs='after' judges the state at a candidate"),
+    ({"draft": "block"}, "draft='block': blocks are not trained .*published DFlash.*'conditioned' or draft='eagle3'"),
+    ({"draft": "dflash", "distill": {"start_from": "org/draft"}}, "draft='dflash': blocks are not trained"),
+    ({"distill": {"block_size": 8}}, "Unknown setting distill.block_size"),
+    ({**PUBLISHED_BLOCK, "head": {"inputs": "after"}}, "head.inputs='after' judges the state at a candidate"),
+    ({**PUBLISHED_BLOCK, "distill": {**PUBLISHED_BLOCK["distill"], "draft_vocab_size": 40}}, "40: a block has .*Leave"),
 ])  # fmt: skip
 def test_senseless_settings(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -138,12 +138,11 @@ DFLASH = Kind(
     ),
     trainable=Trainable(
         own_layers=True,
-        blocks=True,
         cannot={
             "late verdicts": "judges the state at a candidate, which a block does not read",
             "draft vocabulary": "a block has the target's own LM head, so it proposes all tokens",
-            "stay untrained": "the layers have to be trained, so leave it on, or name the repository of a ready-made "
-            "one: draft=REPO",
+            "be trained": "blocks are not trained here any more, as a trained one was slower than a single layer. Name "
+            "the repository of a published DFlash draft, or train draft='conditioned' or draft='eagle3'",
         },
     ),
     cannot={"replays": "a recorded text has one q a place, but a block's depends on where the round began"},

@@ -8,7 +8,7 @@ head's rank. Several of them together give one of as many times that rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,18 +84,12 @@ def fit(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
     last.copy_mlp()
 
 
-class _Places(NamedTuple):
-    """Of each token but the first, float32 on the CPU, `[n, ...]` each: what fc reads, of the token before; what the
-    draft's own state there is like; the token's embeddings; and what the last layer's MLP reads at it."""
-
-    states: Tensor
-    final: Tensor
-    embeddings: Tensor
-    inputs: Tensor
-
-
-def _places(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor], last: LastLayer) -> Iterator[_Places]:
-    """Without those where the target stores something in a state, which is far larger then."""
+def _places(
+    model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor], last: LastLayer
+) -> Iterator[tuple[Tensor, ...]]:
+    """Of each token but the first of a text, float32 on the CPU, `[n, ...]` each: what fc reads, of the token before;
+    what the draft's own state there is like; the token's embedding; and what the last layer's MLP reads at it. Without
+    those where the target stores something in a state, which is far larger then."""
     reads, reader, catching = model.reader, Reader(target), StateReader()
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
     catching.reads, catching.reads_final = [*reads.reads, depth - 1], reads.reads_final
@@ -103,29 +97,29 @@ def _places(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor], last:
         read, final = states[:-1].split((reads.width, model.settings.state_size), dim=-1)
         usual = least_squares.is_usual(read) & least_squares.is_usual(final) & least_squares.is_usual(inputs[1:])
         parts = read, final, reader.embed(ids[1:]).float(), inputs[1:]
-        yield _Places(*(part[usual].cpu() for part in parts))
+        yield tuple(part[usual].cpu() for part in parts)
 
 
-def _mixing(places: Iterable[_Places]) -> Tensor:
+def _mixing(places: Iterable[tuple[Tensor, ...]]) -> Tensor:
     """The weight of fc."""
     squares = products = sizes = torch.zeros(())
     rows = 0
-    for at in places:
-        squares, products = squares + at.states.T @ at.states, products + at.states.T @ _unit(at.final)
-        sizes, rows = sizes + at.final.square().mean(-1).sum(), rows + len(at.final)
+    for states, final, _, _ in places:
+        squares, products = squares + states.T @ states, products + states.T @ _unit(final)
+        sizes, rows = sizes + final.square().mean(-1).sum(), rows + len(final)
     return (sizes / rows).sqrt() * least_squares.solved(squares, products)
 
 
-def _maps(model: Eagle3Model, places: Iterable[_Places]) -> tuple[Tensor, Tensor, Tensor]:
+def _maps(model: Eagle3Model, places: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
     """From the two normed vectors x of first and further steps: the maps `[hidden_size, 2 * hidden_size]` to what the
     residual g lacks and `[1, 2 * hidden_size]` to the number 1, and the mean of x x^T."""
     fc = None if model.reader.fc is None else model.reader.fc.weight.cpu()
     squares = products = torch.zeros(())
     rows = 0
-    for at in places:
-        for g in (at.states if fc is None else at.states @ fc.T, at.final):
-            known = torch.cat((_unit(at.embeddings), _unit(g)), dim=-1)
-            wanted = torch.cat((at.inputs - g, torch.ones(len(g), 1)), dim=-1)
+    for states, final, embeddings, inputs in places:
+        for g in (states if fc is None else states @ fc.T, final):
+            known = torch.cat((_unit(embeddings), _unit(g)), dim=-1)
+            wanted = torch.cat((inputs - g, torch.ones(len(g), 1)), dim=-1)
             squares, products, rows = squares + known.T @ known, products + known.T @ wanted, rows + len(g)
     solution = least_squares.solved(squares, products)
     return solution[:-1], solution[-1:], squares / rows

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_specdecpp.config.checks import ROPE
 from hf_specdecpp.drafts.conditioned import Fusion
@@ -80,18 +80,11 @@ class LastLayer:
         copy_norm(self.norm, self.ours.post_attention_layernorm)
 
 
-class Observed(NamedTuple):
-    """Of one text: its tokens `[n]`, the target's states there `[n, width]`, and x of `LastLayer` `[n, size]`."""
-
-    ids: Tensor
-    states: Tensor
-    inputs: Tensor
-
-
 def observed(
     target: CausalLM, reads: StateReader, texts: Iterable[Tensor], last: LastLayer | None = None
-) -> Iterator[Observed]:
-    """States along texts `[1, n]` of three tokens or more, in float32, and x of the target's last layer."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each text `[1, n]` of three tokens or more: its tokens `[n]`, the target's states there `[n, width]` and x of
+    `LastLayer` `[n, size]`, both in float32."""
     reader, seen = Reader(target), list[Tensor]()
     with ExitStack() as hooks:
         if last is not None:
@@ -103,7 +96,7 @@ def observed(
             states: Any = caught.take()
             if ids.shape[1] >= LEAST_TOKENS:
                 inputs = seen[-1].view(ids.shape[1], -1) if seen else states[0, :, :0]
-                yield Observed(ids[0], states[0].float(), inputs.to(states).float())
+                yield ids[0], states[0].float(), inputs.to(states).float()
 
 
 def copy_norm(theirs: Any, ours: Any) -> None:
@@ -169,11 +162,4 @@ def fit(fusion: Fusion, target: CausalLM, layer: int, texts: Iterable[Tensor]) -
         usual = is_usual(wanted[1:])
         squares += known[usual].T @ known[usual]
         products += known[usual].T @ wanted[1:][usual]
-    solution = solved(squares, products)
-    if isinstance(fusion.fuse, nn.Linear):
-        fusion.fuse.weight.copy_(solution)
-    elif isinstance(fusion.fuse, nn.Sequential) and fusion.rank is not None:
-        first, second = fusion.fuse
-        outputs, inner = low_rank(solution, squares, fusion.rank)
-        first.weight.copy_(inner)  # type: ignore[operator]
-        second.weight.copy_(outputs)  # type: ignore[operator]
+    fusion.fuse.weight.copy_(solved(squares, products))  # type: ignore[operator]

@@ -16,8 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 from peft import get_peft_model_state_dict
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import set_seed
 from transformers.utils import logging
@@ -29,7 +27,7 @@ from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.training import models, trainers
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation.start import CHECKPOINTS, Lesson, layer_from, student_of
+from hf_specdecpp.training.distillation.start import Lesson, layer_from, student_of
 from hf_specdecpp.training.distillation.students import Taught
 from hf_specdecpp.training.distillation.trainer import (
     DistillationTrainer,
@@ -43,7 +41,7 @@ from hf_specdecpp.training.rollouts import training_prompts
 
 logger = logging.get_logger("hf_specdecpp")
 
-REPORT = "distillation.json"
+REPORT, CHECKPOINTS = "distillation.json", "distillation-checkpoints"
 OWN = (CHECKPOINTS, ADAPTER_FOLDER, DRAFT_VOCAB)
 SAVE_EVERY = 0.02  # of all steps: what a kill can cost
 MEASURE = "eval_all/acceptance"
@@ -68,8 +66,7 @@ def run(config: TrainingConfig) -> None:
     lesson = Lesson.load(config)
     start = config.distill.start_from if config.trainable.own_layers else None
     earlier: Any = None if start is None else layer_from(config.kind, start)
-    keeps_vocabulary = earlier is not None and not config.trainable.blocks
-    vocab = earlier.token_ids if keeps_vocabulary else _vocabulary(lesson)
+    vocab = _vocabulary(lesson) if earlier is None else getattr(earlier, "token_ids", None)
     with state.main_process_first():
         record.begin()
     if vocab is not None and state.is_main_process:
@@ -84,7 +81,6 @@ def run(config: TrainingConfig) -> None:
     report |= _distil(trainer, config) if config.distill.enabled else {"before": _by_source(trainer.evaluate())}
     if state.is_main_process:
         record.end(report)
-        _show(report)
         shutil.rmtree(work / CHECKPOINTS, ignore_errors=True)
     state.wait_for_everyone()
 
@@ -117,26 +113,14 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
 
 def _settings(config: TrainingConfig) -> dict[str, Any]:
     """All that decides what comes out."""
-    names = {"target": config.target, "draft": config.draft, "layers": config.layers, "seed": config.seed}
-    if config.trains_module or config.trainable.own_layers:
-        names["reads"] = config.reads
-    distill = {name: value for name, value in asdict(config.distill).items() if name not in _of_no_use(config)}
+    names = {name: getattr(config, name) for name in ("target", "draft", "layers", "reads", "seed")}
+    distill = asdict(config.distill)
     if config.distill.start_from is not None:
         folder = Path(config.distill.start_from)
         parts = [f"{ADAPTER_FOLDER}/{ADAPTER_FILES[1]}", DRAFT_VOCAB, *config.own_files]
         if any((folder / name).is_file() for name in parts):  # a run, and no repository
             distill["start_from"] = [models.digest(folder / name) for name in parts]
     return {**names, "rollouts": models.digest(config.work / answers.FOLDER / answers.RECORD), **distill}
-
-
-def _of_no_use(config: TrainingConfig) -> set[str]:
-    """Settings of `distill` that are of other kinds of draft."""
-    of_adapters, of_blocks = {"rank", "fusion_rank"}, {"block_size", "block_layers"}
-    if config.trainable.blocks:
-        return of_adapters | {"unroll"}
-    if config.trainable.own_layers:
-        return of_adapters | of_blocks
-    return of_blocks | (set() if config.trains_module else {"unroll", "fusion_rank", "fusion_learning_rate"})
 
 
 def _vocabulary(lesson: Lesson) -> Tensor | None:
@@ -278,16 +262,3 @@ def _by_source(metrics: dict[str, float]) -> Report:
         if source:
             report.setdefault(source, {})[metric] = value
     return report
-
-
-def _show(report: dict[str, Any]) -> None:
-    shares = report.get("shares")
-    kept = f"; share of the update that is kept: {_best(shares)}" if shares else ""
-    table = Table(title=f"Held-out answers, temperature 1{kept}")
-    for column in ("source", "tokens", "acceptance before", "after", "top-1 agreement before", "after"):
-        table.add_column(column, justify="left" if column == "source" else "right")
-    for source, before in report["before"].items():
-        after = report.get("after", {}).get(source, {})
-        pairs = [stage.get(name) for name in ("acceptance", "agreement") for stage in (before, after)]
-        table.add_row(source, str(before["tokens"]), *("" if value is None else f"{value:.3f}" for value in pairs))
-    Console().print(table)

@@ -13,31 +13,27 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.dflash.kind import meet as meet_block
-from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
 from hf_specdecpp.drafts.eagle3.meeting import meet, usual_reads
 from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
-from hf_specdecpp.drafts.kind import Kind
+from hf_specdecpp.drafts.kind import Kind, Loading, Parts
 from hf_specdecpp.drafts.known import kind_of
-from hf_specdecpp.files import Repository, load_tensors, save_tensors
+from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, load_config
 from hf_specdecpp.models.adapters import read_adapter
-from hf_specdecpp.models.causal_lm import CausalLM, longest_text, num_embeddings
+from hf_specdecpp.models.causal_lm import CausalLM, longest_text
 from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import initial_block, initial_layer, least_squares
-from hf_specdecpp.training.distillation.students import BlockStudent, LayerStudent, Student, Taught
+from hf_specdecpp.training.distillation import initial_layer, least_squares
+from hf_specdecpp.training.distillation.students import LayerStudent, Student, Taught
 from hf_specdecpp.training.distillation.trainer import useful
 from hf_specdecpp.training.models import depth_of, draft_of, layers_of, load, load_own, own_file, reads_of
-from hf_specdecpp.training.trainers import last_checkpoint, process_state
 
 logger = logging.get_logger("hf_specdecpp")
 
-CHECKPOINTS = "distillation-checkpoints"
 FITTED_ON = 128  # answers, for what a draft that reads the target's states begins with
-FITTED = "fitted-fusion.safetensors"  # beside the checkpoints: what the fusion was before training
 
 
 @dataclass(frozen=True)
@@ -73,8 +69,10 @@ class Lesson:
 def student_of(lesson: Lesson, vocab: Tensor | None, earlier: Any = None) -> Taught:
     """The draft that a run teaches, of all tokens or of `vocab`, begun anew or with the layers of an `earlier` run."""
     distill = lesson.config.distill
-    if lesson.config.trainable.blocks:
-        return BlockStudent(DFlashDraft(_block(lesson, earlier), lesson.target), distill.loss)
+    if lesson.config.ready_made is not None:
+        described = SpecDecPPConfig(draft_kind=lesson.config.kind.name, draft_id=lesson.config.ready_made)
+        draft: Any = lesson.config.kind.draft(described, Parts(module=earlier), Loading(target=lesson.target))
+        return LayerStudent(draft, distill.unroll if draft.blocks_after is None else draft.places)
     if lesson.config.trainable.own_layers:
         return LayerStudent(Eagle3Drafter(_layer(lesson, vocab, earlier), lesson.target), distill.unroll, distill.loss)
     return _adapted(lesson, vocab)
@@ -98,51 +96,23 @@ def _adapted(lesson: Lesson, vocab: Tensor | None) -> Student:
 
 
 def _layer(lesson: Lesson, vocab: Tensor | None, earlier: Eagle3Model | None) -> Eagle3Model:
-    """The layer that is trained: an earlier one, or like the target's last; a run that goes on reads its checkpoint."""
+    """The layer that is trained: an earlier one, or like the target's last."""
     config, target = lesson.config, lesson.target
     if earlier is not None:
         meet(earlier, target, repr(config.distill.start_from), torch.float32)
         return earlier
     reads = usual_reads(depth_of(target)) if config.reads is None else config.reads
     model = initial_layer.untrained(initial_layer.settings_for(target, reads, vocab), target, vocab)
-    if last_checkpoint(config.work / CHECKPOINTS) is None:
-        initial_layer.fit(model, target, lesson.texts_to_fit_on("the layer's input"))
+    initial_layer.fit(model, target, lesson.texts_to_fit_on("the layer's input"))
     return model
-
-
-def _block(lesson: Lesson, earlier: DFlashModel | None) -> DFlashModel:
-    """The block draft that is trained: an earlier one, or one that begins by least squares; in float32."""
-    config, target = lesson.config, lesson.target
-    if earlier is not None:
-        meet_block(earlier, target, repr(config.distill.start_from))
-        return earlier.float()
-    reads = [max(depth_of(target) - 2, 0)] if config.reads is None else config.reads
-    sizes = config.distill.block_size, config.distill.block_layers
-    model = initial_block.untrained(initial_block.settings_for(target, reads, *sizes, _unused_token(lesson)), target)
-    if last_checkpoint(config.work / CHECKPOINTS) is None:
-        initial_block.fit(model, target, lesson.texts_to_fit_on("the first layer's attention"))
-    return model
-
-
-def _unused_token(lesson: Lesson) -> int:
-    """The largest token id that no training text has, for the places to be guessed; the last one where all are used."""
-    count = num_embeddings(lesson.target)
-    used = {token for ids in lesson.train["input_ids"] for token in ids}
-    return next((token for token in reversed(range(count)) if token not in used), count - 1)
 
 
 def _initial_fusion(lesson: Lesson) -> Fusion:
     config, target = lesson.config, lesson.target
-    fusion = Fusion.untrained(target, reads_of(config, target), config.distill.fusion_rank)
-    fitted = config.work / CHECKPOINTS / FITTED
-    if fitted.exists():
-        fusion.load_state_dict(load_tensors(fitted))
-    elif config.distill.start_from is None and last_checkpoint(config.work / CHECKPOINTS) is None:  # else it is read
+    fusion = Fusion.untrained(target, reads_of(config, target))
+    if config.distill.start_from is None:
         first = check_layers(layers_of(config, target), depth_of(target))[0]
         least_squares.fit(fusion, target, first, lesson.texts_to_fit_on("the fusion"))
-        if process_state().is_main_process:
-            fitted.parent.mkdir(parents=True, exist_ok=True)
-            save_tensors(fusion.state_dict(), fitted)
     return fusion
 
 
@@ -168,7 +138,7 @@ def start_from(student: Student, work: Path, kind: Kind) -> None:
         if fusion.to_config() != student.fusion.to_config():
             raise ValueError(
                 f"The fusion in {work} is of {fusion.to_config()}, this draft's of {student.fusion.to_config()}. Set "
-                "reads and distill.fusion_rank as in that run."
+                "reads as in that run."
             )
         student.fusion.load_state_dict(fusion.state_dict())
 

@@ -1,9 +1,8 @@
-"""The draft as it is taught (`Taught`): an adapter (`Student`), a layer of its own (`LayerStudent`), or a block."""
+"""The draft as it is taught (`Taught`): an adapter (`Student`), or a layer of its own (`LayerStudent`)."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +15,7 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
-from hf_specdecpp.training.distillation.initial_block import DECAY
 
-ANCHORS = 16  # blocks of a text in one pass
 FROZEN = ("lm_head.", "embed_tokens.", "decoder.embed_tokens.")  # a draft's own parameters that are not trained
 # Positions whose logits are in memory at once: 256 rows of a 152k vocabulary are 156 MB in float32.
 CHUNK = 256
@@ -78,19 +75,29 @@ class Taught(nn.Module):
             `[positions, steps, 2]`: how likely a candidate is accepted and whether the likeliest token is the target's.
             An unconditioned draft reads real tokens alone, and has one step.
         """
+        hidden = self._read(input_ids, answers, states)
+        if measure:
+            at_once = max(CHUNK // hidden.shape[1], 1)
+            return torch.cat([self._measure(hidden[at], p_logits(at)) for at in _chunks(len(hidden), at_once)])
+        return through(hidden, lambda at, states: self.distances(states, p_logits(at)).sum()) / hidden.shape[1]
+
+    def _read(self, input_ids: Tensor, answers: Tensor, states: Tensor | None) -> Tensor:
+        """What the LM head reads, `[positions, steps, hidden_size]`."""
         if states is None:
             steps = [self.drafter.hidden_states(input_ids)]
-        else:
+        elif self.drafter.blocks_after is None:
             steps = list(unrolled(self.drafter, input_ids, states, self.unroll))
-        hidden = torch.stack([self.drafter.before_head(step[:, :-1][answers]) for step in steps], 1)
-        if measure:
-            return self.measured(hidden, p_logits)
-        return through(hidden, lambda at, states: self.distances(states, p_logits(at)).sum()) / len(steps)
+        else:
+            return self._read_blocks(input_ids, answers, states)
+        return torch.stack([self.drafter.before_head(step[:, :-1][answers]) for step in steps], 1)
 
-    def measured(self, hidden: Tensor, p_logits: Callable[[Any], Tensor]) -> Tensor:
-        """`[positions, steps, 2]` of what the LM head reads, `[positions, steps, hidden_size]`."""
-        at_once = max(CHUNK // hidden.shape[1], 1)
-        return torch.cat([self._measure(hidden[at], p_logits(at)) for at in _chunks(len(hidden), at_once)])
+    def _read_blocks(self, input_ids: Tensor, answers: Tensor, states: Tensor) -> Tensor:
+        """Each position as the first candidate of one block, the second of another, and so on."""
+        first = max(int(answers.any(0).nonzero()[0]) - self.unroll + 1, 1)
+        anchors = torch.arange(first, answers.shape[1], device=answers.device).expand(len(answers), -1)
+        blocks = self.drafter.blocks_after(input_ids, states, anchors)
+        rows, places = answers.nonzero().unbind(1)
+        return torch.stack([blocks[rows, places - place - first, place] for place in range(self.unroll)], 1)
 
     def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
         """`[positions, steps, 2]` of hidden states and p's logits `[positions, vocab]`; q is 0 at all other ids."""
@@ -160,66 +167,6 @@ class LayerStudent(Taught):
             parameter.requires_grad_(not name.startswith(FROZEN))
         object.__setattr__(self, "drafter", drafter)
         self.unroll, self.distance = unroll, DISTANCES[loss]
-
-
-class BlockStudent(LayerStudent):
-    """A draft whose block has `places` candidates. Embeddings and LM head are the target's."""
-
-    def __init__(self, drafter: Any, loss: str = "kl", anchors: int = ANCHORS, decay: float = DECAY) -> None:
-        super().__init__(drafter, drafter.places, loss)
-        self.anchors = anchors
-        self.weights = [math.exp(-place / decay) for place in range(self.unroll)]
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        answers: Tensor,
-        p_logits: Callable[[Any], Tensor],
-        states: Any = None,
-        measure: bool = False,
-    ) -> Tensor:
-        """Teach or measure the draft at the answers' positions; arguments as above.
-
-        To teach, the distance between p and q is taken at all places of the blocks after some of the positions, and
-        what is returned is its weighted mean times the number of the answers' positions, as if all had a block. To
-        measure, each position is the first candidate of one block, the second of another, and so on.
-        """
-        if measure:
-            return self._measured(input_ids, answers, p_logits, states)
-        anchors, taught = chosen(answers, self.anchors, self.unroll)
-        hidden = self.drafter.blocks_after(input_ids, states, anchors)[taught]
-        places = (anchors[..., None] + torch.arange(self.unroll, device=anchors.device))[taught]
-        rows = torch.arange(len(answers), device=anchors.device)[:, None, None].expand_as(taught)[taught]
-        number = (answers.flatten().cumsum(0) - 1).view_as(answers)[rows, places]  # among the answers' positions
-        weights = torch.tensor(self.weights, device=hidden.device).expand(taught.shape)[taught]
-        total = through(
-            hidden, lambda at, own: (weights[at] * self.distances(own[:, None], p_logits(number[at]))[:, 0]).sum()
-        )
-        return total / weights.sum() * answers.sum()
-
-    def _measured(
-        self, input_ids: Tensor, answers: Tensor, p_logits: Callable[[Any], Tensor], states: Tensor
-    ) -> Tensor:
-        first = max(int(answers.any(0).nonzero()[0]) - self.unroll + 1, 1)
-        anchors = torch.arange(first, answers.shape[1], device=answers.device).expand(len(answers), -1)
-        blocks = self.drafter.blocks_after(input_ids, states, anchors)
-        rows, places = answers.nonzero().unbind(1)
-        hidden = torch.stack([blocks[rows, places - place - first, place] for place in range(self.unroll)], 1)
-        return self.measured(hidden, p_logits)
-
-
-def chosen(answers: Tensor, count: int, places: int) -> tuple[Tensor, Tensor]:
-    """Anchors `[batch, a]`, at random among the answers' positions, and which places `[batch, a, places]` are taught.
-
-    Example: of a text of 9 tokens the answer begins with token 5, and blocks have 3 places. Positions 4 to 7 may be
-    anchors (`answers` `[batch, n - 1]` says after which the target wrote), and after 6 two places are taught, 7 and 8.
-    """
-    draw = torch.rand(answers.shape, device=answers.device).masked_fill(~answers, -1.0)
-    value, anchors = draw.topk(min(count, answers.shape[1]), dim=1)
-    at = anchors[..., None] + torch.arange(places, device=answers.device)
-    inside = at < answers.shape[1]
-    later = answers.gather(1, at.clamp_max(answers.shape[1] - 1).flatten(1)).view_as(at)
-    return anchors.clamp_min(1), (value >= 0.0)[..., None] & inside & later
 
 
 def _chunks(count: int, at_once: int = CHUNK) -> list[slice]:

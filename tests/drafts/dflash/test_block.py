@@ -34,6 +34,7 @@ from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.unrolling import in_blocks
 from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains
 from hf_specdecpp.trees.tree import DraftTree
 
 TEXT = 1 + prompt(17) % (VOCAB - 1)  # no 0, which would be padding
@@ -318,3 +319,17 @@ def test_transformers_own_is_left_alone(is_attached: bool, monkeypatch: pytest.M
     output = target.generate(TEXT, assistant_model=theirs, speculation_type="dflash", **how)
     assert torch.equal(output, target.generate(TEXT, **how))
     assert assistant is None or assistant.stats.rounds == 0
+
+
+@torch.no_grad()
+def test_chains_on_a_text_are_those_of_rounds() -> None:
+    """What a head learns from, and what it is calibrated and measured on."""
+    draft, target = drafting(VARIANTS["plain"])
+    states = states_of(target, draft, TEXTS)
+    starts, drawing = torch.tensor([5, 9, 17]), Drawing(lambda x: x.softmax(-1), VOCAB)
+    drafted = draft_chains(draft, ReadText(TEXTS[0].tolist(), states[:1]), starts, 20, drawing)
+    assert drafted.tokens.shape == (3, draft.places)
+    for row, start in enumerate(starts.tolist()):
+        hidden = alone(draft, states, 0, start - 1)
+        torch.testing.assert_close(drafted.hidden[row, : draft.places], hidden)
+        assert torch.equal(drafted.tokens[row], draft.logits(hidden, VOCAB).argmax(-1))
