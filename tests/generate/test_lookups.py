@@ -230,17 +230,6 @@ def test_the_example_of_the_choice() -> None:
     assert choice.further(0.05, [0.9, 0.9, 0.1], seconds - seconds[0]) == 0
 
 
-def test_a_draft_that_brings_more_goes_first() -> None:
-    choice, seconds = Choice(0.01, 150.0), torch.tensor([10.0, 11.0]).numpy() / 1000
-    assert choice.length([[0.9]], seconds) == 1
-    for _ in range(200):
-        choice.observe(4.0, 0.015)
-    assert choice.length([[0.9]], seconds) == 0
-    for _ in range(200):
-        choice.observe(1.0, 0.015)
-    assert choice.length([[0.9]], seconds) == 1
-
-
 def test_by_estimate() -> None:
     assert (by_estimate([0.9, 0.8, 0.5, 0.5], 0.7), by_estimate([0.6, 0.8], 0.7)) == (3, 0)
     assert by_estimate([], 0.0) == 0

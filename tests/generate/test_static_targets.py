@@ -280,7 +280,8 @@ def test_passes_have_few_widths_and_end_within_the_cache(how: str) -> None:
     def note(_: Any, __: Any, inputs: dict[str, Any]) -> None:
         cache: Any = cache_among(inputs)
         if isinstance(cache, StaticCache):  # not where trees are tried on the target
-            width, room = inputs["input_ids"].shape[1], cache.layers[0].keys.shape[2]
+            first: Any = cache.layers[0]
+            width, room = inputs["input_ids"].shape[1], first.max_cache_len
             passes.append((int(cache.get_seq_length()), width, room))
             mask = inputs.get("attention_mask") if how in GROWTHS else None
             assert mask is None or mask.shape == (1, 1, width, room)

@@ -1,6 +1,5 @@
 """Rounds that decide on a CPU as they do on a device, where reads are slow."""
 
-
 import pytest
 
 from hf_specdecpp.generation import text as verification
