@@ -68,21 +68,6 @@ def test_records_and_a_cache_to_go_on_with(family: str, settings: dict[str, Any]
     assert torch.equal(*further)
 
 
-@pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
-def test_turns_with_a_users_cache(settings: dict[str, Any]) -> None:
-    """Turns of the assistant and of plain generation, in turn, on the same object."""
-    target, assistant = made(**settings)
-    cache, text = DynamicCache(config=target.config), prompt()
-    for turn, helper in enumerate((assistant, assistant, None, assistant)):
-        text = torch.cat((text, prompt(5, seed=turn)), dim=1)
-        how: dict[str, Any] = {"attention_mask": torch.ones_like(text), "max_new_tokens": 20, "pad_token_id": 0}
-        plain = target.generate(text, do_sample=False, **how)
-        text = target.generate(text, do_sample=False, assistant_model=helper, past_key_values=cache, **how)
-        assert torch.equal(text, plain)
-        assert_same_cache(cache, prefill(target, text[:, :-1]))
-    assert_captured(assistant)
-
-
 def test_images_and_positions_in_three_dimensions() -> None:
     """A prompt with an image is not captured, text alone is."""
     target, inputs = multimodal("qwen2.5 vl")
