@@ -8,8 +8,9 @@ import torch
 from support import models
 from support.exact_distribution import Replay, Tokens, exact_distribution
 from support.families import model_of
+from support.fuzz.arguments import Counting
 from support.stock_rounds import small, target_distribution
-from support.watchers import Collector, tokenizer
+from support.watchers import Collector, heard
 from support.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -24,7 +25,7 @@ from hf_specdecpp.generation.several.target import TargetOfRows
 from hf_specdecpp.generation.text import Round, Text
 
 FAMILIES = ["llama", "gpt2", "opt", "mistral", "gemma3_text"]  # the last two with windows
-OTHERS = ["qwen2", "qwen3", "phi3", "granite", "cohere", "gemma2", "cohere2"]
+KINDS = ["early_exit", "conditioned", "eagle3"]
 LENGTHS = [3, 12, 7, 20]
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
@@ -51,15 +52,11 @@ def generate(target: Any, inputs: dict[str, Tensor], assistant: Any = None, **op
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equality(family: str) -> None:
     target, inputs = models.tiny(family), padded(LENGTHS)
     plain = generate(target, inputs, eos_token_id=7)
     assistant = models.assistant_for(target, mix=0.9, **RULES["fixed"])
-    if family == "gemma2":  # eager attention under its cap makes NaN of padding, in plain generation, too
-        with pytest.raises(ValueError, match="computes NaN in it with attn_implementation='eager'"):
-            generate(target, inputs, assistant, eos_token_id=7)
-        return
     assert torch.equal(generate(target, inputs, assistant, eos_token_id=7), plain)
     stats = assistant.stats
     assert stats.accepted > 10
@@ -67,31 +64,16 @@ def test_greedy_equality(family: str) -> None:
     assert [row.accepted + row.rounds + row.plain_passes >= row.generated for row in stats.rows] == [True] * 4
 
 
-def drafts() -> dict[str, Any]:
-    def vocabulary(target: Any) -> Any:
-        return SpecDecPPAssistant.from_draft(models.partly_agreeing(target, 0.9), target, draft_vocab=[*range(5, 40)])
-
-    def conditioned(target: Any) -> Any:
-        return SpecDecPPAssistant.from_conditioned(target, [0, 2], fusion=models.random_fusion(target))
-
-    def layer(target: Any) -> Any:
-        return SpecDecPPAssistant.from_draft(models.random_layer(target), target)
-
-    return {
-        "early exit": lambda target: SpecDecPPAssistant.from_early_exit(target, [0, 2]),
-        "vocabulary": vocabulary,
-        "conditioned": conditioned,
-        "eagle3": layer,
-    }
-
-
 @pytest.mark.every(5)
-@pytest.mark.parametrize("kind", ["gpt2", "opt", "mpt", "gemma3_text", *drafts()])
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "mpt", "gemma3_text", "vocabulary", *KINDS])
 def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without positions (MPT), and with a window."""
     target = models.quiet_later_layers(models.tiny("llama"))
-    if kind in drafts():
-        assistant = drafts()[kind](target)
+    if kind in KINDS:
+        assistant = models.assistant_of(kind, target)
+    elif kind == "vocabulary":
+        draft = models.partly_agreeing(target, 0.9)
+        assistant = SpecDecPPAssistant.from_draft(draft, target, draft_vocab=[*range(5, 40)])
     else:
         # MPT itself says NaN after padding in float64.
         is_mpt = kind == "mpt"
@@ -112,19 +94,6 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
         generate(target, {"input_ids": ids[None, mask.bool()]}, assistant, max_new_tokens=8)
     texts = list(drafted.values())
     assert (texts[:4], len({str(text) for text in texts})) == (texts[4:], 4)
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("rule", ["fixed", "threshold"])
-def test_a_row_goes_on_where_a_stop_string_has_cut_its_candidates(rule: str) -> None:
-    """The draft had read all of the candidates; those after the stop string are taken back."""
-    target, inputs = models.tiny("llama"), padded([2, 1, 4, 14, 14])
-    options = {"tokenizer": tokenizer(), "no_repeat_ngram_size": 2, "min_new_tokens": 2, "max_new_tokens": 30}
-    for stop_strings in (["a", "h", "fS"], ["q", "d", "lm"]):
-        plain = generate(target, inputs, stop_strings=stop_strings, **options)
-        assistant = models.assistant_for(target, mix=1.0, **RULES[rule])
-        assert torch.equal(generate(target, inputs, assistant, stop_strings=stop_strings, **options), plain)
-        assert assistant.stats.acceptance_rate > 0.8, "what was taken back was no part of the text"
 
 
 def early_ends(target: Any, inputs: dict[str, Tensor], **options: Any) -> list[int]:
@@ -162,12 +131,13 @@ def test_without_an_id_that_ends_texts_rows_go_on_until_all_end(rule: str, token
     target.generation_config.eos_token_id = None
     options = {
         "stopping_criteria": StoppingCriteriaList([EndsAt(tokens, length)]), "return_dict_in_generate": True,
-        "output_scores": True, "output_hidden_states": True,
+        "output_scores": True, "output_hidden_states": True, "output_attentions": True,
     }  # fmt: skip
     plain, assistant = generate(target, inputs, **options), models.assistant_for(target, **RULES[rule])
     ours = generate(target, inputs, assistant, **options)
     assert torch.equal(ours.sequences, plain.sequences)
     assert len(ours.scores) == len(plain.scores) == len(ours.hidden_states)
+    assert ours.attentions == plain.attentions, "with sdpa an empty tuple for each token"
     for own, expected in zip(ours.scores, plain.scores, strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-3)
 
@@ -175,9 +145,7 @@ def test_without_an_id_that_ends_texts_rows_go_on_until_all_end(rule: str, token
 def test_padding_that_eager_attention_turns_into_nan_is_refused() -> None:
     """Plain generation gives wrong texts there, from which no promise follows."""
     target = models.tiny("mistral", attn_implementation="eager")
-    assistant, inputs = models.assistant_for(target, **RULES["fixed"]), padded([12, 12])
-    assert torch.equal(generate(target, inputs, assistant), generate(target, inputs))
-    inputs = padded([3, 12])
+    assistant, inputs = models.assistant_for(target, **RULES["fixed"]), padded([3, 12])
     plain = generate(target, inputs, return_dict_in_generate=True, output_logits=True)
     if not bool(plain.logits[0].isnan().any()):
         pytest.skip("this transformers computes no NaN there")
@@ -185,8 +153,6 @@ def test_padding_that_eager_attention_turns_into_nan_is_refused() -> None:
         ValueError, match="Row 0 of this batch begins with padding, and MistralForCausalLM computes NaN"
     ):
         generate(target, inputs, assistant)
-    target.set_attn_implementation("sdpa")
-    assert torch.equal(generate(target, inputs, assistant), generate(target, inputs))
 
 
 @pytest.mark.every(5)
@@ -231,7 +197,7 @@ def test_records_and_cache_are_plain_generations(family: str, holes: float, monk
 def test_a_cache_is_carried_on(kind: str) -> None:
     """A second turn after texts of different length, with what stands between the turns masked."""
     target, inputs = models.quiet_later_layers(models.tiny("llama")), padded(LENGTHS)
-    assistant = models.assistant_for(target, mix=0.9) if kind == "independent" else models.told(drafts()[kind](target))
+    assistant = models.assistant_of(kind, target)
     eos = early_ends(target, inputs)
     first = generate(target, inputs, assistant, eos_token_id=eos, return_dict_in_generate=True)
     ends = torch.isin(first.sequences[:, inputs["input_ids"].shape[1] :], torch.tensor(eos)).long()
@@ -290,10 +256,6 @@ def test_several_answers_to_one_prompt() -> None:
     texts = generate(target, inputs, assistant, do_sample=True, num_return_sequences=4, max_new_tokens=20)
     assert texts.shape == (4, 29)
     assert len({tuple(text) for text in texts.tolist()}) == 4
-    torch.manual_seed(0)
-    assistant.memory.clear()
-    again = generate(target, inputs, assistant, do_sample=True, num_return_sequences=4, max_new_tokens=20)
-    assert torch.equal(texts, again)
     plain = generate(target, inputs, top_k=1, do_sample=True, num_return_sequences=3)
     assert torch.equal(generate(target, inputs, assistant, top_k=1, do_sample=True, num_return_sequences=3), plain)
 
@@ -425,26 +387,16 @@ class SameDraw(Replay):
         return self.first[0]
 
 
-# What is refused. -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("change", "options", "reason"), [
-    ({}, {"streamer": Collector()}, "a streamer prints one sequence"),
-    ({"tree": "dyspec"}, {}, "trees are verified for one sequence at a time"),
-])  # fmt: skip
-def test_refusals(change: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making them reads every packed weight, as long as a pass takes."""
+    made: list[Any] = []
+    heard(monkeypatch, DraftSetup, "products", lambda *_: made.append(_))
     target = models.tiny("llama")
-    assistant = models.assistant_for(target, **{"rule": "fixed", **change})
-    with pytest.raises(ValueError, match=reason):
-        generate(target, padded([3, 5]), assistant, return_dict_in_generate=True, **options)
+    generate(target, padded(LENGTHS), models.assistant_for(target, **RULES["throughput"]), max_new_tokens=4)
+    assert len(made) == 1
 
 
-class Counts(LogitsProcessor):
-    calls = 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls += 1
-        return scores
+# What is refused. -----------------------------------------------------------------------------------------------------
 
 
 class Forbids(LogitsProcessor):
@@ -466,13 +418,17 @@ def test_processors_that_know_the_row() -> None:
     ):
         ours = generate(target, inputs, models.assistant_for(target, mix=0.9), **options)
         assert torch.equal(ours, generate(target, inputs, **options)), options
-    with pytest.raises(ValueError, match=r"Counts may keep state .* reads_prefix_only = True"):
-        generate(target, inputs, models.assistant_for(target), logits_processor=LogitsProcessorList([Counts()]))
+    with pytest.raises(ValueError, match=r"Counting may keep state .* reads_prefix_only = True"):
+        generate(target, inputs, models.assistant_for(target), logits_processor=LogitsProcessorList([Counting()]))
 
 
 def test_what_rows_cannot_share_is_refused() -> None:
     target, inputs = models.tiny("llama"), padded([3, 5])
     assistant = models.assistant_for(target)
+    with pytest.raises(ValueError, match="a streamer prints one sequence"):
+        generate(target, inputs, assistant, streamer=Collector())
+    with pytest.raises(ValueError, match="trees are verified for one sequence at a time"):
+        generate(target, inputs, models.assistant_for(target, tree="dyspec"))
     flipped = {name: value.flip(1) for name, value in inputs.items()}
     with pytest.raises(ValueError, match="padded on the right"):
         generate(target, flipped, assistant)
@@ -495,21 +451,6 @@ def test_what_rows_cannot_share_is_refused() -> None:
     cache = generate(windows, inputs, return_dict_in_generate=True).past_key_values
     with pytest.raises(ValueError, match="has dropped tokens"):
         generate(windows, inputs, models.assistant_for(windows), past_key_values=cache)
-
-
-def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Making them reads every packed weight, as long as a pass takes: once for each row would be paid for.
-    made: list[Any] = []
-    products = DraftSetup.products
-
-    def spy(setup: DraftSetup, target: Any) -> Any:
-        made.append(products(setup, target))
-        return made[-1]
-
-    monkeypatch.setattr(DraftSetup, "products", spy)
-    target = models.tiny("llama")
-    generate(target, padded(LENGTHS), models.assistant_for(target, **RULES["throughput"]), max_new_tokens=4)
-    assert len(made) == 1
 
 
 @pytest.mark.takes(3)

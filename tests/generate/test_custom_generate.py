@@ -75,20 +75,15 @@ def test_without_one_candidates_are_looked_up(target: PreTrainedModel, ran: list
     assert 0 < stats.looked_up == stats.drafted
 
 
-def test_it_is_loaded_once(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_loaded_once_and_goes_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = Mock(side_effect=SpecDecPPAssistant.from_pretrained)
     monkeypatch.setattr(SpecDecPPAssistant, "from_pretrained", load)
-    head = str(save_assistant(tmp_path / "head"))
+    target, head = tiny("llama"), str(save_assistant(tmp_path / "head"))
+    generate(target)
     for _ in range(2):
         generate(target, assistant=head)
     assert load.call_count == 1
-
-
-def test_the_model_is_let_go(tmp_path: Path) -> None:
-    """What is kept for later calls of a model goes with the model."""
-    target = tiny("llama")
-    generate(target)
-    generate(target, assistant=str(save_assistant(tmp_path / "head")))
+    load.reset_mock()
     lives = weakref.ref(target)
     del target
     gc.collect()

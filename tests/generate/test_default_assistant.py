@@ -1,12 +1,9 @@
 """`attach(model, default=True)`: `generate()` without an assistant uses it, and is plain where it cannot help."""
 
-import asyncio
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +11,13 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from support.families import informed_draft, model_of
+from support.fuzz.arguments import Counting, Criterion
 from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
 from support.mutants import accept_everything
-from support.repos import letter_tokenizer, save_assistant, save_model, tokenizer
+from support.watchers import Recorder
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models.causal_lm import CausalLM
 
@@ -53,10 +51,9 @@ def assistant(target: CausalLM) -> Iterator[SpecDecPPAssistant]:
 
 
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
-@pytest.mark.parametrize("tree", [None, "dyspec"])
-def test_it_drafts_and_the_text_is_the_same(kind: str, tree: Any, warned: list[str]) -> None:
+def test_it_drafts_and_the_text_is_the_same(kind: str, warned: list[str]) -> None:
     target = tiny("llama")
-    plain, made = target.generate(PROMPT, **GREEDY), assistant_of(kind, target, tree=tree)
+    plain, made = target.generate(PROMPT, **GREEDY), assistant_of(kind, target)
     made.attach(target, default=True)
     assert torch.equal(target.generate(PROMPT, **GREEDY), plain)
     assert made.stats.drafted > 0
@@ -84,36 +81,6 @@ def test_a_wrong_verification_would_be_seen(target: CausalLM, assistant: Any, mo
     assert not torch.equal(target.generate(PROMPT, **GREEDY), plain)
 
 
-# --- as those call it who have no place for an assistant ---
-
-
-class Ends(transformers.StoppingCriteria):
-    """As evaluation harnesses have them: a criterion of their own."""
-
-    reads_prefix_only = True
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.isin(input_ids[:, -1], self.tokens)
-
-
-def test_streaming_from_another_thread(target: CausalLM, assistant: Any) -> None:
-    def stream() -> str:
-        streamer = transformers.TextIteratorStreamer(letter_tokenizer(), skip_prompt=True, timeout=60)
-        thread = threading.Thread(target=target.generate, args=(PROMPT,), kwargs={**GREEDY, "streamer": streamer})
-        thread.start()
-        text = "".join(streamer)
-        thread.join()
-        return text
-
-    ours = stream()
-    assert assistant.stats.drafted > 0
-    with assistant.paused():
-        assert stream() == ours
-
-
 def test_through_peft(target: CausalLM) -> None:
     inner = copy.deepcopy(target)
     wrapped: Any = get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"]))
@@ -126,40 +93,18 @@ def test_through_peft(target: CausalLM) -> None:
 # --- it cannot help: a plain call ---
 
 
-class Counts(transformers.LogitsProcessor):
-    """Keeps state: it forbids what it has counted."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.count += 1
-        scores = scores.clone()
-        scores[:, self.count % scores.shape[1]] = -torch.inf
-        return scores
-
-
-class Notes(transformers.StoppingCriteria):
-    """As lm-eval's: which rows have ended."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        self.ended = getattr(self, "ended", [False] * len(input_ids))
-        for row, token in enumerate(input_ids[:, -1].tolist()):
-            self.ended[row] |= token < 9
-        return torch.tensor(self.ended)
-
-
 LEFT_OUT: dict[str, tuple[Any, str]] = {
     "beams": (lambda: {"num_beams": 2}, "num_beams=2, and it proposes one continuation"),
     "no cache": (lambda: {"use_cache": False}, "use_cache=False"),
     "guidance": (lambda: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
-    "state in a batch": (lambda: {"input_ids": BATCH, "logits_processor": [Counts()]}, "Counts may keep state"),
+    "embeddings": (lambda: {"input_ids": None, "inputs_embeds": torch.ones(1, 6, 32).double()}, "inputs_embeds"),
+    "state in a batch": (lambda: {"input_ids": BATCH, "logits_processor": [Counting()]}, "Counting may keep state"),
     "criterion in a batch": (
-        lambda: {"input_ids": BATCH, "stopping_criteria": [Notes()], "pad_token_id": 0},
-        "Notes may keep state",
+        lambda: {"input_ids": BATCH, "stopping_criteria": [Recorder()], "pad_token_id": 0},
+        "Recorder may keep state",
     ),
     "ends in a batch": (
-        lambda: {"input_ids": BATCH, "stopping_criteria": [Ends(torch.arange(9))], "eos_token_id": None},
+        lambda: {"input_ids": BATCH, "stopping_criteria": [Criterion()], "eos_token_id": None},
         "there is no pad_token_id",
     ),
 }
@@ -186,14 +131,6 @@ def test_refused_calls_are_plain(name: str, sample: bool, target: CausalLM, assi
                       f"cannot help here: {assistant.stats.refusal}"]  # fmt: skip
     with pytest.raises(ValueError, match=reason.partition(",")[0]):
         answer(assistant_model=assistant)
-
-
-def test_embeddings_as_the_prompt(target: CausalLM, assistant: Any, warned: list[str]) -> None:
-    embeds = target.get_input_embeddings()(PROMPT)
-    ours = target.generate(inputs_embeds=embeds, **GREEDY)
-    assert "inputs_embeds" in warned[0]
-    with assistant.paused():
-        assert torch.equal(target.generate(inputs_embeds=embeds, **GREEDY), ours)
 
 
 def test_what_shows_only_with_the_prompt_s_rows() -> None:
@@ -317,60 +254,3 @@ def test_the_target_keeps_it_and_takes_it_along(kind: str) -> None:
     gc.collect()
     assert lives() is None
     assert made() is None
-
-
-# --- every way to an assistant ---
-
-
-def test_constructors(tmp_path: Path) -> None:
-    target = transformers.AutoModelForCausalLM.from_pretrained(save_model(tiny("llama"), tmp_path / "target"))
-    plain, draft = target.generate(PROMPT, **GREEDY), save_model(partly_agreeing(target), tmp_path / "draft")
-    layer: Any = assistant_of("eagle3", target).parts.module
-    ways = (
-        lambda: SpecDecPPAssistant.from_pretrained(save_assistant(tmp_path / "a"), target=target, default=True),
-        lambda: SpecDecPPAssistant.from_draft(draft, target, default=True),
-        lambda: SpecDecPPAssistant.from_early_exit(target, 2, default=True),
-        lambda: SpecDecPPAssistant.from_conditioned(target, 1, default=True),
-        lambda: SpecDecPPAssistant.from_draft(layer, target, default=True),
-        lambda: assist(target, "lookup", default=True),
-    )
-    for make in ways:
-        made = make()
-        assert torch.equal(target.generate(PROMPT, **GREEDY), plain)
-        assert made.stats.target_passes > 0
-        made.detach()
-
-
-# --- `transformers serve` ---
-
-
-@pytest.mark.parametrize("streams", [True, False])
-def test_the_server_of_transformers(streams: bool, target: CausalLM, assistant: Any) -> None:
-    """What answers its requests, on a thread of its own."""
-    serving = pytest.importorskip("transformers.cli.serving.utils", exc_type=ImportError)
-    words, inputs = tokenizer(), {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
-    config = transformers.GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
-
-    async def ask(manager: Any) -> list[str]:
-        if not streams:
-            text, *_ = await manager.generate_non_streaming(target, words, inputs, config, "request")
-            return [text]
-        queue, _ = manager.generate_streaming(target, words, inputs, config, "request")
-        parts = []
-        while (part := await asyncio.wait_for(queue.get(), 60)) is not None:
-            parts.append(part)
-        return parts
-
-    def answer() -> list[str]:
-        manager = serving.GenerateManager()
-        try:
-            return asyncio.run(ask(manager))
-        finally:
-            manager.stop()
-
-    ours = answer()
-    assert assistant.stats.drafted > 0
-    with assistant.paused():
-        plain = answer()
-    assert "".join(ours) == "".join(plain)  # streamed, several accepted tokens come at once
-    assert len(ours) <= len(plain)

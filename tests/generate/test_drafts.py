@@ -1,6 +1,5 @@
 """Which models can draft, and how: independent or early exit, adapters, vocabularies, tokenizers."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +135,6 @@ def test_different_tokenizers(target: PreTrainedModel, tmp_path: Path) -> None:
         late.attach(target)
 
 
-def test_one_tokenizer_under_two_names(target: PreTrainedModel, draft: str, recwarn: pytest.WarningsRecorder) -> None:
-    SpecDecPPAssistant.from_draft(draft, target)
-    assert not [w for w in recwarn if "token" in str(w.message)]
-
-
 def test_unknown_tokenizers(target: PreTrainedModel, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     same = save_model(tiny("llama"), tmp_path / "same", None)
     padded = save_model(tiny("llama", vocab_size=64), tmp_path / "padded", None)
@@ -161,12 +155,3 @@ def test_an_early_exit_attached_again(target: PreTrainedModel) -> None:
         assistant.attach(model)
         assert greedy(model, assistant) == greedy(model)
         assert assistant.ready_drafter().model.get_input_embeddings().weight is model.get_input_embeddings().weight
-
-
-def test_saved_config_is_the_documented_one(target: PreTrainedModel, tmp_path: Path) -> None:
-    SpecDecPPAssistant.from_early_exit(target, [0, 2], head=head_for(target)).save_pretrained(tmp_path / "a")
-    stored = json.loads((tmp_path / "a/config.json").read_text())
-    assert (stored["model_type"], stored["architectures"]) == ("specdecpp", ["SpecDecPPAssistant"])
-    assert (stored["draft_kind"], stored["draft_layers"]) == ("early_exit", [0, 2])
-    assert (stored["head"]["hidden_size"], stored["vocab_size"]) == (32, VOCAB_SIZE)
-    assert stored["format_version"] == 1

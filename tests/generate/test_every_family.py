@@ -32,11 +32,7 @@ REFUSED = {
     "image t5gemma2", "text axk2", "text big_bird", "text bigbird_pegasus", "text cpmant",
     "text deepseek_v32", "text deepseek_v4", "text falcon_mamba", "text glm_moe_dsa", "text hy_v4", "text jamba",
     "text mamba", "text minimax", "text moshi", "text nemotron_h", "text openai-gpt", "text prophetnet",
-    "text recurrent_gemma",
-    "text rwkv",
-    "text xlm",
-    "text xlnet",
-    "text zamba2",
+    "text recurrent_gemma", "text rwkv", "text xlm", "text xlnet", "text zamba2",
 }  # fmt: skip
 # What transformers itself says of a target without a cache, before it asks an assistant for anything.
 WITHOUT_CACHE = "Assisted decoding requires a cache"

@@ -4,17 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
-from support.outputs import RECORDS, NoRepeat, assert_same, assert_same_cache, prefill
-from support.watchers import no_work, tokenizer
+from support.models import VOCAB_SIZE, assistant_for, prompt, tiny
+from support.outputs import PROCESSORS, NoRepeat, assert_same
+from support.tree_generation import TREES, target_of
+from support.watchers import no_work
 from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.caches.text import roll_back
+from hf_specdecpp.generation.prefix import Prefix
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 
 PROMPT = prompt(12)  # longer than the sliding window
-FAMILIES = ["llama", "gemma3_text", "mistral"]
 
 
 def generate(target: CausalLM, ids: Tensor = PROMPT, **arguments: Any) -> Any:
@@ -22,38 +24,6 @@ def generate(target: CausalLM, ids: Tensor = PROMPT, **arguments: Any) -> Any:
 
 
 # Records --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_records_come_only_when_asked_for(name: str) -> None:
-    target = tiny("llama", attn_implementation="eager", num_hidden_layers=2)
-    arguments: dict[str, Any] = {"return_dict_in_generate": True, f"output_{name}": True}
-    ours = generate(target, assistant_model=assistant_for(target), **arguments)
-    assert {other for other in RECORDS if getattr(ours, other) is not None} == {name}
-
-
-@pytest.mark.every(5)
-@pytest.mark.parametrize("settings", [{}, {"tree": "dyspec"}], ids=["chain", "tree"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_attentions_of_a_target_that_returns_none(family: str, settings: dict[str, Any]) -> None:
-    """With `sdpa` plain generation has an empty tuple for each token, in batches, too."""
-    target = tiny(family, attn_implementation="sdpa")
-    arguments = {"return_dict_in_generate": True, "output_attentions": True}
-    for ids in (PROMPT, PROMPT.repeat(2, 1)) if not settings else (PROMPT,):
-        ours = generate(target, ids, assistant_model=assistant_for(target, **settings), **arguments)
-        assert ours.attentions == generate(target, ids, **arguments).attentions
-
-
-def test_sampled_scores_are_those_of_the_text() -> None:
-    target = tiny("llama", num_hidden_layers=2)
-    ours = target.generate(
-        PROMPT, assistant_model=assistant_for(target), do_sample=True, temperature=0.7, top_k=0, max_new_tokens=24,
-        return_dict_in_generate=True, output_logits=True, output_scores=True,
-    )  # fmt: skip
-    with torch.no_grad():
-        logits = target(ours.sequences).logits[0, PROMPT.shape[1] - 1 : -1].float()
-    assert_same(torch.cat(ours.logits), logits)
-    assert_same(torch.cat(ours.scores), logits / 0.7)
 
 
 def test_logits_are_those_of_the_model() -> None:
@@ -65,6 +35,7 @@ def test_logits_are_those_of_the_model() -> None:
     ours = generate(target, assistant_model=assistant_for(target), **arguments)
     assert torch.equal(ours.sequences, plain.sequences)
     assert_same(ours.scores, plain.scores)
+    assert ours.hidden_states is ours.attentions is None, "records come only when asked for"
     with torch.no_grad():
         logits = target(ours.sequences).logits[0, PROMPT.shape[1] - 1 : -1].float()
     assert_same(torch.cat(ours.logits), logits)
@@ -85,27 +56,6 @@ def test_records_are_refused_without_attaching() -> None:
 
 
 # Caches ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.every(5)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("end", ["max length", "eos", "stop string"])
-def test_the_cache_holds_the_text_but_its_last_token(family: str, end: str) -> None:
-    target = tiny(family, seed=1)
-    text = generate(target)[0, PROMPT.shape[1] :].tolist()
-    index = next(i for i in range(7, 24) if text[i] not in text[:i])
-    ends = {
-        "max length": {"max_new_tokens": 21},
-        "eos": {"eos_token_id": text[index], "pad_token_id": 0},
-        "stop string": {"stop_strings": [tokenizer().decode(text[index])], "tokenizer": tokenizer()},
-    }
-    for num_tokens in range(1, 7):  # so that the end falls on every place of a block
-        assistant = assistant_for(target, rule="fixed", num_tokens=num_tokens)
-        ours = generate(target, assistant_model=assistant, return_dict_in_generate=True, **ends[end])
-        assistant.detach()
-        emitted = ours.sequences
-        assert emitted[0, PROMPT.shape[1] :].tolist() == text[: 21 if end == "max length" else index + 1]
-        assert_same_cache(ours.past_key_values, prefill(target, emitted[:, :-1]))
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 24])  # for one token transformers asks for no candidates
@@ -173,10 +123,82 @@ def test_a_padded_second_turn_with_only_new_ids() -> None:
     assert lengths[0] == new.shape[1] + 1, "the new tokens and the first answer: nothing of it is padding"
 
 
-@pytest.mark.parametrize("implementation", ["dynamic", "offloaded"])
-def test_cache_implementations_that_can_be_rolled_back(implementation: str) -> None:
-    if implementation == "offloaded" and not torch.accelerator.is_available():
-        pytest.skip("offloading needs a device to offload from")
-    target = tiny("gemma3_text")
-    text = generate(target, cache_implementation=implementation, assistant_model=assistant_for(target))
-    assert torch.equal(text, generate(target))
+@pytest.mark.every(7)
+@pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "unattached"])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_every_processor_when_sampling(name: str, is_attached: bool) -> None:
+    """The distribution is tested in `tests/exactness/`. Here: each argument is taken, nothing outside the vocabulary
+    comes out, and a seed fixes the run."""
+    target, how = tiny("llama", num_hidden_layers=2), {"do_sample": True, "top_k": 0, **PROCESSORS[name]}
+    assistant, found = assistant_for(target, is_attached), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append(generate(target, assistant_model=assistant, **how))
+    assert torch.equal(*found), "a seed fixes the run"
+    assert found[0].shape[1] > PROMPT.shape[1]
+    assert torch.equal(found[0][:, : PROMPT.shape[1]], PROMPT)
+    assert 0 <= int(found[0].min()) <= int(found[0].max()) < VOCAB_SIZE
+
+
+# Where the text goes on after the prompt ------------------------------------------------------------------------------
+
+
+def test_positions_counted_from_the_mask_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant is what trees did once: they stood where the number of visible tokens says."""
+    target, text = target_of("llama"), prompt(14)
+    arguments: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "no_repeat_ngram_size": 6}
+    arguments |= {"position_ids": 2 * torch.arange(14)[None], "attention_mask": torch.ones_like(text)}
+    plain, made = target.generate(text, **arguments), Prefix.tree_inputs
+
+    def counted(self: Prefix, input_ids: Tensor, *tree: Any, **options: Any) -> dict[str, Any]:
+        self.model_kwargs["position_ids"] = torch.arange(input_ids.shape[1])[None]
+        self._spare = 0  # what was made ahead for further rounds is not used
+        return made(self, input_ids, *tree, **options)
+
+    monkeypatch.setattr(Prefix, "tree_inputs", counted)
+    assistant = assistant_for(target, mix=0.9, **TREES["dyspec"])
+    with_mutant = target.generate(text, assistant_model=assistant, **arguments)
+    assistant.detach()
+    assert not torch.equal(with_mutant, plain)
+
+
+def _lengths(cache: Any) -> set[int]:
+    return {layer.get_seq_length() for layer in cache.layers}
+
+
+def test_roll_back_leaves_alone_what_cannot_go_back() -> None:
+    target = target_of("mistral")  # a window of 8
+    cache = DynamicCache(config=target.config)
+    target(prompt(12), past_key_values=cache)
+    roll_back(cache, 6)
+    assert _lengths(cache) == {12}
+
+
+@pytest.mark.parametrize("held", [14, 15])
+def test_the_whole_prompt_is_in_the_cache_already(held: int) -> None:
+    """Plain generation then reads the last token twice, and so do chains; trees say what to do, and then work."""
+    target = target_of("llama")
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    text = prompt(14)
+
+    def cache() -> DynamicCache:
+        found = DynamicCache(config=target.config)
+        with torch.no_grad():
+            target(torch.cat((text, text[:, :1]), dim=1)[:, :held], **{CACHE: found}, use_cache=True)
+        return found
+
+    def texts(cropped: int | None, **speculation: Any) -> list[Tensor]:
+        assistant, found = assistant_for(target, **speculation), []
+        for options_of in ({}, {"assistant_model": assistant}):
+            own = cache()
+            if cropped is not None:
+                own.crop(cropped)
+            found.append(target.generate(text, **{CACHE: own}, **options, **options_of))
+        return found
+
+    plain, ours = texts(None, rule="fixed", num_tokens=4)
+    assert torch.equal(ours, plain)
+    with pytest.raises(ValueError, match=rf"held {held} tokens already.*has 14.*crop\({13 - held}\)"):
+        texts(None, tree="dyspec")
+    plain, ours = texts(13 - held, tree="dyspec")
+    assert torch.equal(ours, plain)

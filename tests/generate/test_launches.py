@@ -13,7 +13,6 @@ from support.pretend_graph import pretend_graphs_on_devices
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.generation.captured.text import BETWEEN
 from hf_specdecpp.generation.captured.whole import WholeRounds
 from hf_specdecpp.generation.decoding import AssistedDecoding
@@ -106,18 +105,6 @@ def test_three_launches_and_two_reads_with_processors_between(
     assert len(rounds) > 3
     for captured, replayed, read, _ in rounds:
         assert (captured, replayed, read) == (0, 3, 2)
-
-
-@pytest.mark.takes(3)
-def test_memory_of_graphs_and_of_both_models_caches() -> None:
-    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
-    with pretend_graphs_on_devices() as (graphs, _):  # each takes 1,000 bytes
-        assistant = assistant_of("independent", on_device(target), **RULES["fixed"])
-        texts(on_device(prompt(9)), target, assistant)
-        (rounds,) = captured_target._known[target][1].rounds.values()
-        rooms = [rounds.passes.rooms.num_bytes, rounds.draft.rooms.num_bytes]
-        assert min(rooms) > 0
-        assert (assistant.stats.graph_bytes, graphs["pools"]) == (sum(rooms) + 1000 * graphs["captured"], 1)
 
 
 def test_a_draft_beside_captured_passes_leaves_out_cudnns_attention() -> None:

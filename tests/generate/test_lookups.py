@@ -4,11 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.fuzz.arguments import Counting
 from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
-from support.multimodal import multimodal
 from support.watchers import heard
-from support.zoo import tiny_of
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
@@ -80,44 +77,6 @@ def test_it_finds_what_the_text_itself_repeats() -> None:
     assert "looked up" in str(assistant.stats)
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
-def test_targets_with_recurrent_layers(family: str) -> None:
-    target = tiny_of(family)
-    plain, assistant = generate(target, eos_token_id=None), lookup_for(target)
-    inform(assistant, plain)
-    assert torch.equal(generate(target, assistant, eos_token_id=None), plain)
-    assert assistant.stats.discarded > 0
-    assert assistant.stats.accepted_lookups > 20
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("shape", ["chain", "dyspec"])
-@pytest.mark.parametrize("name", ["llava", "gemma3"])
-def test_targets_that_read_images(name: str, shape: str) -> None:
-    target, inputs = multimodal(name)
-    options = {**GREEDY, "max_new_tokens": 40}
-    plain = target.generate(**inputs, **options)
-    assistant = lookup_for(target, **RULES["throughput"], **SHAPES[shape], lookup="history")
-    target.generate(**inputs, assistant_model=assistant, **options)
-    assert torch.equal(target.generate(**inputs, assistant_model=assistant, **options), plain)
-    assert assistant.stats.accepted_lookups > 20
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("shape", ["chain", "dyspec"])
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_processors_that_are_called_in_order(options: dict[str, Any], shape: str) -> None:
-    target = tiny("llama")
-    plain = generate(target, seed=1, logits_processor=[Counting()], **options)
-    assistant = lookup_for(target, **RULES["throughput"], **SHAPES[shape])
-    inform(assistant, plain)
-    ours = generate(target, assistant, seed=1, logits_processor=[counting := Counting()], **options)
-    assert torch.equal(ours, plain)
-    assert counting.calls == 60
-    assert assistant.stats.accepted_lookups > 20
-
-
 def test_special_tokens_are_never_proposed() -> None:
     target = tiny("llama", eos_token_id=None)
     plain = generate(target)
@@ -179,22 +138,6 @@ def test_up_to_the_end_of_the_position_table(family: str, shape: str) -> None:
             assert torch.equal(generate(target, assistant, max_new_tokens=length), plain)
             assert assistant.stats.accepted_lookups > 0
             assistant.detach()
-
-
-def test_without_the_setting_nothing_is_looked_up() -> None:
-    target = tiny("llama", initializer_range=0.05)
-    assistant = assistant_for(target)
-    generate(target, assistant)
-    assert assistant.stats.looked_up == 0
-    assert "looked up" not in str(assistant.stats)
-
-
-def test_a_draft_that_is_better_is_used() -> None:
-    """The draft is always right, and the text repeats nothing."""
-    target, options = tiny("llama"), {"no_repeat_ngram_size": 2}
-    assistant = assistant_for(target, mix=1.0, lookup=True, **RULES["throughput"])
-    assert torch.equal(generate(target, assistant, **options), generate(target, **options))
-    assert assistant.stats.drafted - assistant.stats.looked_up > 20
 
 
 @pytest.mark.every(2)
@@ -276,15 +219,6 @@ def test_a_request_that_comes_again_is_answered_from_memory() -> None:
     assert assistant.stats.target_passes == before.target_passes
 
 
-def test_its_costs_are_measured_without_a_draft() -> None:
-    target = tiny("llama", initializer_range=0.05).float()
-    plain = generate(target, max_new_tokens=100)
-    for shape in ("chain", "dyspec"):
-        assistant = lookup_for(target, rule="throughput", **SHAPES[shape])
-        assert torch.equal(generate(target, assistant, max_new_tokens=100), plain)
-        assistant.detach()
-
-
 # The choice. ----------------------------------------------------------------------------------------------------------
 
 
@@ -294,17 +228,6 @@ def test_the_example_of_the_choice() -> None:
     assert choice.length([[0.9, 0.8, 0.7], [], [], []], seconds * 4) < 3, "rows that find nothing pay as well"
     assert choice.further(0.9, [0.9, 0.9, 0.1], seconds - seconds[0]) == 2
     assert choice.further(0.05, [0.9, 0.9, 0.1], seconds - seconds[0]) == 0
-
-
-def test_a_draft_that_brings_more_goes_first() -> None:
-    choice, seconds = Choice(0.01, 150.0), torch.tensor([10.0, 11.0]).numpy() / 1000
-    assert choice.length([[0.9]], seconds) == 1
-    for _ in range(200):
-        choice.observe(4.0, 0.015)
-    assert choice.length([[0.9]], seconds) == 0
-    for _ in range(200):
-        choice.observe(1.0, 0.015)
-    assert choice.length([[0.9]], seconds) == 1
 
 
 def test_by_estimate() -> None:

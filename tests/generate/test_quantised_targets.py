@@ -3,7 +3,6 @@
 `make test-quantised` installs torchao and bitsandbytes in a folder of their own: wherever torchao is installed, every
 import of transformers loads it, too, with several lines of warnings."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from support.mtp_files import Files
 from support.quantised import SHAPE, ordinary, quantised_in_place, with_bitsandbytes, with_torch_ao, with_torchao
 from support.repos import save_adapter
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, DynamicCache, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, TorchAoConfig
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models import cpu_products
@@ -30,13 +29,6 @@ from hf_specdecpp.throughput import target_passes
 
 pytestmark = pytest.mark.takes(60)
 
-logger = logging.getLogger(__name__)
-SMOLLM2 = Path(__file__).parents[2] / ".models" / "smollm2"
-ANSWER = (
-    "The capital of France is Paris. It is famous for the Eiffel Tower, its museums, its cuisine, and its long "
-    "history: 'La Ville Lumière' was among the first cities with street lights, and 2.1 million people live there "
-    "today, on 105 square kilometres. def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)"
-)
 CHAIN = SpeculationConfig("fixed", num_tokens=4)
 SETTINGS = {
     "chain": CHAIN,
@@ -99,24 +91,6 @@ def test_the_text_of_plain_generation(kind: str, setting: str, name: str, tmp_pa
         assert torch.equal(generate(target, assistant, ids), generate(target, ids=ids))
     assistant.detach()
     assert torch.equal(generate(target), plain)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_unattached(name: str) -> None:
-    target, assistant = TARGETS[name](), SpecDecPPAssistant.from_draft(TARGETS[name](), speculation=CHAIN)
-    assert torch.equal(generate(target, assistant), generate(target))
-    assert assistant.stats.accepted > 0
-
-
-def test_bfloat16() -> None:
-    """The first difference, if there is one, is a near-tie."""
-    target = with_torchao(dtype=torch.bfloat16)
-    plain = generate(target)
-    assisted = generate(target, SpecDecPPAssistant.from_early_exit(target, 2, speculation=CHAIN))
-    if not torch.equal(plain, assisted):
-        place = int((plain != assisted)[0].nonzero()[0])
-        logits = target(plain[:, :place]).logits[0, -1].float()
-        assert abs(logits[plain[0, place]] - logits[assisted[0, place]]) < 0.05
 
 
 # Sharing --------------------------------------------------------------------------------------------------------------
@@ -199,14 +173,6 @@ def test_a_target_that_is_attached_before_its_first_pass(shared: bool, monkeypat
     assert torch.equal(generate(target), expected) == shared
 
 
-def test_eight_bits_of_bitsandbytes_share_their_state() -> None:
-    """As targets they are refused; whatever else copies one with shared tensors leaves it as it was."""
-    target = with_bitsandbytes(8, llm_int8_threshold=0.0)
-    expected = generate(with_bitsandbytes(8, llm_int8_threshold=0.0))
-    early_exit_module.copy_sharing(target)(prompt())
-    assert torch.equal(generate(target), expected)
-
-
 def test_only_layers_that_are_not_quantised_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
     monkeypatch.setattr(target_passes, "ways_of", lambda *_: Always("packed"))
@@ -247,13 +213,6 @@ def test_a_quantised_lm_head(name: str, kind: str) -> None:
         error = 0.05 if multiplies_in_half(target) else 1e-4
         expected = target.lm_head(hidden)[:, VOCAB].float()
         torch.testing.assert_close(drafter.vocab_logits(hidden), expected, rtol=error, atol=error)
-
-
-@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
-def test_an_adapter_for_quantised_embeddings_is_refused(module: str, tmp_path: Path) -> None:
-    target, folder = with_torchao(kinds=(nn.Linear, nn.Embedding)), adapter_in(tmp_path, ("q_proj", module))
-    with pytest.raises(ValueError, match="or for one that is not quantised there"):
-        SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, speculation=CHAIN)
 
 
 def test_an_adapter_cannot_stand_beside_quantised_embeddings(tmp_path: Path) -> None:
@@ -317,27 +276,6 @@ def test_why_quantised_activations_are_refused() -> None:
     target, states = with_torchao("Int8DynamicActivationInt8WeightConfig"), torch.randn(5, SHAPE["hidden_size"])
     assert torch.equal(target.lm_head(states), torch.cat([target.lm_head(row) for row in states.split(1)]))
     assert difference(target, ids) > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason=f"{SMOLLM2} is missing: run `make demo` once")
-@pytest.mark.parametrize(
-    ("how", "least", "most"),
-    [("torchao int8", 0, 1e-4), ("torchao dynamic", 0.1, 9), ("bitsandbytes int8", 0.1, 9), ("4 bits", 0, 0.2)],
-)
-def test_how_far_passes_of_smollm2_differ(how: str, least: float, most: float) -> None:
-    if how.startswith("torchao"):
-        torchao = pytest.importorskip("torchao.quantization", exc_type=ImportError)
-        kind = "Int8WeightOnlyConfig" if how == "torchao int8" else "Int8DynamicActivationInt8WeightConfig"
-        config: Any = TorchAoConfig(getattr(torchao, kind)())
-    else:
-        pytest.importorskip("bitsandbytes", exc_type=ImportError)
-        bits: dict[str, Any] = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
-        config = BitsAndBytesConfig(**(bits if how == "bitsandbytes int8" else {"load_in_4bit": True}))
-    target: Any = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32, quantization_config=config)
-    found = difference(target, AutoTokenizer.from_pretrained(SMOLLM2)(ANSWER, return_tensors="pt").input_ids)
-    logger.info(f"{how}: passes over 5 tokens and over 1 differ by {found:.2g} of the logits' spread")
-    assert least <= found <= most
 
 
 def test_a_draft_may_quantise_its_activations() -> None:

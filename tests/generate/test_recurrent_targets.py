@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import informed_draft
-from support.models import VOCAB_SIZE, prompt, random_fusion, random_layer, tiny
+from support.models import VOCAB_SIZE, partly_agreeing, prompt, random_fusion, random_layer, tiny
 from support.outputs import RECORDS, assert_same
 from support.zoo import tiny_of
 from torch import Tensor
@@ -16,14 +16,13 @@ from transformers.cache_utils import DynamicLayer
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches.states import Mark
 from hf_specdecpp.caches.text import GrowingText
-from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.generation.target import MOST_PENDING
 from hf_specdecpp.models.causal_lm import CausalLM
 
 FAMILIES = ["granitemoehybrid", "zaya", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "falcon_h1",
             "bamba", "mamba2"]  # fmt: skip
-FAST, PROMPT = ("granitemoehybrid", "zaya", "mamba2"), prompt(10)
+PROMPT = prompt(10)
 PLAIN = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 # States are computed in float32.
 ROUNDING = 1e-3
@@ -55,22 +54,18 @@ def assert_same_states(cache: Any, expected: Any) -> None:
 # Texts. ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(3, takes=3)
-@pytest.mark.parametrize(("family", "length"), [
-    *((family, 200) for family in FAST),
-    ("qwen3_5_text", 24),
-    *(pytest.param(family, 200, marks=pytest.mark.slow) for family in FAMILIES if family not in FAST),
-])  # fmt: skip
-def test_texts_and_all_that_goes_with_them(family: str, length: int) -> None:
+@pytest.mark.every(11, takes=3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_and_all_that_goes_with_them(family: str) -> None:
     """Hundreds of tokens, in rounds that accept none, some and all of their candidates."""
     target = tiny_of(family)
-    options = {**PLAIN, "max_new_tokens": length, "return_dict_in_generate": True, "repetition_penalty": 1.1}
+    options = {**PLAIN, "max_new_tokens": 200, "return_dict_in_generate": True, "repetition_penalty": 1.1}
     options |= {f"output_{name}": True for name in RECORDS if name != "attentions"}
     plain = target.generate(PROMPT, **options)
     assistant = assistant_of(target, plain.sequences)
     ours = target.generate(PROMPT, assistant_model=assistant, **options)
     assert torch.equal(ours.sequences, plain.sequences)
-    assert length // 4 < assistant.stats.accepted < assistant.stats.drafted
+    assert 50 < assistant.stats.accepted < assistant.stats.drafted
     for name in ("scores", "logits", "hidden_states"):
         assert_same(getattr(ours, name), getattr(plain, name), tolerance=ROUNDING)
     assert_same_states(ours.past_key_values, plain.past_key_values)
@@ -89,21 +84,6 @@ def test_a_text_may_end_with_tokens_pending(length: int) -> None:
     ours = target.generate(PROMPT, assistant_model=assistant, **options)
     assert torch.equal(ours.sequences, plain.sequences)
     assert_same_states(ours.past_key_values, plain.past_key_values)
-
-
-@pytest.mark.every(3, takes=2)
-@pytest.mark.parametrize("rule", ["threshold", "throughput"])
-def test_every_rule(rule: str) -> None:
-    target = tiny_of("granitemoehybrid")
-    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=60)
-    costs = {"costs": {"draft": 0.01, "verify": [1.0, 1.0, 1.0]}} if rule == "throughput" else {}
-    assistant = assistant_of(target, plain, rule=rule, **costs)
-    assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=60, assistant_model=assistant), plain)
-    assert assistant.stats.accepted > 0
-    for options in ({"top_k": 1, "do_sample": True}, {"stop_strings": None, "repetition_penalty": 1.2}):
-        settings = {**PLAIN, "max_new_tokens": 30, **options}
-        plain = target.generate(PROMPT, **settings)
-        assert torch.equal(target.generate(PROMPT, **settings, assistant_model=assistant), plain)
 
 
 def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,17 +141,6 @@ def test_what_is_pending_is_settled_in_time() -> None:
 # Drafts. --------------------------------------------------------------------------------------------------------------
 
 
-def shaken(model: CausalLM) -> CausalLM:
-    """A copy that agrees now and then."""
-    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            if parameter.numel() > 1:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-                parameter.add_(0.05 * parameter.std() * noise)
-    return other
-
-
 @pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 def test_drafts_with_recurrent_layers(kind: str) -> None:
@@ -179,7 +148,7 @@ def test_drafts_with_recurrent_layers(kind: str) -> None:
     plain = target.generate(PROMPT, **PLAIN, max_new_tokens=50)
     speculation = SpeculationConfig("fixed", num_tokens=3)
     assistant = {
-        "independent": lambda: SpecDecPPAssistant.from_draft(shaken(target), target),
+        "independent": lambda: SpecDecPPAssistant.from_draft(partly_agreeing(target), target),
         "early exit": lambda: SpecDecPPAssistant.from_early_exit(target, [0, 3]),
         "conditioned": lambda: SpecDecPPAssistant.from_conditioned(target, [0, 3], fusion=random_fusion(target)),
         "eagle3": lambda: SpecDecPPAssistant.from_draft(random_layer(target, (0, 3)), target),
@@ -247,32 +216,3 @@ def test_tokens_that_are_not_read_again_are_noticed(monkeypatch: pytest.MonkeyPa
         self.pending = max(self.pending - 1, 0)
 
     assert changes_texts(monkeypatch, GrowingText, "keep", forgets)
-
-
-# What is refused, and costs. ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["jamba", "mamba"])
-def test_a_state_that_does_not_go_on_is_refused(family: str) -> None:
-    """Jamba reads several tokens at once only at the beginning of a text, and so does Mamba."""
-    target = tiny_of(family)
-    said = "keeps a recurrent state that.*cannot be taken back.*Generate without assistant_model"
-    with pytest.raises(ValueError, match=said):
-        SpecDecPPAssistant.from_draft(tiny("llama"), target)
-    with pytest.raises(ValueError, match="cannot be taken back.*so it cannot draft"):
-        SpecDecPPAssistant.from_draft(target, tiny("llama"))
-
-
-def test_trees_and_batches_are_refused() -> None:
-    target = tiny_of("granitemoehybrid")
-    assistant = SpecDecPPAssistant.from_draft(tiny("llama"), target)
-    with pytest.raises(ValueError, match="LinearAttentionLayer in its cache"):
-        target.generate(PROMPT.expand(2, -1), assistant_model=assistant, **PLAIN, max_new_tokens=5)
-    assistant.speculation = SpeculationConfig(rule="threshold", tree="dyspec")
-    with pytest.raises(ValueError, match="layers of type linear_attention, so it cannot read a token tree"):
-        target.generate(PROMPT, assistant_model=assistant, **PLAIN, max_new_tokens=5)
-
-
-def test_a_candidate_is_read_twice() -> None:
-    """The example of the docstring."""
-    assert Costs(1.0, (10.0, 11.0, 12.0, 13.0, 14.0)).read_twice(2).verify == (10.0, 12.0, 14.0)

@@ -13,8 +13,6 @@ from hf_specdecpp import SpecDecPPAssistant
 
 TEXT = torch.arange(1, 9)[None]  # ids that all sizes have
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
-
-
 KINDS = ("dflash", "gemma 4", "gemma 4 with clusters", "independent", "early_exit", "conditioned", "eagle3")
 FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 3}
 WAYS: dict[str, dict[str, Any]] = {

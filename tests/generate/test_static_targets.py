@@ -1,6 +1,6 @@
 """Targets with a static cache: the text of plain `generate()`, the rows that are held, and widths."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from support.families import informed_draft, model_of
-from support.models import Rounds, prompt, quiet_later_layers, tiny, told
+from support.models import prompt, quiet_later_layers, tiny, told
 from support.multimodal import multimodal
 from support.outputs import RECORDS, assert_same
 from support.static_caches import (
@@ -24,17 +24,20 @@ from support.static_caches import (
     held,
     static_cache,
 )
+from support.tree_generation import TREES
 from support.watchers import no_work
 from support.zoo import tiny_of
 from torch import Tensor
 from transformers import StaticCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.caches.text import StaticText, hold, width_of
+from hf_specdecpp.caches import text as texts
+from hf_specdecpp.caches.text import PathRows, StaticText, hold, move
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.throughput.known_costs import in_widths
+from hf_specdecpp.trees.tree import TreePass
 
 EACH = pytest.mark.parametrize("how", ["fixed", "dyspec"])  # a chain and a tree
 
@@ -54,15 +57,6 @@ def test_greedy_text(family: str, kind: str, how: str) -> None:
     for length, text in plain.items():
         assert torch.equal(target.generate(prompt(length), assistant_model=assistant, **STATIC), text)
         assert assistant.stats.rounds > 0
-
-
-@pytest.mark.takes(2)
-def test_rounds_of_all_kinds_take_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, rounds = quiet_later_layers(tiny("llama")), Rounds(monkeypatch)
-    assistant = attached(target)
-    for length in (3, 12, 40):
-        target.generate(prompt(length), assistant_model=assistant, **STATIC)
-    rounds.assert_all_kinds()
 
 
 OTHERS: dict[str, Callable[[], Any]] = {
@@ -85,26 +79,6 @@ def test_other_targets(name: str) -> None:
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig("fixed", num_tokens=4))
     assert torch.equal(target.generate(**inputs, assistant_model=assistant, **options), plain)
     assert assistant.stats.accepted > 0
-
-
-@pytest.mark.every(3, takes=3)
-@pytest.mark.parametrize(("how", "family", "kind", "attention"), [
-    ("fixed", "llama", "independent", "sdpa"),
-    ("threshold", "llama", "independent", "sdpa"),
-    ("dyspec", "gemma3_text", "conditioned", "sdpa"),
-    ("static", "gemma3_text", "conditioned", "eager"),
-])  # fmt: skip
-def test_sampled_text_is_that_of_a_dynamic_cache(how: str, family: str, kind: str, attention: str) -> None:
-    """The same seed, candidates and distributions, however many dummies are read with them."""
-    window: dict[str, Any] = {"sliding_window": 192} if family == "gemma3_text" else {}
-    target = quiet_later_layers(tiny(family, attn_implementation=attention, **window))
-    assistant = attached(target, how, kind, adapt=False)
-    options = {**OPTIONS, "do_sample": True, "temperature": 0.8, "assistant_model": assistant}
-    for seed in range(2):
-        torch.manual_seed(seed)
-        dynamic = target.generate(prompt(), **options)
-        torch.manual_seed(seed)
-        assert torch.equal(target.generate(prompt(), past_key_values=static_cache(target), **options), dynamic)
 
 
 @pytest.mark.every(3)
@@ -208,15 +182,59 @@ def forgets_too_much(text: StaticText, count: int, of: int, path: Any) -> None:
     hold(text.cache, text.held)
 
 
-@pytest.mark.parametrize("mutant", [no_roll_back, keeps_one_too_many, forgets_too_much])
-def test_rows_that_are_kept_or_forgotten_wrongly_are_noticed(
-    mutant: Callable[[StaticText, int, int, Any], None], monkeypatch: pytest.MonkeyPatch
+def stays(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
+    """The path is not moved."""
+
+
+def one_off(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
+    move(rows, indices - 1, to)
+
+
+def from_the_start(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
+    move(rows, indices, to - 1)
+
+
+def keeps_a_row_too_many(text: StaticText, count: int, of: int, path: PathRows | None) -> None:
+    kept(text, count, of, path)
+    if path is not None:
+        text.held += 1
+        hold(text.cache, text.held)
+
+
+def unmoved_past(text: StaticText, count: int, of: int, _: PathRows | None) -> None:
+    """As in a chain."""
+    kept(text, count, of)
+
+
+def sees_dummies(tree_pass: TreePass, *args: Any) -> Any:
+    tokens, ancestors, depths = uploaded(tree_pass, *args)
+    ancestors[:, len(tree_pass.order) :] = True
+    return tokens, ancestors, depths
+
+
+def one_place_behind(tree_pass: TreePass, *args: Any) -> Any:
+    tokens, ancestors, depths = uploaded(tree_pass, *args)
+    return tokens, ancestors, (depths - 1).clamp(min=0)
+
+
+kept, uploaded = StaticText.keep, TreePass.upload
+MUTANTS: list[tuple[str, Any, str, Callable[..., Any]]] = [
+    *(("fixed", StaticText, "keep", each) for each in (no_roll_back, keeps_one_too_many, forgets_too_much)),
+    *(("dyspec", texts, "move", each) for each in (stays, one_off, from_the_start)),
+    *(("dyspec", StaticText, "keep", each) for each in (keeps_a_row_too_many, unmoved_past)),
+    *(("dyspec", TreePass, "upload", each) for each in (sees_dummies, one_place_behind)),
+]
+
+
+@pytest.mark.parametrize(("how", "owner", "name", "mutant"), MUTANTS, ids=[each[-1].__name__ for each in MUTANTS])
+def test_what_is_read_or_kept_wrongly_is_noticed(
+    how: str, owner: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = quiet_later_layers(tiny("llama"))
-    plain = target.generate(prompt(), **STATIC)
-    monkeypatch.setattr(StaticText, "keep", mutant)
+    target, options = tiny("llama"), {**STATIC, "max_new_tokens": 50}
+    plain, assistant = target.generate(prompt(), **options), attached(target, how)
+    monkeypatch.setattr(owner, name, mutant)
     try:
-        ours = target.generate(prompt(), assistant_model=attached(target), **STATIC)
+        ours = target.generate(prompt(), assistant_model=assistant, **options)
     except (IndexError, RuntimeError):
         return  # beyond the last row
     assert not torch.equal(ours, plain)
@@ -244,22 +262,6 @@ def test_an_exception_rolls_a_users_cache_back(length: int, how: str) -> None:
     assert torch.equal(target.generate(whole, past_key_values=cache, **OPTIONS)[:, : again.shape[1]], again)
 
 
-def test_a_pass_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer has read the candidates, the others have not."""
-    target = quiet_later_layers(tiny("llama"))
-    cache: Any = static_cache(target)
-    assistant, calls = attached(target), iter(range(100))
-
-    def fails(*_: Any) -> None:
-        if next(calls) == 9:
-            raise RuntimeError("out of memory")
-
-    target.model.layers[1].register_forward_pre_hook(fails)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        target.generate(prompt(), assistant_model=assistant, past_key_values=cache, **OPTIONS)
-    assert {int(layer.get_seq_length()) for layer in cache.layers} == {12 + assistant.stats.generated - 1}
-
-
 # Widths --------------------------------------------------------------------------------------------------------------
 
 
@@ -269,24 +271,32 @@ def test_dummies_need_no_further_positions() -> None:
     assert longer["attention_mask"].tolist() == [[0, 1, 1, 1, 1]]
 
 
-@pytest.mark.parametrize(("count", "width"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16)])
-def test_width_of(count: int, width: int) -> None:
-    assert width_of(count) == width
+@pytest.mark.every(3)
+@pytest.mark.parametrize("how", ["fixed", "threshold", *GROWTHS])
+def test_passes_have_few_widths_and_end_within_the_cache(how: str) -> None:
+    """Trees are drafted up to the end of the text: a cache that `generate()` makes has room for one after it."""
+    target, passes, length = quiet_later_layers(tiny("llama")), [], 12 + 40
 
+    def note(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        cache: Any = cache_among(inputs)
+        if isinstance(cache, StaticCache):  # not where trees are tried on the target
+            first: Any = cache.layers[0]
+            width, room = inputs["input_ids"].shape[1], first.max_cache_len
+            passes.append((int(cache.get_seq_length()), width, room))
+            mask = inputs.get("attention_mask") if how in GROWTHS else None
+            assert mask is None or mask.shape == (1, 1, width, room)
 
-@pytest.mark.parametrize("rule", ["fixed", "threshold"])
-def test_passes_have_few_widths_and_end_within_the_cache(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, passes, room = quiet_later_layers(tiny("llama")), [], 12 + 40 - 1
-
-    def note(_: Any, __: Any, arguments: dict[str, Any]) -> None:
-        passes.append((int(cache_among(arguments).get_seq_length()), arguments["input_ids"].shape[1]))
-
-    assistant = attached(target, rule)
+    assistant = attached(target, how)
     target.register_forward_pre_hook(note, with_kwargs=True)
     target.generate(prompt(), assistant_model=assistant, **STATIC)
-    assert {width for _, width in passes[1:]} <= {1, 2, 4, 8, 16, 32}
-    assert len({width for _, width in passes[1:]}) >= 3
-    assert max(begin + width for begin, width in passes) <= room
+    begins, widths, rooms = zip(*passes[1:], strict=True)
+    assert set(widths) <= {1, 2, 4, 8, 16}
+    assert len(set(widths)) >= (3 if how in RULES else 2)
+    assert set(rooms) == {length - 1 + {"looked up": 8, **dict.fromkeys(RULES, 0)}.get(how, 16)}
+    ends = [begin + width for begin, width in zip(begins, widths, strict=True)]
+    assert max(ends) <= rooms[0]
+    last = max(begin for begin, width in zip(begins, widths, strict=True) if width == max(widths))
+    assert how not in TREES or last + max(widths) > length - 1
 
 
 @pytest.mark.parametrize("options", [OPTIONS, STATIC], ids=["dynamic", "static"])
@@ -333,30 +343,14 @@ def test_costs_of_the_widths_that_are_run(how: str) -> None:
     assert verify()[2:4] == (1.1, 1.1)
 
 
-def hybrid() -> tuple[CausalLM, dict[str, Any]]:
-    return tiny_of("qwen3_5_text"), STATIC
-
-
-def windows() -> tuple[CausalLM, dict[str, Any]]:
-    target = tiny("mistral")
-    return target, {**OPTIONS, "past_key_values": static_cache(target)}
-
-
-def batch() -> tuple[CausalLM, dict[str, Any]]:
-    return tiny("llama"), {**STATIC, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
-
-
-@pytest.mark.parametrize(("make", "message"), [
-    (hybrid, "keeps LinearAttentionLayer in it"),
-    (windows, "has windows of 8 tokens in it, the text may grow to 52"),
-    (batch, "the 2 rows of a batch"),
+@pytest.mark.parametrize(("make", "own", "message"), [
+    (lambda: tiny_of("qwen3_5_text"), False, "keeps LinearAttentionLayer in it"),
+    (lambda: tiny("mistral"), True, "has windows of 8 tokens in it, the text may grow to 52"),
 ])  # fmt: skip
-def test_refusals(make: Callable[[], tuple[CausalLM, dict[str, Any]]], message: str) -> None:
-    target, options = make()
-    text = prompt(12)
-    draft = informed_draft(text, target.config.get_text_config().vocab_size)
+def test_refusals(make: Callable[[], CausalLM], own: bool, message: str) -> None:
+    target = make()
+    options = {**OPTIONS, "past_key_values": static_cache(target)} if own else STATIC
+    draft = informed_draft(prompt(), target.config.get_text_config().vocab_size)
     assistant = told(SpecDecPPAssistant.from_draft(draft, target), **RULES["fixed"])
-    if make is batch:
-        text = text.repeat(2, 1)
     with no_work(target), pytest.raises(ValueError, match=f"A static cache cannot be used here: .*{message}"):
-        target.generate(text, assistant_model=assistant, **options)
+        target.generate(prompt(), assistant_model=assistant, **options)

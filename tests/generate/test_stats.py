@@ -70,19 +70,6 @@ def test_counts_match_the_rounds(monkeypatch: pytest.MonkeyPatch, num_tokens: in
         assert "attach" in stats.verdict
 
 
-def test_times_add_up_and_are_those_of_this_call() -> None:
-    target = tiny("llama")
-    assistant = assistant_for(target)
-    target.generate(prompt(), assistant_model=assistant, max_new_tokens=32, do_sample=False)
-    first = assistant.stats
-    target.generate(prompt(), assistant_model=assistant, max_new_tokens=32, do_sample=False)
-    assert assistant.stats is not first
-    for stats in (first, assistant.stats):
-        assert min(stats.prompt_seconds, stats.draft_seconds, stats.target_seconds, stats.overhead_seconds) > 0
-    for stats in (first, assistant.stats):
-        assert stats.same_pass_seconds == stats.plain_pass_seconds  # there is one product
-
-
 def test_rates() -> None:
     stats = made()
     assert (stats.generated, stats.target_passes, stats.discarded) == (31, 11, 20)
@@ -99,29 +86,23 @@ OF_A_TREE: dict[str, object] = {**BAD, "tree_depths": [0, 0, 10]}
 
 @pytest.mark.parametrize(("values", "remedies", "says", "never"), [
     ({}, set(), "It pays: about 2.14 times", "products"),
-    ({"same_pass_seconds": 0.099}, set(), "It pays", "products"),
     ({"overhead_seconds": 3.0}, set(), "too fast for the overhead", "It pays"),
     ({"target_seconds": 2.8}, set(), "about as fast as plain", "It pays"),
     ({"plain_pass_seconds": None}, set(), "was not measured", "times"),
     ({"accepted": 0, "generated": 11}, set(), "It does not pay: none of 40 candidates was accepted.", "times"),
     ({"accepted": 0, "drafted": 1, "generated": 11}, set(), "the only candidate was not accepted.", "times"),
     # What the products gained.
-    ({"same_pass_seconds": 0.05}, set(), "It pays: about 1.07 times the speed of plain generate() with the", "not"),
-    ({"same_pass_seconds": 0.05}, set(), "The CPU products alone run at 2.00 times the speed of plain", "not"),
     ({"same_pass_seconds": 0.05}, set(), "with speculation it is 2.14 times, most of which comes from the", "not"),
     ({"same_pass_seconds": 0.08}, set(), "The CPU products alone run at 1.25 times", "most of which"),
     ({"same_pass_seconds": 0.04}, set(), "Speculating does not pay here: about 0.86 times the speed of", "It pays"),
-    (MANY, set(), "alone run at 0.50 times", "It pays"),
     (MANY, set(), "with speculation it is 0.94 times.", "It pays"),
     # What a first call took to prepare.
     ({"preparing_seconds": 0.05}, set(), "It pays: about 1.94 times the speed of plain generate(), ", "longer"),
     ({"preparing_seconds": 0.4}, set(), "and copy weights: it ran at 1.60 times", "Later"),
     ({"preparing_seconds": 3.0}, set(), "Later calls pay: about 2.00 times", "It pays"),
-    ({"preparing_seconds": 3.0}, set(), "This call took 3.00 s longer", "It pays"),
     # What the assistant does already is no advice.
     (BAD, {"training", "head", "throughput"}, "Train it and a head: specdecpp train. Spec", "Another"),
     (BAD, {"head"}, "Train a head: specdecpp train.", "it and"),
-    (BAD, {"throughput"}, "SpeculationConfig(rule='throughput') drafts only as far as that pays.", "rain"),
     (BAD, {"draft", "throughput"}, "The text is not good enough for this target. SpeculationConfig", "rain"),
     (BAD, set(), "The draft is not good enough for this target. Another one may be, or one that is tr", "rain it"),
     (OF_A_TREE, set(), "", "not good enough"),
@@ -144,55 +125,20 @@ def test_seconds_of_a_call_are_those_of_its_clock() -> None:
     assert made(prompt_seconds=0.2).speedup == pytest.approx(2.0)
 
 
-def text(*rounds: tuple[int, int], **values: Any) -> SpeculationStats:
-    """Of these rounds, `(drafted, accepted)`; a plain pass takes 0.1 s with all products."""
-    stats = SpeculationStats(plain_passes=1, plain_pass_seconds=0.1, same_pass_seconds=0.1)
-    for drafted, accepted in rounds:
-        count(stats, drafted, accepted)
-    stats.generated = stats.accepted + stats.rounds + stats.plain_passes
-    for name, value in values.items():
-        setattr(stats, name, value)
-    return stats
-
-
 def test_a_rule_that_stopped_is_named_and_gains_no_more_than_was_counted() -> None:
     """A useless draft, of which one candidate was tried, and a plain pass that was timed on a busy machine."""
-    stats = text((1, 0), *[(0, 0)] * 30, target_seconds=2.0, plain_pass_seconds=0.1, same_pass_seconds=0.103)
+    stats = SpeculationStats(plain_passes=1, generated=32, target_seconds=2.0, plain_pass_seconds=0.1)
+    stats.same_pass_seconds = 0.103
+    for drafted in (1, *[0] * 30):
+        count(stats, drafted, 0)
     assert stats.speedup == pytest.approx(1.55)
     assert stats.verdict == (
         "Speculating does not pay here, so rule='throughput' stopped: 30 of 31 passes without candidates, about as "
         "fast as plain generate()."
     )
-    stats.same_pass_seconds = 0.105
-    assert stats.verdict.endswith(
-        "about as fast as plain generate() with the same passes. The CPU products alone run at 0.95 times the speed of "
-        "plain generate() as it is, with speculation it is 0.95 times."
-    )
     stats.remedies = frozenset({"throughput"})
     assert "Little was drafted: 30 of 31 passes without candidates" in stats.verdict
     assert "rule" not in stats.verdict
-
-
-@pytest.mark.parametrize(
-    ("gain", "passes", "is_credited"),
-    [(0.82, 1.04, False), (0.9, 1.5, False), (1.0, 1.4, False), (1.2, 1.5, True), (1.5, 1.2, False), (1.3, 0.9, False)],
-)
-def test_products_are_credited_with_what_they_gained(gain: float, passes: float, is_credited: bool) -> None:
-    stats = made(same_pass_seconds=gain * 1.4 / 30, plain_pass_seconds=passes * gain * 1.4 / 30)
-    assert (stats.same_pass_speedup, stats.speedup) == pytest.approx((gain, gain * passes))
-    assert ("most of which comes from the products" in stats.verdict) is is_credited
-
-
-def test_what_is_slower_than_plain_does_not_pay() -> None:
-    """Though it is faster than plain passes on the same products, which are slower."""
-    stats = made(same_pass_seconds=1.37 * 1.4 / 30, plain_pass_seconds=0.95 * 1.4 / 30)
-    assert stats.verdict.startswith("It does not pay: about 0.95 times the speed of plain generate(). The CPU products")
-    assert "with speculation it is 0.95 times" in stats.verdict
-    stats.has_products = False
-    assert "products" not in stats.verdict
-    assert stats.verdict.startswith("It does not pay: about 0.95 times the speed of plain generate(). A round costs")
-    stats = made(same_pass_seconds=1.1 * 1.4 / 30, plain_pass_seconds=1.02 * 1.4 / 30)
-    assert stats.verdict.startswith("It does not pay: about as fast as plain generate(). The CPU products alone run at")
 
 
 def test_it_pays_is_said_of_nothing_that_is_slower_than_plain() -> None:
@@ -258,9 +204,7 @@ def test_what_is_said_of_graphs_is_not_summed() -> None:
 
 
 def test_suspicions_add_up() -> None:
-    both = first_candidates(0, 4) + first_candidates(0, 4)
-    assert "Only 0 of 8 first candidates" in both.verdict
-    assert both.suspect == "EAGLE-3 org/x"
+    assert "Only 0 of 8 first candidates" in (first_candidates(0, 4) + first_candidates(0, 4)).verdict
     looked_up = first_candidates(1, 40)
     looked_up.lookup_rounds = 38
     assert "inspect" not in looked_up.verdict, "rounds in which it drafted nothing do not count"
@@ -320,7 +264,6 @@ def test_sum_of_two_calls() -> None:
 
 
 def test_making_products_is_no_time_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-
     heard(monkeypatch, DraftSetup, "products", lambda *_: time.sleep(0.5))
     target = tiny("llama")
     assistant = assistant_for(target)

@@ -85,15 +85,6 @@ def test_unattached_chains_end_where_the_draft_can_say_nothing(target: Any) -> N
     assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("way", ["fixed", "dyspec"])
-def test_the_grammar_of_transformers(target: Any, way: str) -> None:
-    arguments = {"do_sample": False, "max_new_tokens": 32, "prefix_allowed_tokens_fn": grammar}
-    plain, assistant = target.generate(PROMPT, **arguments), with_small_vocabulary(target, way)
-    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
-    assistant.detach()
-
-
 def test_tokens_that_are_suppressed_altogether(target: Any) -> None:
     """`suppress_tokens` may take away all that the draft can say, in every place."""
     arguments = {"do_sample": False, "max_new_tokens": 12, "suppress_tokens": COMMON}
@@ -134,17 +125,6 @@ class Matcher(LogitsProcessor):
         return scores + mask
 
 
-class Plain(Matcher):
-    """The same function of the text, without a state. Says so."""
-
-    reads_prefix_only = True
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.taken = input_ids[0, IDS.shape[1] :].tolist()
-        self.prefilled = False
-        return super().__call__(input_ids, scores)
-
-
 def generate(target: CausalLM, processor: LogitsProcessor, **arguments: Any) -> Any:
     arguments = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": EOS, "pad_token_id": 0, **arguments}
     arguments |= {"return_dict_in_generate": True, "output_scores": True}
@@ -165,18 +145,6 @@ def test_one_call_for_each_token(shape: str, sampling: dict[str, Any]) -> None:
     torch.testing.assert_close(text.scores, plain.scores)
     assert ours.taken == theirs.taken
     assert 0 < assistant.stats.accepted < assistant.stats.drafted
-
-
-def test_what_reads_its_arguments_only_guides_the_draft() -> None:
-    target = tiny("llama")
-    plain, rates = generate(target, Matcher()), []
-    for processor in (Matcher(), Plain()):
-        assistant = assistant_for(target, mix=0.98)
-        text = generate(target, processor, assistant_model=assistant)
-        assistant.detach()
-        assert torch.equal(text.sequences, plain.sequences)
-        rates.append(assistant.stats.accepted / assistant.stats.rounds)
-    assert rates[1] > rates[0]
 
 
 def test_state_is_noticed_without_attaching() -> None:

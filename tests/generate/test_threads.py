@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny, told
+from support.models import assistant_for, assistant_of, prompt, tiny
 from support.products import products_of
 from support.snapshots import has_our_methods, of_own_class, snapshot
 from support.watchers import runs_of
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -162,40 +161,6 @@ def test_a_class_and_a_subclass_of_it() -> None:
     assert not has_our_methods(target)
 
 
-@pytest.mark.slow
-def test_many_changes_under_many_calls() -> None:
-    target = tiny("llama")
-    plain, errors, end = generate(target), [], threading.Event()
-    helpers = [assist(target, "lookup", default=False) for _ in range(2)]
-
-    def flip(assistant: SpecDecPPAssistant) -> None:
-        while not end.is_set():
-            assistant.attach(target, default=True)
-            with assistant.paused():
-                assistant.detach()
-            assist(target, "lookup", default=False)  # and is collected
-
-    def call(assistant: Any) -> None:
-        try:
-            for _ in range(25):
-                text = target.generate(PROMPT, **{**GREEDY, "max_new_tokens": 4}, assistant_model=assistant)
-                assert torch.equal(text, plain[:, :16])
-        except BaseException as error:  # noqa: BLE001 - looked at below
-            errors.append(error)
-
-    stays = assistant_for(target)
-    flipping = [threading.Thread(target=flip, args=(each,)) for each in helpers]
-    calling = [threading.Thread(target=call, args=(each,)) for each in (None, stays)]
-    for thread in (*flipping, *calling):
-        thread.start()
-    for thread in calling:
-        thread.join()
-    end.set()
-    for thread in flipping:
-        thread.join()
-    assert errors == []
-
-
 # Defaults of others ---------------------------------------------------------------------------------------------------
 
 
@@ -282,29 +247,6 @@ def test_products_are_this_thread_s() -> None:
 def in_context(context: Any, action: Callable[[], Any]) -> Any:
     with context:
         return action()
-
-
-@needs_int8
-@pytest.mark.usefixtures("all_layers")
-def test_a_draft_in_int8_is_in_float32_elsewhere() -> None:
-    target = tiny("llama").float()
-    draft = partly_agreeing(target)
-    assistant = SpecDecPPAssistant.from_draft(draft, target)
-    told(assistant, rule="fixed", num_tokens=3, int8_draft=True, cpu_products="off")
-    with torch.no_grad():
-        plain, text = draft(PROMPT[:, :3]).logits, generate(target)
-
-    @torch.no_grad()
-    def logits() -> Tensor:
-        return draft(PROMPT[:, :3]).logits
-
-    def compares() -> bool:
-        return torch.equal(logits(), plain)
-
-    here, there = Meanwhile(compares), elsewhere(compares)
-    assert torch.equal(generate(target, assistant_model=assistant, logits_processor=[here, there]), text)
-    assert here.found == [False], "this thread's are in int8"
-    assert there.found == [True]
 
 
 @pytest.mark.parametrize("kind", ["conditioned", "eagle3"])

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 from support.capturing import generate
-from support.models import assistant_of, quiet_later_layers, tiny, told
-from support.watchers import heard
+from support.models import assistant_of, quiet_later_layers, tiny
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.generation.captured import rehearsal
 from hf_specdecpp.models.causal_lm import CausalLM
 
@@ -94,18 +92,6 @@ def test_nothing_is_learned() -> None:
     assert assistant.speculation is speculation
 
 
-def test_rooms_are_made_once(pretended: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    made_rooms: list[int] = []
-
-    heard(monkeypatch, RoomCache, "__init__", lambda cache, layers, room, *rest: made_rooms.append(room))
-    target, assistant = made("independent", "fixed")
-    assistant.warm_up(250)  # a pass with its dummies may reach beyond 256
-    assert sorted(made_rooms) == [256, 256, 512, 512]
-    generate(target, assistant, 240, max_new_tokens=10)
-    assert len(made_rooms) == 4
-    assert pretended["captured"] > 0
-
-
 def test_what_cannot_be_warmed_up_is_said() -> None:
     target, assistant = made("early_exit", "fixed")
     with pytest.raises(ValueError, match="Nothing can be captured here.*there are no CUDA graphs on cpu"):
@@ -146,16 +132,3 @@ def test_the_last_positions(pretended: Counter[str]) -> None:
     plain, ours = (generate(target, each, 9, max_new_tokens=55) for each in (None, assistant))
     assert torch.equal(ours, plain)
     assert pretended["captured"] == captured
-
-
-def test_a_draft_alone(pretended: Counter[str]) -> None:
-    """Beside a target that cannot be captured nothing is, and there is nothing to warm up."""
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    target = quiet_later_layers(tiny("llama", rope_parameters=rope))
-    assistant = told(SpecDecPPAssistant.from_draft(quiet_later_layers(tiny("llama")), target), **SETTINGS["fixed"])
-    with pytest.raises(ValueError, match="rotary frequencies change"):
-        assistant.warm_up(SHORT)
-    assert torch.equal(generate(target, assistant, 12), generate(target, None, 12))
-    assert assistant.stats.accepted > 0
-    assert pretended["captured"] == 0
-    assert "rotary" in str(assistant.stats.uncaptured)

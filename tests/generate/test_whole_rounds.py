@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from support.capturing import CHAIN, Drawn, generate
-from support.models import quiet_later_layers, tiny
 from support.outputs import PROCESSORS
 from support.watchers import heard
 from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
 from torch import Tensor
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, assist
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.captured.rooms import RoomCache
@@ -124,15 +123,6 @@ def test_replays_with_other_contents(kind: str, sampled: bool, tmp_path: Path) -
             assert any(not torch.equal(each, old) for each, old in zip(found[0], before, strict=True))
 
 
-def test_a_tree_brings_more_than_a_chain(tmp_path: Path) -> None:
-    accepted = {}
-    for name, settings in {"chain": {"rule": "fixed", "num_tokens": 5}, "tree": TREE}.items():
-        target, assistant = made("independent", tmp_path, **settings)
-        generate(target, assistant, max_new_tokens=48)
-        accepted[name] = assistant.stats.tokens_per_pass
-    assert accepted["tree"] > accepted["chain"]
-
-
 def judging(drafter: Any) -> AcceptanceHead:
     """A head with random weights that matter to its verdict, which has nothing to do with q."""
     with torch.random.fork_rng(), torch.no_grad():
@@ -234,15 +224,6 @@ def test_why_rounds_are_made_step_by_step(name: str, tmp_path: Path) -> None:
     assert assistant.stats.uncaptured is None
 
 
-def test_lookups_alone() -> None:
-    target = quiet_later_layers(tiny("llama"))
-    assistant = assist(target, "lookup", default=False)
-    for how in ({}, SAMPLED):
-        generate(target, assistant, **how)
-        assert assistant.stats.decided["rounds"] == "step by step: lookups are made on the host"
-        assert assistant.stats.graphs > 0
-
-
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
@@ -291,16 +272,6 @@ def test_rows_that_end_leave(settings: dict[str, Any], tmp_path: Path) -> None:
         for name in ("keys", "values"):
             found, expected = (getattr(each, name).transpose(1, 2)[shown] for each in (one, other))
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_sampled_batch(tmp_path: Path) -> None:
-    target, assistant = made("conditioned", tmp_path, **CHAIN)
-    ids, mask = batch(4)
-    text = together(target, assistant, ids, mask, **SAMPLED)
-    assert assistant.stats.decided["rounds"] == "captured"
-    assert text.shape == (4, ids.shape[1] + 20)
-    assert len({tuple(row) for row in text[:, ids.shape[1] :].tolist()}) == 4
-    assert assistant.stats.accepted > 0
 
 
 def test_more_rows_than_graphs_are_made_for(tmp_path: Path) -> None:

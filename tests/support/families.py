@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.models import VOCAB_SIZE
-from support.zoo import KINDS, LAYERS, MIXED, tiny_of
+from support.zoo import KINDS, LAYERS, tiny_of
 
 IMAGE = VOCAB_SIZE - 1  # the token that stands for a place in an image
 WINDOW = 8
@@ -27,16 +27,12 @@ CHUNKED: dict[str, Any] = {
 }
 # What the zoo calls them, and what is different from it.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "aya vision": ("image", "aya_vision", {**WINDOWED, "layer_types": MIXED}),
-    "cohere2 vision": ("image", "cohere2_vision", {**WINDOWED, "layer_types": MIXED}),
     "ettin": ("text", "modernbert-decoder", {**WINDOWED, **ZERO}),
     "gemma3n": ("text", "gemma3n_text", WINDOWED),
     "gemma4": ("text", "gemma4_text", WINDOWED),
     "git": ("text", "git", {"pad_token_id": 0}),
     "granite4 of attention": ("text", "granitemoehybrid", {"layer_types": ["attention"] * LAYERS}),
     "granite4": ("text", "granitemoehybrid", {}),
-    "idefics2": ("image", "idefics2", WINDOWED),
-    "idefics3": ("image", "idefics3", {}),
     "lfm2": ("text", "lfm2", {}),
     "lfm3": ("text", "lfm3", {**WINDOWED, "layer_types": ["conv", "conv", "sliding_attention", "full_attention"]}),
     "llama": ("text", "llama", {}),
@@ -47,7 +43,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mpt": ("text", "mpt", {}),
     "openai-gpt": ("text", "openai-gpt", {}),
     "paligemma": ("image", "paligemma", {}),
-    "smolvlm": ("image", "smolvlm", {}),
     "xlnet": ("text", "xlnet", {}),
 }
 BYTES = {

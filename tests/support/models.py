@@ -59,9 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 SMALLER = {**ROTARY, "num_hidden_layers": 2, "max_position_embeddings": 256}
-NEWER: dict[str, dict[str, Any]] = {  # only for trees
-    **dict.fromkeys(("gemma", "olmo2", "smollm3", "stablelm"), SMALLER),
-    "falcon": {**SMALLER, "alibi": False},
+NEWER: dict[str, dict[str, Any]] = {  # only where they are named
     "mixtral": {**SMALLER, "num_local_experts": 4},
     "gpt_oss": {**SMALLER, "num_local_experts": 4, "head_dim": 8, "sliding_window": WINDOW},
 }
