@@ -6,20 +6,8 @@ import torch
 from support.models import tiny
 from transformers import DynamicCache
 
-from hf_specdecpp.caches.batches import MOST_HOLES, BatchCache, compact
+from hf_specdecpp.caches.batches import MOST_HOLES, BatchCache
 from hf_specdecpp.caches.masks import row_masks
-
-
-def test_columns_are_moved_together() -> None:
-    cache, target = DynamicCache(), tiny("llama")
-    layers: list[Any] = cache.layers
-    target(torch.arange(10).view(2, 5), past_key_values=cache, use_cache=True)
-    before = [layer.keys.clone() for layer in layers]
-    valid = torch.tensor([[1, 0, 1, 0, 0], [1, 1, 1, 0, 0]], dtype=torch.bool)
-    assert compact(cache, valid, 3).tolist() == [[False, True, True], [True, True, True]]
-    for layer, keys in zip(layers, before, strict=True):
-        assert torch.equal(layer.keys[0, :, 1:], keys[0][:, [0, 2]])
-        assert torch.equal(layer.keys[1], keys[1][:, :3])
 
 
 def test_a_batch_at_two_paces() -> None:

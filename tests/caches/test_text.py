@@ -73,21 +73,6 @@ def rows_of(cache: Any) -> list[torch.Tensor]:
     return [rows for layer in cache.layers if layer.keys is not None for rows in (layer.keys, layer.values)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("path", [[0], [0, 1, 2, 3, 4], PATH, [0, 1, 6]])
-def test_kept_rows_are_those_that_the_pass_made(family: str, path: list[int]) -> None:
-    """Bitwise; that the pass made the rows of a prefill is what test_every_family says."""
-    model, text, nodes, cache = after_a_tree(family)
-    expected = []
-    for rows in rows_of(cache):
-        start = rows.shape[-2] - len(PARENTS)
-        expected.append(torch.cat((rows[..., :start, :], rows[..., [start + node for node in path], :]), dim=-2))
-    keep_path(cache, PREFIX, path)
-    assert cache_gap(cache, prefill(model, torch.cat((text, nodes[path])), record=False)) < 1e-6
-    for rows, of_pass in zip(rows_of(cache), expected, strict=True):
-        assert torch.equal(rows, of_pass[..., of_pass.shape[-2] - rows.shape[-2] :, :])
-
-
 def test_the_wrong_path_is_noticed() -> None:
     """The mutant: keeping a chain of the right length instead of the path."""
     model, text, nodes, cache = after_a_tree("gemma3_text")
@@ -160,16 +145,6 @@ def test_inference_tensors() -> None:
         model, text, nodes, cache = after_a_tree("llama")
     keep_path(cache, PREFIX, PATH)
     assert cache_gap(cache, prefill(model, torch.cat((text, nodes[PATH])), record=False)) < 1e-6
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_text_can_be_had_back_after_an_exception_between_levels(family: str) -> None:
-    """What `decoding` does then: crop every layer to the text."""
-    model, text, _, cache = after_a_tree(family, LEVELS)
-    for layer in cache.layers:
-        if layer.keys is not None:
-            layer.crop(PREFIX - layer.get_seq_length())
-    assert cache_gap(cache, prefill(model, text, record=False)) < 1e-6
 
 
 class CountsCopies(TorchDispatchMode):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.pretend_graph import PretendGraph
 from torch import Tensor
 
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
@@ -71,27 +70,3 @@ def test_a_graph_reads_what_its_tensors_hold_now() -> None:
     factor[0] = 100.0
     graphs.run("multiply", multiply)
     assert goal.tolist() == [10.0, 10.0]
-
-
-def replayed(function: Callable[..., Tensor], inputs: list[Tensor], later: list[Tensor]) -> Tensor:
-    graph = PretendGraph()
-    with graph:
-        out: Tensor = function(*inputs)
-    for own, new in zip(inputs, later, strict=True):
-        own.copy_(new)
-    graph.replay()
-    return out
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.reshape(6).cumsum(0),
-        lambda x: x.t().contiguous().reshape(2, 3) * 2.0,
-        lambda x: x.clone().index_copy_(1, torch.tensor([0]), x[:, 2:]),
-        lambda x: torch.where(x > 0.0, x, -x).softmax(-1),
-    ],
-)
-def test_pretended_graphs_do_what_the_function_does(function: Callable[[Tensor], Tensor]) -> None:
-    first, second = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)), torch.arange(-2.0, 4.0).view(2, 3)
-    assert torch.equal(replayed(function, [first.clone()], [second]), function(second))

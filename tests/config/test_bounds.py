@@ -100,12 +100,6 @@ def test_a_removed_setting_says_what_takes_its_place(name: str) -> None:
         setattr(config, name, 1)
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_only_of_what_is_decided_it_says_that_the_package_decides(name: str) -> None:
-    says = {"The package decides that" in REMOVED[name], "assistant.decisions" in REMOVED[name]}
-    assert says == {name in Decisions.__dataclass_fields__}
-
-
 def test_a_setting_that_never_was_is_an_error() -> None:
     with pytest.raises(TypeError, match="beams"):
         SpeculationConfig(beams=3)  # type: ignore[call-arg]

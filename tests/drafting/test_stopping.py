@@ -11,7 +11,7 @@ from support.toy_rounds import Models, draft_chain, make_estimator
 from torch import Tensor
 
 from hf_specdecpp import AcceptanceHead, SpeculationConfig
-from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
+from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.generation.setup import make_rule
 
@@ -36,13 +36,6 @@ def test_threshold_stops_above_h_not_at_h(signals: list[float | None]) -> None:
     rule = rule_for(rule="threshold", threshold=0.5)
     assert not any(rule.stops(signal) for signal in signals)  # 1 - 0.5 is exactly h
     assert rule.stops(1.0 - 1e-12)
-
-
-def test_names_choose_rules() -> None:
-    for name, kind in {"fixed": FixedLength, "threshold": Threshold}.items():
-        rule = rule_for(rule=name, min_tokens=2, max_tokens=9, num_tokens=4)
-        assert type(rule) is kind
-        assert (rule.min_tokens, rule.max_tokens) == ((1, 4) if name == "fixed" else (2, 9))
 
 
 def test_a_config_is_checked_again_when_it_is_used() -> None:

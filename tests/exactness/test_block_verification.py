@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.exact_distribution import Probs, Replay, Tokens, exact_distribution, is_caught, largest_error
+from support.exact_distribution import Probs, Replay, Tokens, accepted_in, exact_distribution, is_caught, largest_error
 from support.toy_rounds import RULES, SCENARIOS, VERIFIERS, Models, ToyRound
 from torch import Tensor
 
@@ -80,16 +80,6 @@ def test_the_formulas_are_right_with_all_parts(rule: str) -> None:
 @pytest.mark.parametrize("mutant", [ResidualOfTheTokenRule, ForgetsToCarry, LastLikeTheOthers, FromTheLeft])
 def test_mutants_are_caught(mutant: type[ToyRound], rule: str) -> None:
     assert is_caught(rounds_of(mutant, rule))
-
-
-def accepted_in(toy: ToyRound) -> float:
-    """The expected number of accepted candidates of a round."""
-
-    def program(randomness: Replay) -> Tokens:
-        toy(randomness)
-        return (toy.accepted,)
-
-    return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
 
 
 @pytest.mark.every(5)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from support.exact_distribution import VISIBLE
+from support.exact_distribution import VISIBLE, exact_distribution
 from support.next_tokens import VOCAB, Path, add_texts, distributions, furthest, plain_texts
 from support.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
 from torch import Tensor
@@ -120,7 +120,7 @@ def test_processors_that_are_asked_wrongly_are_noticed(mistake: str) -> None:
 
 @pytest.mark.parametrize(("verification", "readable"), [("block", verify_block), ("token", verify_chain)])
 def test_the_readable_versions_agree(verification: Verification, readable: Callable[..., tuple[int, int]]) -> None:
-    """How often each number of candidates is accepted: over the uniform numbers that the readable version draws."""
+    """About how likely each number of accepted candidates is."""
     p, q = (distributions(each, K + 1, spread=2.0, every=5) for each in (3, 7))
     drawn = (0, 2, 1)
     p_rows = torch.stack([p(drawn[:place]) for place in range(K + 1)])
@@ -128,23 +128,8 @@ def test_the_readable_versions_agree(verification: Verification, readable: Calla
     tests, _ = outcomes(torch.tensor(drawn), torch.tensor(K), p_rows, q_rows, verification)
     counts = weights_of(tests)
     counts[0] += 1.0 - counts.sum()
-
-    class Draws:
-        def __init__(self) -> None:
-            self.generator = torch.Generator().manual_seed(0)
-
-        def bernoulli(self, probability: float) -> bool:
-            return float(torch.rand((), generator=self.generator, dtype=torch.float64)) < probability
-
-        def categorical(self, probs: Tensor) -> Tensor:
-            return probs.argmax()
-
-    draws, times = Draws(), 4000
-    found = torch.zeros(K + 1)
-    for _ in range(times):
-        found[readable(drawn, p_rows, q_rows, draws)[0]] += 1.0 / times
-    # Four standard deviations of a share of 4,000: a false alarm in 4,000 runs of other seeds.
-    assert float((found - counts).abs().max()) < 0.032
+    found = exact_distribution(lambda replay: (readable(drawn, p_rows, q_rows, replay)[0],))
+    assert [found.get((count,), 0.0) for count in range(K + 1)] == pytest.approx(counts.tolist(), abs=1e-12)
 
 
 @pytest.mark.parametrize("verification", ["block", "token"])

@@ -1,6 +1,6 @@
 """Random cases of `generate()` with an assistant give what plain `generate()` gives: tokens, side outputs, caches.
 
-A case that fails is printed with the simplest one that fails, too. To run one again:
+A case that fails is printed. To run one again, perhaps with less:
 
     PYTHONPATH=tests python -c "from support.fuzz.running import *; print(run_case(Case(family='gpt2', tree='static')))"
 
@@ -11,16 +11,15 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.fuzz.cases import FAMILIES, Case, draw, settle, simpler
+from support.fuzz.cases import FAMILIES, Case, draw, settle
 from support.fuzz.models import target_of
-from support.fuzz.running import Result, minimise, run_case
+from support.fuzz.running import Result, run_case
 from support.zoo import families
 from transformers.cache_utils import Cache
 
@@ -53,9 +52,7 @@ def run(drawn: list[Case]) -> list[tuple[Case, Result]]:
     results = []
     for case in drawn:
         result = run_case(case)
-        if result.kind == "wrong":
-            small, why = minimise(case)
-            pytest.fail(f"run_case({case})\n{result.detail}\n\nThe simplest: run_case({small})\n{why.detail}")
+        assert result.kind != "wrong", f"run_case({case})\n{result.detail}"
         results.append((case, result))
     return results
 
@@ -90,7 +87,7 @@ def test_random_cases(part: int) -> None:
 def test_many_random_cases() -> None:
     buildable = tuple(name for name in families() if _can_be_built(name))
     results = run(cases(-1, SLOW_CASES // 2)) + run(cases(-2, SLOW_CASES // 2, buildable))
-    print(table(results))  # noqa: T201
+    print(Counter(f"{result.kind}: {result.detail}" for _, result in results).most_common(60))  # noqa: T201
     assert share(results, "equal") >= 0.6
     assert share(results, "refused") <= 0.3
     assert share(results, "raised") <= 0.1
@@ -105,23 +102,6 @@ def _can_be_built(family: str) -> bool:
     except Exception:  # noqa: BLE001 - whatever a family's config or model raises
         return False
     return True
-
-
-def table(results: list[tuple[Case, Result]]) -> str:
-    """How the cases went, by each value of each dimension."""
-    counts: dict[tuple[str, Any], Counter[str]] = {}
-    for case, result in results:
-        for field in fields(case):
-            value = getattr(case, field.name)
-            if field.name not in ("seed", "fault_at"):
-                for one in value if isinstance(value, tuple) else (value,):
-                    counts.setdefault((field.name, one), Counter())[result.kind] += 1
-    kinds = ("equal", "refused", "raised", "tie")
-    lines = ["".join(f"{name:>9}" for name in kinds)]
-    for (dimension, value), counter in sorted(counts.items(), key=str):
-        lines.append("".join(f"{counter[kind]:9}" for kind in kinds) + f"  {dimension}={value}")
-    reasons = Counter(f"{result.kind}: {result.detail}" for _, result in results if result.kind != "equal")
-    return "\n".join(["", *lines, "", *(f"{count:9}  {reason}" for reason, count in reasons.most_common(60))])
 
 
 # The fuzzer itself ----------------------------------------------------------------------------------------------------
@@ -198,20 +178,7 @@ def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkey
     assert any(run_case(case).kind == "wrong" for case in drawn)
 
 
-@pytest.mark.takes(2)
-def test_a_case_is_minimised(monkeypatch: pytest.MonkeyPatch) -> None:
-    processors_after_the_text_only(monkeypatch)
-    case = Case(family="gpt2", processors=("repetition_penalty", "whole prefix"), padding="left", stop="max_time")
-    assert run_case(case).kind == "wrong"
-    small, result = minimise(case)
-    assert result.kind == "wrong"
-    assert (small.family, small.padding, small.stop, len(small.processors)) == ("llama", "no mask", "max_new_tokens", 1)
-    assert eval(repr(small)) == small  # noqa: S307 - the text that a user would paste
-
-
 def test_cases_are_drawn_again_and_settled() -> None:
     first, second = (cases(part, 200) for part in (0, 0))
     assert (first, len(set(first))) == (second, len(first))
-    for case in first:
-        assert settle(case) == case
-        assert all(settle(other) == other != case for other in simpler(case))
+    assert all(settle(case) == case for case in first)

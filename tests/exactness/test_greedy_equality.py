@@ -5,6 +5,7 @@ bug. The drafts agree with their targets in part, and each test asserts that rou
 candidates accepted occurred, since that is where implementations go wrong."""
 
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,16 +23,8 @@ RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
     "threshold": {"rule": "threshold", "threshold": 0.8, "min_tokens": 2, "max_tokens": 7},
 }
-# One with and one without sliding windows: they get the full cross of rules and doors, and every early exit.
+# One with and one without sliding windows: they get every early exit.
 CROSSED = ("llama", "gemma3_text")
-CASES = [
-    (family, rule, attached)
-    for i, family in enumerate(FAMILIES)
-    for rule in RULES
-    for attached in (True, False)
-    if family in CROSSED or attached == ((rule == "fixed") == (i % 2 == 0))
-]
-QUICK = [case for i, case in enumerate(CASES) if case[0] in CROSSED or i % 2 == 0]  # the others are slow tests
 
 
 @pytest.fixture
@@ -52,10 +45,9 @@ def plain_text(family: str) -> Tensor:
 
 
 @pytest.mark.every(7)
-@pytest.mark.parametrize(
-    ("family", "rule", "attached"),
-    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
-)
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_independent_draft(family: str, rule: str, attached: bool, rounds: Rounds) -> None:
     target = target_of(family)
     assistant = assistant_for(target, attached, **RULES[rule])
@@ -68,14 +60,7 @@ def test_independent_draft(family: str, rule: str, attached: bool, rounds: Round
 
 @pytest.mark.every(7)
 @pytest.mark.parametrize(
-    ("family", "layers"),
-    [
-        pytest.param(family, layers, marks=[] if layers == [0, 2] else [pytest.mark.slow])
-        for family in FAMILIES
-        for layers in ([0], 2, [0, 2])
-        if family in CROSSED or layers == [0, 2]
-    ],
-    ids=str,
+    ("family", "layers"), [*((each, [0, 2]) for each in FAMILIES), *product(CROSSED, ([0], 2))], ids=str
 )
 def test_early_exit(family: str, layers: int | list[int], rounds: Rounds) -> None:
     target = quiet_later_layers(tiny(family))

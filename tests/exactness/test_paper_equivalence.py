@@ -12,7 +12,6 @@ import pytest
 import torch
 from support.models import partly_agreeing, prompt, tiny
 from torch import Tensor
-from torch.testing import assert_close
 from transformers import TrainingArguments
 
 from hf_specdecpp import AcceptanceHead
@@ -184,18 +183,3 @@ def test_ignoring_the_rejection_weight_is_noticed(case: Any, tmp_path: Path) -> 
     ours = our_loss(case, tmp_path, HeadConfig(**{**vars(PAPER), "rejection_weight": 1.0}))
     assert distance(ours, papers_loss(case)) > VISIBLE
     assert distance(ours, papers_loss(case, w_rej=1.0)) < TOLERANCE
-
-
-def test_untied_blocks_have_other_gradients(case: Any, tmp_path: Path) -> None:
-    target, draft, head, texts, items = case
-    torch.manual_seed(0)
-    untied = AcceptanceHead(draft.config.hidden_size, 3, tied=False, inputs="after")
-    for block in untied.blocks:
-        block.load_state_dict(head.blocks[0].state_dict())
-    untied.output.load_state_dict(head.output.state_dict())
-    loss, gradients = our_loss((target, draft, untied, texts, items), tmp_path)
-    paper_loss, paper = papers_loss(case)
-    assert_close(loss, paper_loss)
-    total = sum(gradients[f"blocks.{i}.linear.weight"] for i in range(3))
-    assert_close(total, paper["blocks.0.linear.weight"], rtol=1e-4, atol=1e-6)
-    assert not torch.allclose(gradients["blocks.0.linear.weight"], paper["blocks.0.linear.weight"], rtol=0.1)

@@ -94,14 +94,6 @@ def test_adapter_that_does_not_fit(target: PreTrainedModel, draft: str, tmp_path
     assert torch.equal(logits(target), before)
 
 
-@pytest.mark.parametrize("changes", [{"peft_type": "PROMPT_TUNING"}, {"peft_type": None}])
-def test_other_kinds_of_adapter(target: PreTrainedModel, tmp_path: Path, changes: dict[str, Any]) -> None:
-    folder = Path(save_adapter(early_exit(target, 2), tmp_path / "peft"))
-    change_json(folder / "adapter_config.json", **changes)
-    with pytest.raises(ValueError, match="describes a .* adapter; a draft takes LoRA adapters only"):
-        SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder)
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("lora", [
@@ -139,17 +131,6 @@ def test_adapters_of_early_peft(tmp_path: Path, config: dict[str, Any]) -> None:
     expected = logits(add_adapter(tiny("llama"), folder, merge=True))
     (folder / "adapter_config.json").write_text(json.dumps(config))
     assert torch.equal(logits(add_adapter(tiny("llama"), folder, merge=True)), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_adapter_on_a_model_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Merged it is rounded once, from the file's own precision."""
-    folder, model = Path(save_adapter(tiny("llama"), tmp_path)), tiny("llama").to(dtype)
-    expected = logits(add_adapter(tiny("llama"), folder, merge=True))
-    for merge in (True, False):
-        actual = logits(add_adapter(model, folder, merge))
-        assert actual.dtype == dtype
-        torch.testing.assert_close(actual.double(), expected, rtol=0.1, atol=0.1)
 
 
 def test_quantised_layers_keep_the_adapter_beside_them(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """An early exit shares its target's tensors: it costs the memory of its adapter and heads, and changes none of them."""
 
 import copy
-import threading
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -12,12 +11,11 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from support.models import assistant_for, partly_agreeing, prompt, tiny
-from support.snapshots import FIXED, generate, has_our_methods, of_own_class, snapshot
+from support.snapshots import FIXED, generate, snapshot
 from support.watchers import heard
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting import draft_model
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
@@ -170,27 +168,6 @@ def make(target: CausalLM, kind: str) -> Any:
     return assistant_for(target, kind == "attached")
 
 
-@pytest.mark.every(3)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", ["fixed", "threshold"])
-def test_repeated_calls(kind: str, rule: str) -> None:
-    """Without `adapt` what one call learned does not reach the next."""
-    target = tiny("llama")
-    assistant = make(target, kind)
-    assistant.speculation.rule, assistant.decisions = rule, Decisions(adapt=False)
-    config, speculation = assistant.generation_config.to_dict(), assistant.speculation.to_dict()
-    described = assistant.config.to_dict()
-    texts, counts = [], []
-    for _ in range(3):
-        texts.append(said(target, PROMPTS[2], assistant_model=assistant))
-        counts.append((assistant.stats.rounds, assistant.stats.drafted_at, assistant.stats.accepted_at))
-        said(target, PROMPTS[1], assistant_model=assistant)
-    assert all(torch.equal(text, texts[0]) for text in texts)
-    assert counts[0] == counts[1] == counts[2]
-    assert (assistant.generation_config.to_dict(), assistant.speculation.to_dict()) == (config, speculation)
-    assert assistant.config.to_dict() == described
-
-
 @pytest.mark.every(2, takes=2)
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "unattached"])
 def test_two_targets_share_an_assistant(attached: bool) -> None:
@@ -209,30 +186,6 @@ def test_two_targets_share_an_assistant(attached: bool) -> None:
         assert assistant.stats.complete is (attached and target is targets[1])
 
 
-def test_two_assistants_on_a_target() -> None:
-    target = of_own_class(tiny("llama"))
-    plain = said(target, PROMPTS[3])
-    independent, early = make(target, "attached"), make(target, "early exit")
-    for assistant in (independent, early, independent):
-        assert torch.equal(said(target, PROMPTS[3], assistant_model=assistant), plain)
-        assert assistant.stats.complete
-    independent.detach()
-    assert has_our_methods(target), "the early exit is still attached"
-    for assistant in (independent, early):
-        assert torch.equal(said(target, PROMPTS[3], assistant_model=assistant), plain)
-        assert assistant.stats.complete is (assistant is early)
-    early.detach()
-    assert not has_our_methods(target)
-
-
-def test_attaching_twice_counts_once() -> None:
-    target = of_own_class(tiny("llama"))
-    assistant = make(target, "attached")
-    assistant.attach(target)
-    assistant.detach()
-    assert not has_our_methods(target)
-
-
 def test_the_stats_of_a_call_stay_as_they_are() -> None:
     target = tiny("llama")
     assistant = make(target, "attached")
@@ -242,27 +195,3 @@ def test_the_stats_of_a_call_stay_as_they_are() -> None:
     said(target, PROMPTS[1], assistant_model=assistant)
     assert assistant.stats is not first
     assert str(first) == kept
-
-
-@pytest.mark.every(3, takes=2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
-def test_threads(family: str, kind: str) -> None:
-    target = tiny(family)
-    plain, assistant = [said(target, ids) for ids in PROMPTS], make(target, kind)
-    results: dict[int, list[Tensor]] = {i: [] for i in range(len(PROMPTS))}
-    start = threading.Barrier(len(PROMPTS))
-
-    def work(i: int) -> None:
-        start.wait(timeout=20)
-        for _ in range(2):
-            results[i].append(said(target, PROMPTS[i], assistant_model=assistant))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in results]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    for i, texts in results.items():
-        assert len(texts) == 2, "a thread failed"
-        assert all(torch.equal(text, plain[i]) for text in texts)

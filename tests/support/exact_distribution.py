@@ -84,6 +84,16 @@ def exact_distribution(program: Callable[[Replay], Tokens]) -> Probs:
     return probs
 
 
+def accepted_in(toy: Any) -> float:
+    """The expected number of accepted candidates of a round, which says in `accepted` how many they were."""
+
+    def program(replay: Replay) -> Tokens:
+        toy(replay)
+        return (toy.accepted,)
+
+    return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
+
+
 def worst_error(probs: Probs, p: Callable[[Tokens], Tensor], vocab: int) -> float:
     """Largest error of the next token's probabilities, over every prefix that is emitted. `p(prefix)`: `[vocab]`."""
     masses: dict[Tokens, Tensor] = defaultdict(lambda: torch.zeros(vocab, dtype=torch.float64))

@@ -28,8 +28,8 @@ SHAPES = {
 class ToyTree:
     """A round of product code. Call it with a randomness for the tokens that one round emits.
 
-    `trees`: parents of the nodes of every tree so far. `accepted`: numbers of accepted candidates so far. `last`: the
-    latest tree and its accepted nodes."""
+    `trees`: parents of the nodes of every tree so far. `outcomes`: numbers of accepted candidates so far, and
+    `accepted` that of the latest round. `last`: its tree and its accepted nodes."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ToyTree:
         self.throughput = tree_plan(COSTS, budget)
         self.rates: AcceptanceRates | None = None
         self.trees: set[Tokens] = set()
-        self.accepted: set[int] = set()
+        self.outcomes: set[int] = set()
 
     @torch.inference_mode()
     def __call__(self, randomness: TreeRandomness, prefix: Tokens = ()) -> Tokens:
@@ -57,7 +57,8 @@ class ToyTree:
         path, token = self.verify(tree, randomness, prefix)
         self.last = tree, path
         self.trees.add(tuple(tree.parents))
-        self.accepted.add(len(path))
+        self.accepted = len(path)
+        self.outcomes.add(self.accepted)
         emitted = [*(tree.tokens[node] for node in path), token]
         ends = [place + 1 for place, each in enumerate(emitted) if each in self.models.eos]
         return (*prefix, *emitted[: min(ends, default=len(emitted))])

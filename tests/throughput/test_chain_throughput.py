@@ -1,9 +1,7 @@
 """`rule="throughput"`: the rule in simulated rounds, in exact ones and in generations."""
 
-import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -14,10 +12,8 @@ from support.models import assistant_for, prompt, tiny, told
 from support.plans import chain_plan, tell
 from support.toy_rounds import Models, ToyRound
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.throughput.chains import ChainPlan, Throughput
 
 ROOT = Path(__file__).parents[2]
@@ -96,29 +92,11 @@ def test_a_useless_draft_costs_little(costs: Costs, lag: int) -> None:
     assert not simulation.plan.pays
 
 
-def test_bad_luck_does_not_end_speculation_and_a_draft_may_become_good() -> None:
-    simulation = Simulation(chain_plan(Costs(0.19, tuple(STEPS), read=0.03), 20, 0), independent(lambda _: 0.02))
-    simulation.run(500)
-    assert not simulation.plan.pays
-    simulation.stream = independent(lambda e: e)
-    for _ in range(20):
-        simulation.run(200)
-    assert simulation.plan.pays
-    assert simulation.run(500) > 1.5
-
-
 def test_a_text_that_the_draft_has_not_read_is_part_of_a_probe_s_price() -> None:
     plan = chain_plan(Costs(1.2, (1.0,), read=0.1), 20)
     assert not plan.pays
     assert plan.starts(unread=1)
     assert not plan.starts(unread=1000)
-
-
-def test_costs_travel_with_the_config() -> None:
-    config = SpeculationConfig(rule="throughput", costs={"draft": 0.1, "verify": [1.0, 1.1]})
-    assert SpeculationConfig.from_dict(config.to_dict()) == config
-    with pytest.raises(ValueError, match="no target here whose rounds"):
-        make_rule(SpeculationConfig(rule="throughput"), DraftProbability())
 
 
 # In rounds and generations. -------------------------------------------------------------------------------------------
@@ -221,21 +199,3 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
         assistant.memory.clear()
         texts.append([generate(0), generate(1)])
     assert texts[0] == texts[1]
-
-
-def test_an_assistant_is_collected_with_its_memory() -> None:
-    target = tiny("llama")
-    assistant = told(SpecDecPPAssistant.from_draft(tiny("llama", seed=1), target), **cheap())
-    target.generate(prompt(), assistant_model=assistant, max_new_tokens=5, do_sample=False)
-    assistant.detach()
-    assert list(assistant.memory.learned) == [target]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pack_weights", [False, True])
-@pytest.mark.parametrize("size", ["64x28", "576x8", "1536x4"])
-def test_a_useless_draft_costs_next_to_nothing(size: str, pack_weights: bool) -> None:
-    """0.97 and more on an idle machine; here other processes may slow either of the two."""
-    example = runpy.run_path(str(ROOT / "examples" / "useless_draft.py"))
-    hidden, layers = map(int, size.split("x"))
-    assert median(plain / ours for plain, ours in example["ratios"](hidden, layers, pack_weights)) > 0.94

@@ -6,16 +6,13 @@ from typing import Any
 import pytest
 import torch
 from support.models import assistant_for, prompt, tiny
-from support.watchers import heard
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput import known_costs
 from hf_specdecpp.throughput.plan import Plan
-from hf_specdecpp.throughput.round_times import RoundTimes
 
 WRONG = Costs(5.0, (100.0, 100.1, 100.2))  # seconds, that is
 ROWS = torch.cat([prompt(12, seed) for seed in range(4)])
@@ -57,19 +54,6 @@ def test_costs_follow_the_rounds(kind: str) -> None:
     assert seen[0] == plan_of(assistant, target).known._form(WRONG), "the first text reckons with what was known"
     assert all(later.verify[0] < 0.85 * earlier.verify[0] for earlier, later in zip(seen, seen[1:], strict=False))
     assert all(later.draft < 0.85 * earlier.draft for earlier, later in zip(seen, seen[1:], strict=False))
-
-
-def test_static_caches_are_timed_by_the_widths_that_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths: set[int] = set()
-
-    heard(monkeypatch, RoundTimes, "end", lambda times, length, width: widths.add(width))
-    target = tiny("llama")
-    assistant = assistant_for(target, rule="throughput", max_tokens=6)
-    options = {"max_new_tokens": 60, "do_sample": False, "cache_implementation": "static"}
-    for _ in range(3):
-        target.generate(prompt(), assistant_model=assistant, **options)
-    assert len(widths) > 1
-    assert widths == {width_of(width) for width in widths}
 
 
 def test_given_costs_never_change() -> None:

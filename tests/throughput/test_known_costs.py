@@ -9,8 +9,7 @@ import pytest
 import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
 
-from hf_specdecpp import AcceptanceHead, assist, files
-from hf_specdecpp.config.costs import Costs
+from hf_specdecpp import AcceptanceHead, files
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
@@ -68,10 +67,7 @@ def test_they_are_kept_once_rounds_were_timed(cache: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("text", [
     "",
-    "{",
-    "[" * 100_000,
     "[]",
-    '{"costs": null}',
     '{"costs": {"draft": 1, "verify": [1]}}',
     '{"costs": {"first": {"draft": -1, "verify": [1]}, "by_length": {}}}',
     '{"costs": {"first": {"draft": 1, "verify": [1]}, "by_length": {"x": {"draft": 1, "verify": [1]}}}}',
@@ -141,12 +137,6 @@ def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> N
         plan.observe([0.5], 0, 1, 0)
         plan.follow(16)
     assert not plan.pays
-
-
-def test_a_draft_without_layers_costs_nothing() -> None:
-    target = tiny("llama")
-    drafter = assist(target, "lookup", default=False).ready_drafter()
-    assert costs.Rounds(target, drafter, DraftProbability(), 2).assumed() == Costs(0.0, (1.0, 1.1, 1.2))
 
 
 def test_few_ways_of_sampling_are_remembered() -> None:

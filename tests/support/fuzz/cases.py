@@ -144,20 +144,3 @@ def _impossible(case: Case) -> set[str]:
     if case.fault != "none":
         found |= {"forced_eos", "min_new_tokens", "exponential_decay"}  # may end the text before the fault
     return found
-
-
-def simpler(case: Case) -> list[Case]:
-    """Cases with one dimension turned to its simplest value, or to a simpler one."""
-    found = []
-    for f in fields(case):
-        value = getattr(case, f.name)
-        if isinstance(value, tuple):
-            smaller: list[Any] = [tuple(x for x in value if x != item) for item in value]
-        elif isinstance(value, int) and not isinstance(value, bool) and f.name != "seed":
-            simplest: Any = f.default
-            least = min(1, simplest)
-            smaller = [x for x in (simplest, least, value // 2, value - 1) if least <= x < value]
-        else:
-            smaller = [f.default]
-        found += [settle(replace(case, **{f.name: x})) for x in smaller if x != value]
-    return [other for other in dict.fromkeys(found) if other != case]

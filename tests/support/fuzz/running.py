@@ -22,7 +22,7 @@ from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.products import Always, Product
 from hf_specdecpp.throughput import target_passes
 from support.fuzz.arguments import Fault, arguments, first_prompt, positions_of, random_ids
-from support.fuzz.cases import RECORDS, Case, simpler
+from support.fuzz.cases import RECORDS, Case
 from support.fuzz.models import LORA_MODULES, assistant_for, target_of
 from support.outputs import assert_same, assert_same_cache
 
@@ -307,19 +307,3 @@ def _described(error: Exception | None) -> str:
         return "no exception"
     frames = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-4:]]
     return f"{type(error).__name__}: {str(error)[:300]} ({' < '.join(reversed(frames))})"
-
-
-def minimise(case: Case, budget: int = 200) -> tuple[Case, Result]:
-    """A simpler case that is wrong, too: dimensions are made simpler one by one, for as long as one can be."""
-    result, tried = run_case(case), 0
-    while result.kind == "wrong":
-        for other in simpler(case):
-            tried += 1
-            if tried > budget:
-                return case, result
-            if (found := run_case(other)).kind == "wrong":
-                case, result = other, found
-                break
-        else:
-            break
-    return case, result
