@@ -106,16 +106,6 @@ def test_a_match_is_counted_up_to_the_longest_class() -> None:
 # Earlier answers. -----------------------------------------------------------------------------------------------------
 
 
-def test_earlier_answers_are_searched_and_do_not_run_together() -> None:
-    answers = Answers(100)
-    answers.add([1, 2, 3])
-    answers.add([4, 5])
-    lookup = TextLookup(earlier=answers.seen)
-    lookup.read_prompt([9, 1, 2])
-    assert lookup.ahead(4).tokens == [3], "an answer ends"
-    assert list(answers.seen.tokens) == [1, 2, 3, NOTHING, 4, 5, NOTHING]
-
-
 def test_the_oldest_answers_go() -> None:
     answers = Answers(20)
     for first in range(0, 60, 3):

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
-from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.models import partly_agreeing, prompt, tiny
 from support.snapshots import FIXED, generate, snapshot
 from support.watchers import heard
 from torch import Tensor
@@ -155,17 +155,10 @@ def test_forwards_that_trainers_set_are_left_to_the_target() -> None:
 
 FOUR = SpeculationConfig("fixed", num_tokens=4)
 PROMPTS = [prompt(length, seed=length) for length in (1, 5, 9, 20)]
-KINDS = ["attached", "unattached", "early exit"]
 
 
 def said(target: CausalLM, ids: Tensor, **arguments: Any) -> Tensor:
     return target.generate(ids, **{"do_sample": False, "max_new_tokens": 30, **arguments})
-
-
-def make(target: CausalLM, kind: str) -> Any:
-    if kind == "early exit":
-        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=FOUR)
-    return assistant_for(target, kind == "attached")
 
 
 @pytest.mark.every(2, takes=2)
@@ -184,14 +177,3 @@ def test_two_targets_share_an_assistant(attached: bool) -> None:
     for target in targets:
         assert torch.equal(said(target, PROMPTS[3], assistant_model=assistant), said(target, PROMPTS[3]))
         assert assistant.stats.complete is (attached and target is targets[1])
-
-
-def test_the_stats_of_a_call_stay_as_they_are() -> None:
-    target = tiny("llama")
-    assistant = make(target, "attached")
-    said(target, PROMPTS[0], assistant_model=assistant)
-    first = assistant.stats
-    kept = str(first)
-    said(target, PROMPTS[1], assistant_model=assistant)
-    assert assistant.stats is not first
-    assert str(first) == kept

@@ -1,7 +1,6 @@
 """`rule="throughput"`: the rule in simulated rounds, in exact ones and in generations."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.throughput.chains import ChainPlan, Throughput
 
-ROOT = Path(__file__).parents[2]
 STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
 
 
