@@ -84,18 +84,14 @@ class Ear:
         monkeypatch.setattr(transformers_generation, "_speculative_sampling", hear_theirs)
 
 
-def small(seed: int, vocab: int = VOCAB) -> Any:
-    return tiny("llama", seed, vocab_size=vocab, num_hidden_layers=1)
+def pair() -> tuple[Any, Any]:
+    target = tiny("llama", vocab_size=VOCAB, num_hidden_layers=1)
+    return target, partly_agreeing(target, mix=0.8)
 
 
-def assistant_for(
-    target: transformers.PreTrainedModel,
-    draft: transformers.PreTrainedModel,
-    door: str,
-    draft_vocab: list[int] | None = None,
-) -> SpecDecPPAssistant:
+def assistant_for(target: Any, draft: Any, door: str) -> SpecDecPPAssistant:
     speculation = SpeculationConfig(rule="fixed", num_tokens=3)
-    assistant = SpecDecPPAssistant.from_draft(draft, target, draft_vocab=draft_vocab, speculation=speculation)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
     if door == "unattached":
         assistant.detach(target)  # it has then seen the target's vocabulary size, which transformers asks for
     return assistant
@@ -107,23 +103,12 @@ def generate(target: Any, assistant: SpecDecPPAssistant, **options: Any) -> Tens
     return target.generate(PROMPT, assistant_model=assistant, **settings)
 
 
-def assert_q_is_the_distribution(ear: Ear, vocab: int = VOCAB) -> None:
-    assert len(ear.rounds) >= 3
-    assert any(len(candidates) == 3 for candidates, _, _ in ear.rounds)
-    for candidates, distributions, q in ear.rounds:
-        assert len(candidates) == len(distributions) == len(q)
-        assert q.shape[-1] == vocab
-        assert_close(q, distributions, rtol=1e-6, atol=0.0)  # a softmax of the same numbers; zeros are exactly zero
-        assert all(float(row[token]) > 0.0 for token, row in zip(candidates, q, strict=True))
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every candidate's q sees its own prefix: the emitted text, then the candidates before it."""
-    target = small(0)
-    draft, ear = partly_agreeing(target, mix=0.8), Ear(monkeypatch)
+    (target, draft), ear = pair(), Ear(monkeypatch)
     texts, heard = [], SpecDecPPCandidateGenerator.propose
 
     def hear_text(generator: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -134,9 +119,12 @@ def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, door: str, m
 
     monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", hear_text)
     assert generate(target, assistant_for(target, draft, door), **OPTIONS[name]).shape[1] > PROMPT.shape[1]
-    assert_q_is_the_distribution(ear)
     assert len(texts) == len(ear.rounds) >= 3
-    for text, (candidates, _, q) in zip(texts, ear.rounds, strict=True):
+    assert any(len(candidates) == 3 for candidates, _, _ in ear.rounds)
+    for text, (candidates, distributions, q) in zip(texts, ear.rounds, strict=True):
+        assert len(candidates) == len(distributions) == len(q)
+        assert_close(q, distributions, rtol=1e-6, atol=0.0)  # a softmax of the same numbers; zeros are exactly zero
+        assert all(float(row[token]) > 0.0 for token, row in zip(candidates, q, strict=True))
         for place, row in enumerate(q):
             prefix = torch.cat((text, torch.tensor([candidates[:place]], dtype=torch.long)), dim=1)
             assert_close(row, draft_distribution(draft, prefix, **OPTIONS[name]), rtol=1e-4, atol=1e-6)
@@ -161,8 +149,7 @@ def draft_distribution(draft: Any, prefix: Tensor, **options: Any) -> Tensor:
 @pytest.mark.parametrize("door", DOORS)
 def test_processors_really_change_q(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the tests above: q without processors differs from q with them."""
-    target = small(0)
-    draft, ear = partly_agreeing(target, mix=0.8), Ear(monkeypatch)
+    (target, draft), ear = pair(), Ear(monkeypatch)
     generate(target, assistant_for(target, draft, door), temperature=0.7)
     _, distributions, _ = ear.rounds[0]
     assert not torch.allclose(distributions[0], draft_distribution(draft, PROMPT), atol=1e-2)

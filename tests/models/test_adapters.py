@@ -66,10 +66,6 @@ def test_adapter_on_an_early_exit(family: str, merge: bool, tmp_path: Path) -> N
     assert torch.equal(logits(target), before)
     assert {n: t.tolist() for n, t in target.state_dict().items()} == {n: t.tolist() for n, t in weights.items()}
     assert not torch.allclose(estimates(assistant), bare), "the adapter changes the draft"
-
-    other = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, merge=not merge)
-    torch.testing.assert_close(estimates(other), estimates(assistant), rtol=1e-5, atol=1e-5)
-    assert torch.equal(logits(target), before)
     check_round_trip(assistant, target, tmp_path / "a")
     assert torch.equal(logits(target), before)
 
