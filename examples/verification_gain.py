@@ -21,7 +21,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.sampling.verification import block_tests, carried, chain_ratios, leftovers, token_weights, weights_of
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_shape, make_shape
-from hf_specdecpp.trees.slots import Growth, Level
+from hf_specdecpp.trees.slots import Growth, Level, Slots
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import ending_chances
 
@@ -65,7 +65,7 @@ class RandomModels:
 def tree(name: str, noise: float, pace: ThresholdSchedule) -> list[float]:
     """Expected tokens of a round, by Algorithm 3 and by traversal, for one drawn tree."""
     models = RandomModels(noise)
-    growth = Growth(models, DraftProbability(), TorchRandomness(), root=0, max_depth=12)
+    growth = Growth(models, Slots(DraftProbability(), TorchRandomness()), root=0, max_depth=12)
     if name in BUDGETS:
         grow_by_level(growth, BUDGETS[name], pace)
     else:

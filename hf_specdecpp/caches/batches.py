@@ -1,4 +1,4 @@
-"""A key-value cache that several sequences share, each at its own pace."""
+"""Texts of a batch as a model has read them, in one key-value cache and each at its own pace (`BatchText`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specdecpp.caches.masks import row_masks
+from hf_specdecpp.caches.text import CachedText, PathRows, roll_back
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 
 # Layers of models that share keys between layers hold nothing of their own (transformers 5.18 has no class for them).
@@ -24,9 +25,9 @@ def other_layers(layers: Iterable[object]) -> str:
     return ", ".join(sorted({type(layer).__name__ for layer in layers if type(layer) not in ATTENTION_LAYERS}))
 
 
-class BatchCache:
-    """The cache of a batch, whose rows each go at their own pace: it is appended to with holes; `ValueError` where
-    layers are not attention.
+class BatchText(CachedText[Tensor]):
+    """The texts of a batch, whose rows each go at their own pace: the cache is appended to with holes; `ValueError`
+    where layers are not attention.
 
     Each pass feeds every row the same number of columns; a row with fewer tokens gets dummies, and what it forgets
     stays in its place. `valid` says which columns are tokens of a row. They are in the order of the text, so that the
@@ -55,12 +56,10 @@ class BatchCache:
         self.layers: list[Any] = cache.layers
         cache.layers = [DynamicLayer() if slides else layer for slides, layer in zip(windows, self.layers, strict=True)]
         self.model, self.cache = model, cache
-        self.valid = torch.zeros(rows, 0, dtype=torch.bool)
+        self._set(torch.zeros(rows, 0, dtype=torch.bool))
 
-    @property
-    def lengths(self) -> Tensor:
-        """Tokens that each row holds, `[rows]`."""
-        return self.valid.sum(dim=1)
+    def _set(self, valid: Tensor) -> None:
+        self.valid, self.held = valid, valid.sum(dim=1)
 
     def mask(self, fed: Tensor) -> Any:
         """The attention mask of a pass over n further columns, of which `fed` `[rows, n]` are tokens."""
@@ -69,24 +68,27 @@ class BatchCache:
 
     def note(self, fed: Tensor) -> None:
         """Such a pass has been made."""
-        self.valid = torch.cat((self.valid, fed), dim=1)
+        self._set(torch.cat((self.valid, fed), dim=1))
 
-    def forget(self, counts: Sequence[int]) -> None:
-        """Drop the last tokens of each row, `counts` of them."""
+    def keep(self, count: Tensor, of: Tensor, path: PathRows | None = None) -> None:  # noqa: ARG002 - no trees
         from_the_end = self.valid.flip(1).cumsum(dim=1).flip(1)
-        self.valid = self.valid & (from_the_end > torch.tensor(counts)[:, None])
-        used = self.valid.any(dim=0).nonzero()
+        valid = self.valid & (from_the_end > (of - count)[:, None])
+        used = valid.any(dim=0).nonzero()
         width = int(used[-1]) + 1 if len(used) else 0
-        self.cache.crop(width - self.valid.shape[1])
-        self.valid = self.valid[:, :width]
+        self.cache.crop(width - valid.shape[1])
+        self._set(valid[:, :width])
+
+    def back(self) -> None:
+        """As in `CachedText`: what was read without a `note`."""
+        roll_back(self.cache, self.valid.shape[1])
 
     def select(self, places: Sequence[int]) -> None:
         """Keep these rows only."""
-        self.valid = self.valid[list(places)]
+        self._set(self.valid[list(places)])
         if places and self.valid.shape[1]:
             self.cache.batch_select_indices(torch.tensor(places))
 
-    def held(self, place: int) -> list[KeysValues]:
+    def of_row(self, place: int) -> list[KeysValues]:
         """A row's keys and values in each layer that holds any, `[heads, n, size]`."""
         layers: list[Any] = self.cache.layers
         both = [(layer.keys[place], layer.values[place]) for layer in layers if layer.keys is not None]
@@ -112,9 +114,9 @@ class BatchCache:
 
     def close_up(self) -> None:
         """Move the columns together where there are many holes."""
-        needed = int(self.lengths.max()) if len(self.valid) else 0
+        needed = int(self.held.max()) if len(self.valid) else 0
         if self.valid.shape[1] > (1.0 + MOST_HOLES) * needed > 0.0:
-            self.valid = compact(self.cache, self.valid, needed)
+            self._set(compact(self.cache, self.valid, needed))
 
 
 def _spread(held: KeysValues, shown: Tensor) -> KeysValues:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,24 +25,28 @@ class PathRows(NamedTuple):
     on_device: Tensor  # `[n]`, the same on a device, which copies them
 
 
-class CachedText(ABC):
+Count = TypeVar("Count", int, Tensor)
+
+
+class CachedText(ABC, Generic[Count]):
     """A text that a model has read. Candidates are read after it, in one pass or several, and kept in part.
 
     Example: 10 tokens are held. After `begin()` and a pass over 5 more, of which 3 stand, `keep(3, of=5)` leaves 13.
+    Of the rows of a batch all counts are tensors `[rows]`.
     """
 
     cache: Any
-    held: int  # tokens that are kept
+    held: Count  # tokens that are kept
     # The last ones of the text, which have to be read again before others: states cannot drop candidates, so they went
     # back to where they were before these tokens, which is the mark.
     pending: int = 0
     mark: Mark | None = None
 
-    def begin(self) -> None:  # noqa: B027 - rows are dropped without a note of where they begin
+    def begin(self) -> None:  # rows are dropped without a note of where they begin
         """What is read from here on may be taken back."""
 
     @abstractmethod
-    def keep(self, count: int, of: int, path: PathRows | None = None) -> None:
+    def keep(self, count: Count, of: Count, path: PathRows | None = None) -> None:
         """Keep the first `count` of the `of` tokens that were read since `begin`, or those of a path among them."""
 
     @abstractmethod
@@ -50,7 +54,7 @@ class CachedText(ABC):
         """Take back all that was read since `begin` or `keep`, wherever a pass was interrupted."""
 
 
-class GrowingText(CachedText):
+class GrowingText(CachedText[int]):
     """In a cache that grows, with windows and recurrent states or without; `None` where the first pass makes one."""
 
     def __init__(self, cache: Any) -> None:
@@ -86,7 +90,7 @@ class GrowingText(CachedText):
             roll_back(self.cache, self.held)
 
 
-class StaticText(CachedText):
+class StaticText(CachedText[int]):
     """In a static cache: what is forgotten is hidden by the mask until something else is written to its rows.
 
     A compiled forward may be compiled anew for every number of tokens that it meets, so passes have a power of two of

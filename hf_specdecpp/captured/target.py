@@ -143,7 +143,7 @@ class CapturedTarget:
         """What is captured: a pass of the model over `tokens` `[texts, width]` after the texts, with arguments as in
         `Slot`; the ancestors are `[texts, width, width]` where texts have trees of their own. Logits `[texts, width,
         vocab]`, then the states that are watched."""
-        inputs = inputs_in_place(self.model, cache.room, ancestors, depths, depths, cache.length, cache.prompt)
+        inputs = inputs_in_place(self.model, cache, ancestors, depths, depths, cache.length)
         if self.longest < float("inf"):  # of dummies, which may stand behind the last position that there is
             inputs["position_ids"] = inputs["position_ids"].clamp_max(int(self.longest) - 1)
         inputs["attention_mask"] = for_groups(inputs["attention_mask"], self.model)

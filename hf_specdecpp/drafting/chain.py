@@ -92,8 +92,11 @@ def drafting(
         scores.append(draft.scores)
         if rule.looks_at_nothing and draft.token.device.type != "cpu":  # from which each read waits
             continue
-        token, signal = _to_host(draft.token, None if rule.looks_at_nothing else rule.signal(draft))
-        stops = not rule.looks_at_nothing and rule.stops(signal)
+        if rule.looks_at_nothing:
+            token, stops = int(draft.token), False
+        else:
+            token, signal = _to_host(draft.token, rule.signal(draft))
+            stops = rule.stops(signal)
         tokens.append(token)
         if token in eos_token_ids or (stops and len(tokens) >= rule.min_tokens):
             break

@@ -80,7 +80,7 @@ class DraftModel(Reader):
     def _own_logits(self, hidden: Tensor) -> Tensor:
         """Ids that are not in `draft_vocab` get -inf."""
         if self.small_head is None:
-            return self._head_logits(self._head(), self.before_head(hidden))
+            return self._head_logits(self.model.get_output_embeddings(), self.before_head(hidden))
         shape = (*hidden.shape[:-1], self.num_ids)
         logits = hidden.new_full(shape, float("-inf"), dtype=torch.float32)
         logits[..., self.draft_vocab] = self.vocab_logits(hidden)

@@ -99,9 +99,7 @@ class ModelSteps(RoundSteps):
             own = None
             if self.size is not None:
                 own = hidden.gather(1, level.parents[..., None].expand(-1, -1, hidden.shape[-1]))
-            inputs = inputs_in_place(
-                drafter.model, cache.room, level.seen, depths, depths[begin:end], num_prefix, cache.prompt
-            )
+            inputs = inputs_in_place(drafter.model, cache, level.seen, depths, depths[begin:end], num_prefix)
             hidden = hidden_states(drafter, cache, drafter.known(level.tokens), own, inputs)
             logits = drafter.logits(hidden, self.vocab_size)
             cache.length.add_(end - begin)
@@ -127,7 +125,7 @@ def read_chain(drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Te
     if cache.prompt is not None:  # padding sees itself, and nobody else sees it
         own = cache.prompt.shown.gather(1, (cache.length[:, None] + span).clamp_max(cache.room - 1))
         seen = seen & (own[:, None] | (span == span[:, None]))
-    inputs = inputs_in_place(drafter.model, cache.room, seen, span, span, cache.length, cache.prompt)
+    inputs = inputs_in_place(drafter.model, cache, seen, span, span, cache.length)
     return hidden_states(drafter, cache, tokens, states, inputs)
 
 

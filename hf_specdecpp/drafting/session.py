@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_specdecpp.caches.batches import BatchCache
+from hf_specdecpp.caches.batches import BatchText
 from hf_specdecpp.caches.text import GrowingText, PathRows
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.draft_model import DraftModel
@@ -194,15 +194,16 @@ class BatchSession:
     def __init__(self, rows: Sequence[RowSession]) -> None:
         self.rows, self.vocab_size, self.drafter = list(rows), rows[0].vocab_size, rows[0].drafter
         cache = DynamicCache(config=self.drafter.text_config)
-        self.cache = BatchCache(self.drafter.model, cache, len(rows))
+        self.text = BatchText(self.drafter.model, cache, len(rows))
         self._takes_positions = takes_positions(inner_decoder(self.drafter.model))
 
     def step(self, asking: dict[int, list[Tensor]]) -> None:
         """Run the draft for the rows that go on: each finds in its session what comes after its candidates. `asking`:
         their candidates, by place in the batch: none of them has any in a round's first step."""
         if not any(asking.values()):
-            self.cache.forget([row.forgotten for row in self.rows])
-            self.cache.close_up()
+            forgotten = torch.tensor([row.forgotten for row in self.rows])
+            self.text.keep(torch.zeros_like(forgotten), of=forgotten)
+            self.text.close_up()
             for row in self.rows:
                 row.forgotten = 0
         fed = {place: self.rows[place].feed(candidates) for place, candidates in asking.items()}
@@ -226,14 +227,14 @@ class BatchSession:
                 if all_states is None:
                     all_states = torch.zeros(len(self.rows), width, states.shape[2], dtype=dtype, device=device)
                 all_states[place, begin:] = states[0]
-        inputs = {"attention_mask": self.cache.mask(is_token)}
+        inputs = {"attention_mask": self.text.mask(is_token)}
         if self._takes_positions:
-            positions = self.cache.lengths[:, None] + is_token.cumsum(dim=1) - 1
+            positions = self.text.held[:, None] + is_token.cumsum(dim=1) - 1
             inputs["position_ids"] = positions.where(is_token, 0).to(device)
-        hidden = self.drafter.hidden_states(all_tokens, self.cache.cache, all_states, are_known=True, **inputs)[:, -1]
-        self.cache.note(is_token)
+        hidden = self.drafter.hidden_states(all_tokens, self.text.cache, all_states, are_known=True, **inputs)[:, -1]
+        self.text.note(is_token)
         return hidden
 
     def select(self, places: Sequence[int]) -> None:
         self.rows = [self.rows[place] for place in places]
-        self.cache.select(places)
+        self.text.select(places)

@@ -201,7 +201,9 @@ class Prefix(TargetText):
         position = inputs["position_ids"][..., 0]
         ancestors, depths = ancestors.to(self._device), depths.to(self._device)
         shown = self.shown if self.is_masked else None
-        return inputs | tree_inputs(self.target, self.text.cache, ancestors, depths, self.rows, shown, position)
+        in_tree = tree_inputs(self.target, self.text.cache, ancestors, depths, self.rows, shown)
+        in_tree["position_ids"] = in_tree["position_ids"] + (position - self.rows)[..., None]
+        return inputs | in_tree
 
     def forward(self, states: TargetStates, inputs: dict[str, Any], count: int) -> Any:
         if states.are_read:

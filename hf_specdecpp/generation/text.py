@@ -165,7 +165,8 @@ class Text:
         """By p of all nodes."""
         tree, device = tree_pass.tree, self.ids.device
         scores = logits.to(device, torch.float32, copy=self.keeps_raw or not tree.is_chain)
-        scores = self.process(tree_pass, scores)
+        if not self.processing.does_nothing:
+            scores = self.process(tree_pass, scores)
         begin = time.perf_counter()
         path, token = self._accept_chain(tree, scores) if tree.is_chain else self._accept_tree(tree_pass, scores)
         waited = time.perf_counter() - begin if self.waits else 0.0
@@ -230,8 +231,6 @@ class Text:
         """Process the scores of all rows, `[rows, vocab]` float32, which may be written to where a tree branches.
         `guided`: whether these processors allowed all candidates when they were drawn."""
         tree, order, processing = tree_pass.tree, tree_pass.order, self.processing
-        if processing.does_nothing:
-            return scores
         if not (guided or processing.answers_all):
             return self._process_allowed(tree_pass, scores.clone())
         if tree.is_chain:

@@ -17,7 +17,7 @@ from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.trees import TreePlan
 from hf_specdecpp.trees import algorithms
-from hf_specdecpp.trees.slots import Growth, Level, SlotValuation, SoftmaxBuffer, check_estimator
+from hf_specdecpp.trees.slots import Growth, Level, Slots, SlotValuation, SoftmaxBuffer, check_estimator
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -45,24 +45,23 @@ class TreeDrafting:
     ) -> None:
         self.setup, self.config, self.session = setup, setup.speculation, session
         self.shape = _static_shape(setup, greedy=randomness is None)
-        self.estimator = setup.estimator if self.shape is None else DraftProbability()  # for the records only
-        check_estimator(self.estimator)
-        self.processing, self.randomness, self.eos_token_ids = processing, randomness, eos_token_ids
+        estimator = setup.estimator if self.shape is None else DraftProbability()  # for the records only
+        check_estimator(estimator)
+        self.slots = Slots(estimator, randomness, eos_token_ids, buffer=SoftmaxBuffer(self.config.tree_budget))
+        self.processing = processing
         self.most = self.config.tree_budget if self.shape is None else algorithms.size(self.shape)
         self.pace, self.unread = algorithms.ThresholdSchedule(), 0
         self.throughput: TreePlan | None = None
         self.rates: AcceptanceRates | None = None
-        self.valuation = SlotValuation()
-        self.buffer = SoftmaxBuffer(self.config.tree_budget)
 
     def follow(self, plan: Plan | None, target: CausalLM, generation: GenerationConfig) -> None:
         """Let trees grow as `rule="throughput"` says, if there is a plan, else by what is known of the target."""
         decisions, memory = self.setup.decisions, self.setup.memory
         if plan is not None:
-            self.throughput = plan.rule(self.estimator)
+            self.slots.valuation = self.throughput = plan.rule(self.slots.estimator)
         elif decisions.adapt and self.shape is None:
-            self.rates = memory.recall(decisions, target, self.estimator, generation, trees=True).rates
-            self.valuation = SlotValuation(self.rates)
+            self.rates = memory.recall(decisions, target, self.slots.estimator, generation, trees=True).rates
+            self.slots.valuation = SlotValuation(self.rates)
 
     def draft(self, input_ids: Tensor, max_depth: int) -> DraftTree:
         """A tree below the last token of `input_ids` (`[1, length]`), no deeper than `max_depth`."""
@@ -79,10 +78,7 @@ class TreeDrafting:
         root, rule, self.unread = int(input_ids[0, -1]), self.throughput, self.session.unread
         if rule is not None and not rule.starts(self.unread):
             return DraftTree(root)
-        growth = Growth(
-            expand, self.estimator, self.randomness, root, depth, self.eos_token_ids, buffer=self.buffer,
-            valuation=rule or self.valuation,
-        )  # fmt: skip
+        growth = Growth(expand, self.slots, root, depth)
         if rule is not None:
             rule.grow(growth, threshold)
         elif self.shape is not None:

@@ -7,7 +7,7 @@ finds other products the fastest than a text does, and takes as long as many of 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean, median
@@ -60,7 +60,9 @@ class TargetPasses:
         self.contestants: tuple[Product, ...] = ("own",) if other is None else ("own", other)
         self.chosen: dict[int, Product] = {}  # by rows
         self._gains: dict[int, float] = {}  # by rows: seconds with PyTorch's product over those with the other one
-        self._seconds: dict[int, dict[Product, deque[float]]] = {}
+        self._seconds: dict[int, dict[Product, deque[float]]] = defaultdict(
+            lambda: {product: deque(maxlen=PASSES) for product in self.contestants}
+        )
         self._ways: list[Product] = ["own"]  # by rows; more go as the last
         self._beside: dict[int, _Beside] = {}  # by rows
         self._latest_passes: deque[tuple[_Way, float]] = deque(maxlen=LATEST)  # of rounds
@@ -90,11 +92,11 @@ class TargetPasses:
         if rows > MOST_ROWS or follows:
             yield
             return
-        self._of(rows)  # is met
+        times = self._seconds[rows]  # which is met
         if not has_choice and len(self.contestants) > 1 and rows not in self.chosen:
             yield
             return
-        product = self._turn(rows)
+        product = self.chosen[rows] if rows in self.chosen else rarest(times)
         self._now, begin = product, time.perf_counter()
         try:
             yield
@@ -102,24 +104,17 @@ class TargetPasses:
         finally:
             self._now = None
 
-    def _turn(self, rows: int) -> Product:
-        """The product of the next pass over so many rows."""
-        return self.chosen[rows] if rows in self.chosen else self._rarest(rows)
-
-    def _rarest(self, rows: int) -> Product:
-        times = self._of(rows)
-        return min(times, key=lambda product: len(times[product]))
-
     def note(self, rows: int, product: Product, seconds: float, is_beside: bool = False) -> None:
         """A pass of a round, or one beside those, took so long."""
-        times = self._of(rows)
+        times = self._seconds[rows]
         if is_beside:
             self._beside.setdefault(rows, _Beside())
         is_warm = bool(times[product])  # the first pass over so many rows makes its kernels
         if is_warm and not is_beside:
             self._latest_passes.append(((rows, product), seconds))
             for beside in self._beside.values():
-                beside.pair((rows, product), seconds)
+                if beside.open_pairs:
+                    beside.pair((rows, product), seconds)
         if is_warm and product == "own" and rows in self._beside:
             self._beside[rows].begin(seconds)
         times[product].append(seconds)
@@ -147,14 +142,9 @@ class TargetPasses:
         self._gains[rows] = median(gains)
         return len(gains) >= PASSES or min(gains) > CLEAR or max(gains) * CLEAR < 1.0
 
-    def _of(self, rows: int) -> dict[Product, deque[float]]:
-        if rows not in self._seconds:
-            self._seconds[rows] = {product: deque(maxlen=PASSES) for product in self.contestants}
-        return self._seconds[rows]
-
     def missing(self, rows: int, has_choice: bool) -> Product | None:
         """The product of a pass over a token of each of `rows` texts that is to be made beside those of the rounds."""
-        times, latest = self._of(rows), self._latest.get(rows, 0)
+        times, latest = self._seconds[rows], self._latest.get(rows, 0)
         self._rounds += 1
         compares = len(self.contestants) > 1
         is_known = rows in self._beside and self._beside[rows].count >= ENOUGH
@@ -163,7 +153,7 @@ class TargetPasses:
             return "own"
         if self._rounds < FIRST or (compares and not has_choice):
             return None
-        product = self._rarest(rows)
+        product = rarest(times)
         if rows in self.chosen and product != "own":
             return None
         most = PASSES if self._count - latest >= EVERY and compares else AT_ONCE
@@ -191,7 +181,7 @@ class TargetPasses:
         Example: passes over one row took 1.1 and 1.2 times the seconds of those over four beside them, and those of
         the text over four rows took 50 to 54 ms, 52 ms in the mean. So one over one row took 1.15 * 52 = 60 ms in it.
         """
-        times = self._of(rows)["own"]
+        times = self._seconds[rows]["own"]
         ratios: dict[_Way, Sequence[float]] = {**self._beside[rows].ratios} if rows in self._beside else {}
         if ratios:
             ratios[rows, "own"], ratios[rows, self.contestants[-1]] = [1.0], [self._gains.get(rows, 1.0)]
@@ -214,19 +204,23 @@ class _Beside:
 
     def __init__(self) -> None:
         self.ratios: dict[_Way, deque[float]] = {}
-        self.count, self._seconds, self._pairs = 0, 0.0, 0  # of the latest one; how many more are held against it
+        self.count = self.open_pairs = 0  # the latter: how many more passes are held against the latest of these
+        self._seconds = 0.0  # of the latest one
 
     def begin(self, seconds: float) -> None:
         """Such a pass took so long."""
         self.count += 1
-        self._seconds, self._pairs = seconds, 2
+        self._seconds, self.open_pairs = seconds, 2
 
     def pair(self, way: _Way, seconds: float) -> None:
         """A round's pass took so long."""
-        if self._pairs:
-            ratio = max(self._seconds, TINY) / max(seconds, TINY)
-            self.ratios.setdefault(way, deque(maxlen=PASSES)).append(ratio)
-            self._pairs -= 1
+        self.ratios.setdefault(way, deque(maxlen=PASSES)).append(max(self._seconds, TINY) / max(seconds, TINY))
+        self.open_pairs -= 1
+
+
+def rarest(times: Mapping[Product, Sequence[float]]) -> Product:
+    """The product of which there are the fewest passes."""
+    return min(times, key=lambda product: len(times[product]))
 
 
 def ratio_of(ratios: Mapping[_Way, Sequence[float]], way: _Way) -> float:

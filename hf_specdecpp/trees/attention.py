@@ -50,7 +50,6 @@ def tree_inputs(
     depths: Tensor,
     num_prefix: int,
     prefix_mask: Tensor | None = None,
-    position: Tensor | None = None,
 ) -> dict[str, Any]:
     """Forward arguments for one pass over the last n_query of n nodes; `check_tree(model)` says whether they work.
 
@@ -66,13 +65,12 @@ def tree_inputs(
             and not yet in the cache, has depth 0.
         num_prefix: tokens of text in the cache, masked ones included.
         prefix_mask: bool `[num_prefix]`: false where a token is padding, which nobody sees. `None` if none is.
-        position: the root's position id `[1]`, or `[d, 1]` where a model has positions in d dimensions, which text
-            advances alike; `num_prefix` by default. They differ where tokens are masked, and after images.
 
     Returns:
         `attention_mask`: `[1, 1, n_query, kv]`, bool where the attention implementation is sdpa and additive in the
         model's dtype where it is eager; or a dict of such masks by layer type where layers differ.
-        `position_ids`: `[1, n_query]` or `[d, 1, n_query]`.
+        `position_ids`: `[1, n_query]`, where the root's is `num_prefix`: after masked tokens and images, and where a
+        model has positions in several dimensions, the caller adds to them.
     """
     config = model.config.get_text_config(decoder=True)
     num_queries = ancestors.shape[0]
@@ -95,10 +93,9 @@ def tree_inputs(
             places = torch.cat((text, num_prefix + depths))
             seen &= _near(config, kind, places[-num_queries:], places, padding)
         masks[kind] = as_mask(nn.functional.pad(seen, (0, unused)) if unused else seen, model)
-    below = depths[-num_queries:]
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-        "position_ids": (num_prefix + below)[None] if position is None else position[..., None] + below,
+        "position_ids": (num_prefix + depths[-num_queries:])[None],
     }
 
 
@@ -133,13 +130,7 @@ def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor
 
 
 def inputs_in_place(
-    model: CausalLM,
-    room: int,
-    ancestors: Tensor,
-    depths: Tensor,
-    places: Tensor,
-    num_prefix: Tensor,
-    prompt: Prompt | None = None,
+    model: CausalLM, cache: Any, ancestors: Tensor, depths: Tensor, places: Tensor, num_prefix: Tensor
 ) -> dict[str, Any]:
     """The same for texts in caches of fixed size, where nothing depends on numbers of the host: for captured passes.
 
@@ -148,17 +139,17 @@ def inputs_in_place(
     mask's rows are 1111 1000 and 1111 0100.
 
     Args:
-        room: tokens of the cache.
+        cache: has a `room` for so many tokens, and the `prompt`: what of it is hidden, and where its tokens stand;
+            `None` where nothing is, and rows are positions.
         ancestors: bool `[n_query, n]`, or `[texts, n_query, n]` where texts have other trees: which of up to n nodes a
             query sees. They lie after the text, in this order.
         depths: `[n]`, of all nodes.
         places: `[n_query]`, depths of the queries.
         num_prefix: `[texts]`, tokens of each text in the cache.
-        prompt: what of it is hidden, and where its tokens stand; by default nothing is, and rows are positions.
     """
     config = model.config.get_text_config(decoder=True)
-    begin, (count, most) = num_prefix[:, None], ancestors.shape[-2:]
-    nodes = torch.arange(room, device=ancestors.device) - begin  # negative: text
+    begin, (count, most), prompt = num_prefix[:, None], ancestors.shape[-2:], cache.prompt
+    nodes = torch.arange(cache.room, device=ancestors.device) - begin  # negative: text
     known = nodes.clamp(0, most - 1)
     text = nodes < 0 if prompt is None else (nodes < 0) & prompt.shown
     of_rows = ancestors.expand(len(begin), -1, -1).gather(2, known[:, None].expand(-1, count, -1))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,45 +29,55 @@ Draw = Callable[[Tensor], Siblings]
 Expand = Callable[[DraftTree, list[int]], "Level"]
 
 
+@dataclass
+class Slots:
+    """How the slots of one text's trees are valued and filled.
+
+    Args:
+        estimator: judges the tokens that are drawn.
+        randomness: draws siblings without replacement; `None` takes the likeliest tokens (greedy targets).
+        eos_token_ids: these tokens get no children.
+        valuation: what estimates and slots count for.
+        buffer: for q; trees that are grown one after another share it.
+        ahead: how many siblings of a node a head may judge before they are asked for.
+    """
+
+    estimator: Estimator
+    randomness: TreeRandomness | None = None
+    eos_token_ids: Collection[int] = ()
+    valuation: SlotValuation = field(default_factory=lambda: SlotValuation())
+    buffer: SoftmaxBuffer = field(default_factory=lambda: SoftmaxBuffer(0))
+    ahead: int = AHEAD
+
+    def judged(self, q: Tensor, level: Level, depths: list[int]) -> JudgedSiblings | HeadJudgedSiblings:
+        """The siblings below nodes of these depths, drawn by q `[n, vocab]` and judged one after another."""
+        draw = likeliest if self.randomness is None else self.randomness.siblings
+        if isinstance(self.estimator, AcceptanceHead):
+            return HeadJudgedSiblings(q, draw, self, level, depths)
+        return JudgedSiblings(draw(q), len(depths))
+
+
 class Growth:
     """A growing tree, its open slots, and its leaves: nodes that may get children but whose q is not known yet.
 
     Args:
         expand: what the draft says after nodes of the tree (the root first, then any whose parents it was asked about):
             by node, with a pass of the draft, or by depth, from the marginals of a block.
-        randomness: draws siblings without replacement; `None` takes the likeliest tokens (greedy targets).
         max_depth: nodes of this depth get no children.
-        eos_token_ids: nor do these tokens.
-        ahead: how many siblings of a node a head may judge before they are asked for.
-        buffer: for their q; trees that are grown one after another may share it.
 
     Attributes:
         open: what the open slot of each node whose q is known competes with: v, or v * a(y) for a greedy target.
         leaves: value v of the first child's slot of each other node that may have children.
     """
 
-    def __init__(
-        self,
-        expand: Expand,
-        estimator: Estimator,
-        randomness: TreeRandomness | None,
-        root: int,
-        max_depth: int,
-        eos_token_ids: Collection[int] = (),
-        ahead: int = AHEAD,
-        buffer: SoftmaxBuffer | None = None,
-        valuation: SlotValuation | None = None,
-    ) -> None:
+    def __init__(self, expand: Expand, how: Slots, root: int, max_depth: int) -> None:
         self.tree = DraftTree(root)
         self.open: dict[int, float] = {}
         self.leaves: dict[int, float] = {0: 1.0} if max_depth > 0 else {}
-        self.max_depth, self.greedy = max_depth, randomness is None
+        self.max_depth, self.greedy = max_depth, how.randomness is None
         self._slots: dict[int, tuple[float, tuple[int, float] | None]] = {}  # v of `open`, with y and a(y) if known
-        self._expand, self._estimator, self._randomness = expand, estimator, randomness
-        self._eos, self._ahead = eos_token_ids, ahead
-        self._buffer = buffer or SoftmaxBuffer(0)
-        self._buffer.used = 0  # nobody needs the q of an earlier tree any more
-        self._valuation = valuation or SlotValuation()
+        self._expand, self._how, self._valuation = expand, how, how.valuation
+        how.buffer.used = 0  # nobody needs the q of an earlier tree any more
         self._heap: list[tuple[float, int]] = []  # `open` as (-v, node), with entries that are out of date
         self._next: dict[int, Callable[[], tuple[int, float] | None]] = {}  # of a node, its next child and a(y)
 
@@ -75,14 +86,8 @@ class Growth:
         level = self._expand(self.tree, nodes)
         self.tree.passes += level.passes
         self.tree.levels += 1
-        q = self._buffer.softmax(level.scores)
-        draw = likeliest if self._randomness is None else self._randomness.siblings
-        judged: JudgedSiblings | HeadJudgedSiblings
-        if isinstance(self._estimator, AcceptanceHead):
-            depths = [self.tree.depths[node] for node in nodes]
-            judged = HeadJudgedSiblings(q, draw, self._estimator, level, depths, self.greedy, self._ahead)
-        else:
-            judged = JudgedSiblings(draw(q), len(nodes))
+        q = self._how.buffer.softmax(level.scores)
+        judged = self._how.judged(q, level, [self.tree.depths[node] for node in nodes])
         for row, node in enumerate(nodes):
             self.tree.scores[node] = level.scores[row]
             self._next[node] = partial(judged.next, row)
@@ -111,7 +116,7 @@ class Growth:
         y, estimate = drawn
         a = self._valuation.calibrated(estimate)
         child = self.tree.add(parent, y, v, estimate)
-        if self.tree.depths[child] < self.max_depth and y not in self._eos:
+        if self.tree.depths[child] < self.max_depth and y not in self._how.eos_token_ids:
             self.leaves[child] = v * a
         self._open(parent, v * (1.0 - a))
         return child
@@ -216,9 +221,9 @@ class HeadJudgedSiblings:
     growth does not see a sibling before it has decided to take it, and those that it does not take are forgotten.
     """
 
-    def __init__(
-        self, q: Tensor, draw: Draw, head: AcceptanceHead, level: Level, depths: Sequence[int], greedy: bool, ahead: int
-    ) -> None:
+    def __init__(self, q: Tensor, draw: Draw, how: Slots, level: Level, depths: Sequence[int]) -> None:
+        head: Any = how.estimator
+        greedy, ahead = how.randomness is None, how.ahead
         self.head, self.level, self.greedy = head, level, greedy
         self.depths = torch.tensor(depths, device=q.device)
         self.left = [SiblingDistribution(entropy, greedy) for entropy in _entropies(q, level.scores).tolist()]

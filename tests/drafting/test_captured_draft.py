@@ -17,7 +17,7 @@ from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Ranked
-from hf_specdecpp.trees.slots import Growth, Level, SlotValuation
+from hf_specdecpp.trees.slots import Growth, Level, Slots, SlotValuation
 
 VOCAB, WIDTH, SEEDS = 30, 3, 12
 
@@ -68,8 +68,8 @@ def uncaptured(contents: Contents, estimator: Estimator, greedy: bool, learned: 
         return Level(contents.scores[level][0], contents.hidden[level][0], contents.embed)
 
     randomness: Any = SimpleNamespace(siblings=lambda q: Ranked(q, q / contents.times[len(q) > 1][0]))
-    valuation = SlotValuation(learned)
-    growth = Growth(expand, estimator, None if greedy else randomness, root=0, max_depth=3, valuation=valuation)
+    how = Slots(estimator, None if greedy else randomness, valuation=SlotValuation(learned))
+    growth = Growth(expand, how, root=0, max_depth=3)
     growth.expand([0])
     firsts = [growth.draw_best() for _ in range(WIDTH)]
     growth.open.clear()  # a level has as many nodes as the others

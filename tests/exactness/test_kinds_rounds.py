@@ -27,7 +27,7 @@ from hf_specdecpp.drafts.dflash.model import DFlashDraft
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
-from hf_specdecpp.trees.slots import Growth, Level
+from hf_specdecpp.trees.slots import Growth, Level, Slots
 from hf_specdecpp.trees.tree import DraftTree
 
 # The block's logits are float32: that is what q is drawn from and told as.
@@ -137,8 +137,10 @@ class KindTree(ToyTree):
                 scores = self.models.processing.after_each(text, [tree.path(node) for node in nodes], scores).double()
             return Level(scores, hidden, session.embed, session.passes - before)
 
-        valuation = self.throughput if self.algorithm == "throughput" else None
-        return Growth(expand, self.estimator, randomness, -1, self.max_depth, valuation=valuation)
+        how = Slots(self.estimator, randomness)
+        if self.algorithm == "throughput":
+            how.valuation = self.throughput
+        return Growth(expand, how, -1, self.max_depth)
 
 
 RULES = ["fixed", "threshold/draft probability", "throughput/draft probability", "threshold/before"]

@@ -312,7 +312,7 @@ def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytes
 
     def check(self: TargetOfRows, texts: list[Text]) -> None:
         prepare(self, texts)
-        valid, cache = self.cache.valid, self.cache.cache
+        valid, cache = self.text.valid, self.text.cache
         widths.append(valid.shape[1])
         for place, each in enumerate(texts):
             text, own = each.ids[:, :-1], valid[place]
@@ -349,7 +349,7 @@ def test_positions_that_count_padding_are_noticed(monkeypatch: pytest.MonkeyPatc
     def shifted(self: TargetOfRows, original: Any, *arguments: Any) -> Any:
         inputs = original(self, *arguments)
         columns = inputs["position_ids"].shape[1]
-        inputs["position_ids"] = self.cache.valid.shape[1] + torch.arange(columns).expand(len(arguments[0]), -1)
+        inputs["position_ids"] = self.text.valid.shape[1] + torch.arange(columns).expand(len(arguments[0]), -1)
         return inputs
 
     assert wrong(monkeypatch, "_inputs", shifted)

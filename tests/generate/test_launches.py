@@ -141,9 +141,9 @@ def test_a_draft_beside_captured_passes_leaves_out_cudnns_attention() -> None:
 
 # Settings, and the most functions and files of a round.
 ROUNDS: dict[str, tuple[dict[str, Any], int, int]] = {
-    "fixed": ({"rule": "fixed", "num_tokens": 3}, 66, 16),
-    "threshold": ({"rule": "threshold"}, 77, 18),
-    "tree": ({"rule": "fixed", "tree": "dyspec", "tree_budget": 8}, 110, 23),
+    "fixed": ({"rule": "fixed", "num_tokens": 3}, 60, 16),
+    "threshold": ({"rule": "threshold"}, 72, 18),
+    "tree": ({"rule": "fixed", "tree": "dyspec", "tree_budget": 8}, 106, 23),
 }
 
 

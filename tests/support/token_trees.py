@@ -67,7 +67,9 @@ def read_tree(
     fed: list[int] = []
     for group in groups or [list(range(len(PARENTS)))]:
         fed += group
-        inputs = tree_inputs(model, cache, ancestors[group][:, fed], depths[fed], num_prefix, prefix_mask, position)
+        inputs = tree_inputs(model, cache, ancestors[group][:, fed], depths[fed], num_prefix, prefix_mask)
+        if position is not None:
+            inputs["position_ids"] = inputs["position_ids"] + position - num_prefix
         out = model(input_ids=nodes[group][None], past_key_values=cache, use_cache=True, **inputs).logits[0]
         logits = logits if logits.numel() else out.new_empty((len(PARENTS), out.shape[-1]))
         logits[group] = out

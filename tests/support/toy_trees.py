@@ -9,7 +9,7 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, from_nodes, grow_by_level, grow_exactly, grow_shape
-from hf_specdecpp.trees.slots import Growth, Level, SlotValuation
+from hf_specdecpp.trees.slots import Growth, Level, Slots, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_at_once, verify_tree_block
 from support.exact_distribution import Tokens
@@ -87,11 +87,10 @@ class ToyTree:
             scores, hidden = torch.stack([row[1] for row in rows]), torch.stack([row[2] for row in rows])
             return Level(scores, hidden, lambda tokens: self.models.embeddings[tokens])
 
-        valuation: SlotValuation | None = self.throughput if self.algorithm == "throughput" else None
-        if self.rates is not None:
-            valuation = SlotValuation(self.rates)
-        limits = self.max_depth, self.models.eos, self.ahead
-        return Growth(expand, self.estimator, randomness, -1, *limits, valuation=valuation)
+        by_costs = self.algorithm == "throughput" and self.rates is None
+        valuation = self.throughput if by_costs else SlotValuation(self.rates)
+        how = Slots(self.estimator, randomness, self.models.eos, valuation, ahead=self.ahead)
+        return Growth(expand, how, -1, self.max_depth)
 
     def grow(self, growth: Growth) -> None:
         if self.algorithm == "dyspec-exact":

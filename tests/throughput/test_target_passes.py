@@ -9,7 +9,7 @@ from support.models import assistant_for, prompt, tiny
 
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.products import Product
-from hf_specdecpp.throughput.target_passes import AT_ONCE, FEW, PASSES, TargetPasses, passes_of, ratio_of
+from hf_specdecpp.throughput.target_passes import AT_ONCE, FEW, PASSES, TargetPasses, passes_of, rarest, ratio_of
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -28,7 +28,7 @@ def decide(passes: TargetPasses, seconds: Seconds, load: Iterator[float], rows: 
     for count in range(most):
         if rows in passes.chosen:
             return count
-        product = passes._turn(rows)
+        product = rarest(passes._seconds[rows])
         passes.note(rows, product, seconds[product] * next(load))
     return most
 

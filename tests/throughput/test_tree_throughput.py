@@ -15,7 +15,7 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.throughput.trees import TreePlan
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level
-from hf_specdecpp.trees.slots import Growth
+from hf_specdecpp.trees.slots import Growth, Slots, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -61,7 +61,8 @@ class Simulation:
             torch.manual_seed(seed)
             draft = RandomDraft(self.kind, seed, vocab=100)
             randomness = None if self.greedy else TorchRandomness()
-            growth = Growth(draft, DraftProbability(), randomness, root=0, max_depth=12, valuation=rule)
+            how = Slots(DraftProbability(), randomness, valuation=rule or SlotValuation())
+            growth = Growth(draft, how, root=0, max_depth=12)
             if rule is None:
                 grow_by_level(growth, budget, pace)
             elif rule.starts(unread=1):
@@ -162,7 +163,7 @@ def test_bad_luck_does_not_end_speculation_and_a_draft_may_become_good(greedy: b
 
 def test_a_threshold_is_a_lower_bound() -> None:
     rule = tree_plan(GPU, 64)
-    growth = Growth(RandomDraft("mixed", seed=0), DraftProbability(), TorchRandomness(), 0, 12, valuation=rule)
+    growth = Growth(RandomDraft("mixed", seed=0), Slots(DraftProbability(), TorchRandomness(), valuation=rule), 0, 12)
     rule.grow(growth, threshold=0.2)
     assert 0 < len(growth.tree) < 20
     assert min(growth.tree.values) >= 0.2
@@ -177,7 +178,7 @@ def test_a_round_that_has_asked_the_draft_draws_while_little_is_known() -> None:
     assert rule.pays
 
     def drawn() -> int:
-        growth = Growth(draft, DraftProbability(), None, 0, 12, valuation=rule)
+        growth = Growth(draft, Slots(DraftProbability(), valuation=rule), 0, 12)
         rule.grow(growth)
         return len(growth.tree)
 

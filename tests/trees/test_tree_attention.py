@@ -237,12 +237,15 @@ def passes(
     room = RoomCache(num_room_layers(model.config) or 0, ROOM, torch.device("cpu"))
     room.read(cache, total)
     position = positions[..., -1] + 1
-    growing = tree_inputs(model, cache, ancestors, depths, total, mask[0].bool(), position)
+    growing = tree_inputs(model, cache, ancestors, depths, total, mask[0].bool())
+    growing["position_ids"] += position[:, None] - total
     shown = torch.ones((1, ROOM), dtype=torch.bool)
     shown[0, :total] = mask[0].bool()
     known: dict[str, Any] = {"ancestors": F.pad(ancestors, (0, 3)), "depths": F.pad(depths, (0, 3)), "places": depths}
     known |= {"num_prefix": torch.tensor([total]), "prompt": Prompt(shown, position[:, None] - total)}
-    fixed = inputs_in_place(model, ROOM, **change(known))
+    given = change(known)
+    room.prompt = given.pop("prompt")
+    fixed = inputs_in_place(model, room, **given)
     assert fixed["position_ids"].shape == growing["position_ids"].shape
     expected = model(tokens, past_key_values=cache, **growing).logits
     room.begin_pass(tokens.shape[1])

@@ -13,7 +13,7 @@ from hf_specdecpp.sampling.randomness import Siblings, TorchRandomness, TreeRand
 from hf_specdecpp.sampling.verification import likeliest_tokens
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly
 from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.trees.slots import Growth, Level, SoftmaxBuffer
+from hf_specdecpp.trees.slots import Growth, Level, Slots, SoftmaxBuffer
 from hf_specdecpp.trees.tree import DraftTree, Lineage
 from hf_specdecpp.trees.verification import verify_tree, verify_tree_block, verify_tree_greedy
 
@@ -56,7 +56,7 @@ def one_round(
     """Seconds of a round, and its tree. The target agrees with the draft, so that long paths are accepted."""
     torch.manual_seed(0)  # the same tree again, so that its rows are there
     begin = time.process_time()
-    growth = Growth(draft, DraftProbability(), randomness, root=0, max_depth=DEPTH[budget], buffer=buffer)
+    growth = Growth(draft, Slots(DraftProbability(), randomness, buffer=buffer), root=0, max_depth=DEPTH[budget])
     grow_by_level(growth, budget, ThresholdSchedule())
     tree = growth.tree
     Lineage().feed(tree, tree.depth_first())
@@ -130,7 +130,7 @@ def growth() -> Growth:
         return Level(scores, torch.zeros(len(nodes), 1), lambda tokens: tokens[..., None])
 
     # As for a sampled target; the draws happen to come out as the likeliest.
-    return Growth(expand, DraftProbability(), Chances(), root=0, max_depth=4)
+    return Growth(expand, Slots(DraftProbability(), Chances()), root=0, max_depth=4)
 
 
 class Chances:

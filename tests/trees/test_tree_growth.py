@@ -24,14 +24,14 @@ from hf_specdecpp.sampling.randomness import (
 )
 from hf_specdecpp.trees import algorithms
 from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.trees.slots import Growth, SiblingDistribution, SoftmaxBuffer, _entropies
+from hf_specdecpp.trees.slots import Growth, SiblingDistribution, Slots, SoftmaxBuffer, _entropies
 from hf_specdecpp.trees.tree import DraftTree
 
 
 def growth(
     expand: RandomDraft, depth: int = 12, randomness: TreeRandomness | None = None, estimator: Estimator | None = None
 ) -> Growth:
-    return Growth(expand, estimator or DraftProbability(), randomness, root=0, max_depth=depth)
+    return Growth(expand, Slots(estimator or DraftProbability(), randomness), root=0, max_depth=depth)
 
 
 # Algorithms. ----------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_depth_and_ends_of_sequences() -> None:
     ):
         draft = RandomDraft("sharp", seed=0)
         eos = int(draft.at(()).argmax())
-        tree_growth = Growth(draft, DraftProbability(), None, 0, 3, {eos})
+        tree_growth = Growth(draft, Slots(DraftProbability(), eos_token_ids={eos}), 0, 3)
         grow(tree_growth)
         tree = tree_growth.tree
         assert tree.depth <= 3

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_specdecpp.caches.batches import BatchCache
+from hf_specdecpp.caches.batches import BatchText
 from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.generation import refusals
 from hf_specdecpp.generation.captured.text import differs
@@ -49,7 +49,7 @@ class TargetOfRows(TargetSide):
         super().__init__(model, texts, config)
         self.count, self.places = len(texts), {id(text): place for place, text in enumerate(texts)}
         self.model_kwargs = self.states.asked_for(model_kwargs)
-        self.cache = BatchCache(model, cache_among(model_kwargs), len(texts))
+        self.text = BatchText(model, cache_among(model_kwargs), len(texts))
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left, by place
         self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)  # as plain generation asks
         self.ends: dict[int, int] = {}  # where it does not: at which length each row has ended, by place
@@ -64,13 +64,13 @@ class TargetOfRows(TargetSide):
         mask = self.model_kwargs.get("attention_mask")
         self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
         refusals.check_numbers(self.model, outputs.logits, self.prompt_mask)
-        self.cache.note(self.prompt_mask)
+        self.text.note(self.prompt_mask)
         self.positions = self.model_kwargs["position_ids"][:, -1].cpu() + 1
         self._hand_out(rounds, outputs)
 
     @property
     def growing(self) -> Any:
-        return self.cache.cache
+        return self.text.cache
 
     @property
     def forward_arguments(self) -> dict[str, Any]:
@@ -79,11 +79,11 @@ class TargetOfRows(TargetSide):
     def enter(self, passes: CapturedTarget) -> str | None:
         texts = self.captured.texts
         passes.watch(self.generator.setup.drafter.reads)
-        passes.begin(self.growing, self.cache.valid.shape[1], self.cache.valid, self.positions[:, None])
+        passes.begin(self.growing, self.text.valid.shape[1], self.text.valid, self.positions[:, None])
         if not passes.checked:
             rounds = [Round(text, DraftTree.chain()) for text in texts]
             expected = self.model(**self._inputs(rounds, _is_token(rounds)), return_dict=True).logits[:, -1]
-            self.growing.crop(-1)
+            self.text.back()
             tokens = torch.cat([text.ids[:, -1:] for text in texts])
             alone = torch.zeros_like(tokens[0])
             found = passes.forward(passes.text.cache, tokens, alone[None] == 0, alone)[0][:, -1]
@@ -100,7 +100,7 @@ class TargetOfRows(TargetSide):
         """Close gaps in the cache, and time a pass over one token of each row where the rounds do not tell it."""
         if self.captured.rounds is not None:
             return
-        self.cache.close_up()
+        self.text.close_up()
         if len(texts) == self.count:
             rounds = [Round(text, DraftTree.chain()) for text in texts]
             self.compare_products(texts[0], len(texts), lambda: self._inputs(rounds, _is_token(rounds)))
@@ -110,7 +110,7 @@ class TargetOfRows(TargetSide):
         inputs = self._inputs(rounds, is_token)
         with self.passes.timed(is_token.numel(), self.has_choice, self.device):
             outputs = self.states.catch(self.model, **inputs, return_dict=True)
-        self.cache.note(is_token)
+        self.text.note(is_token)
         self._hand_out(rounds, outputs)
         for each in rounds:
             each.width = is_token.shape[1]
@@ -119,7 +119,7 @@ class TargetOfRows(TargetSide):
         """Give each row its part of a pass."""
         states = self.states.by_row(len(rounds))
         width = max(len(each.tree) for each in rounds) + 1
-        cache = SimpleNamespace(layers=self.cache.layers)
+        cache = SimpleNamespace(layers=self.text.layers)
         for place, each in enumerate(rounds):
             logits = outputs.logits[place : place + 1, -width:][:, : len(each.tree) + 1]
             each.text.states = states[place]
@@ -136,7 +136,7 @@ class TargetOfRows(TargetSide):
         if not rounds[0].is_prompt:
             kept_of_rows = torch.tensor([each.emitted.kept for each in rounds])
             fed = torch.tensor([1 + len(each.tree) for each in rounds])
-            self.cache.forget((fed - kept_of_rows).tolist())
+            self.text.keep(kept_of_rows, of=fed)
             self.positions += kept_of_rows
 
     def _inputs(self, rounds: Sequence[Round], is_token: Tensor) -> dict[str, Any]:
@@ -147,9 +147,9 @@ class TargetOfRows(TargetSide):
         positions = self.positions[:, None] + is_token.cumsum(dim=1) - 1
         kwargs = {
             **self.model_kwargs,
-            "attention_mask": self.cache.mask(is_token),
+            "attention_mask": self.text.mask(is_token),
             "position_ids": positions.to(self.device),
-            CACHE: self.cache.cache,
+            CACHE: self.text.cache,
         }
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
             tokens.to(self.device), next_sequence_length=count, is_first_iteration=False, **kwargs
@@ -180,7 +180,7 @@ class TargetOfRows(TargetSide):
         # The columns of the cache that are the row's, and their places in its text.
         num_candidates, fed = len(each.tree), attentions[0].shape[2]
         count = num_candidates + 1
-        held = self.cache.valid[place].clone()
+        held = self.text.valid[place].clone()
         held[held.shape[0] - fed + count :] = False
         shown = functional.pad(self.prompt_mask[self.places[id(each.text)]], (0, further + num_candidates), value=True)
         rows = []
@@ -211,13 +211,13 @@ class TargetOfRows(TargetSide):
         if self.captured.rounds is not None:
             return
         self.positions = self.positions[list(places)]
-        self.cache.select(places)
+        self.text.select(places)
 
     def _held(self, text: Text, place: int) -> Any:
         """The keys and values of a row that leaves."""
         passes = self.captured.passes
         if passes is None:
-            return self.cache.held(place)
+            return self.text.of_row(place)
         return passes.text.cache.held_of(self.captured.texts.index(text), text.length - 1)
 
     def complete(self, texts: Sequence[Text]) -> None:
@@ -231,7 +231,7 @@ class TargetOfRows(TargetSide):
         columns, shortest = sequences.shape[1] - 1, min(self._lengths(texts)) - 1
         further = columns - self.prompt_mask.shape[1]
         mask = functional.pad(self.prompt_mask, (0, further), value=True)
-        self.cache.restore([held for _, held in sorted(self.held.items())], mask[:, :shortest])
+        self.text.restore([held for _, held in sorted(self.held.items())], mask[:, :shortest])
         if columns > shortest:
             kwargs = extended(self.model_kwargs, further)
             inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
@@ -243,7 +243,7 @@ class TargetOfRows(TargetSide):
     def end(self) -> None:
         self.captured.end()
         if not self.is_restored:
-            self.cache.cache.layers = [_UsedUp()]
+            self.text.cache.layers = [_UsedUp()]
 
     def output(self, texts: Sequence[Text]) -> Tensor | GenerateDecoderOnlyOutput:
         sequences = self._sequences(texts)
@@ -251,7 +251,7 @@ class TargetOfRows(TargetSide):
             return sequences
         for text in texts:
             text.records.cut(sequences.shape[1] - self.prompt_mask.shape[1])
-        return TokenRecords.of_batch([text.records for text in texts]).output(sequences, self.cache.cache)
+        return TokenRecords.of_batch([text.records for text in texts]).output(sequences, self.text.cache)
 
     def _lengths(self, texts: Sequence[Text]) -> list[int]:
         """Of the texts; where no id ends them, some may have gone on for longer than it took the others to end."""
