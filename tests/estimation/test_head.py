@@ -1,5 +1,6 @@
 """Acceptance estimators: the paper's head against an independent copy of it, the token head, calibration, dtypes."""
 
+import json
 import math
 from typing import Any
 
@@ -200,6 +201,19 @@ def test_casting_leaves_a_head_in_float32(cast: Any, inputs: str) -> None:
     assert parent[0] is head
     assert probability(head, make_step(index=1, dtype=torch.bfloat16)) > 0.0  # a half-precision draft's states
     assert head.to("meta").output.weight.device.type == "meta"
+
+
+@pytest.mark.parametrize("inputs", ["after", "before"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_is_rebuilt_from_its_config(inputs: str, tied: bool) -> None:
+    head = make_head(inputs=inputs, tied=tied, num_blocks=2, rank=3, calibration=CALIBRATION)
+    again = AcceptanceHead(**head.to_config())
+    again.load_state_dict(head.state_dict())
+    for greedy in (False, True):
+        step = make_step(index=1, greedy=greedy)
+        assert probability(again, step) == probability(head, step)
+    assert json.loads(json.dumps(head.to_config())) == again.to_config()
+    assert len(head.blocks) == (1 if tied else 2)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

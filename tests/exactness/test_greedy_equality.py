@@ -40,7 +40,7 @@ def plain_text(family: str) -> Tensor:
     return text
 
 
-@pytest.mark.every(7)
+@pytest.mark.every(13)
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -55,9 +55,6 @@ def test_a_pass_leaves_nothing_on_the_model() -> None:
     assert model.training
 
 
-# After an image, Qwen's models keep how far the positions of what follows are off. ------------------------------------
-
-
 # Exceptions. ----------------------------------------------------------------------------------------------------------
 
 

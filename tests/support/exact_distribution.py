@@ -58,6 +58,21 @@ class Replay:
         return choice
 
 
+class Answering(Replay):
+    """Says to tests what it is told to say. `drawn_from`: the distributions of draws."""
+
+    def __init__(self, answers: list[bool]) -> None:
+        super().__init__([])
+        self.answers, self.drawn_from = answers, list[Tensor]()
+
+    def bernoulli(self, probability: float) -> bool:
+        return self.answers.pop(0)
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        self.drawn_from.append(probs)
+        return super().categorical(probs)
+
+
 class ReplayedSiblings:
     """Draws without replacement by the definition: from what is left of each row, renormalised."""
 
