@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support.capturing import CHAIN, drawn, generate
-from support.models import assistant_for, assistant_of, quiet_later_layers, tiny, told
+from support.models import assistant_for, assistant_of, quiet_later_layers, tiny
 from support.whole_rounds import TREE
 
-from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting import round_steps
 from hf_specdecpp.drafting.captured_draft import CapturedDraft
-from hf_specdecpp.drafting.draft import logger
 from hf_specdecpp.trees.attention import inputs_in_place
 
 pytestmark = pytest.mark.usefixtures("pretended")
@@ -85,16 +83,3 @@ def test_one_draft_for_two_targets(pretended: Counter[str]) -> None:
             assistant.attach(target)
             assert torch.equal(generate(target, assistant), generate(target, None))
         assert (pretended["captured"] > before) == (turn == 0)
-
-
-def test_what_rules_captured_steps_out_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(logger, "warning", said.append)
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    draft, target = tiny("llama", rope_parameters=rope), tiny("llama")
-    assistant = told(SpecDecPPAssistant.from_draft(draft, target), **CHAIN)
-    for _ in range(2):
-        assistant.setup()
-    assert len(said) == 1
-    assert "rotary frequencies change" in said[0]
-    assert assistant.ready_drafter().captured_copy is None

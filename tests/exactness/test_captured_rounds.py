@@ -15,7 +15,7 @@ from support.processors_between import MISTAKES, PROCESSORS, Between, Process, r
 from torch import Tensor
 
 from hf_specdecpp.sampling import on_device
-from hf_specdecpp.sampling.on_device import count_until, first_passing, last_on_path, outcomes, stands_greedily
+from hf_specdecpp.sampling.on_device import count_until, first_passing, outcomes
 from hf_specdecpp.sampling.verification import Verification, verify_block, verify_chain, weights_of
 
 K = 3
@@ -151,22 +151,6 @@ def test_several_texts_at_once(verification: Verification) -> None:
 )
 def test_the_stop_is_the_first_place_that_fires(fires: list[int], count: int) -> None:
     assert int(count_until(torch.tensor(fires).bool())) == count
-
-
-def test_greedy_acceptance() -> None:
-    choices = torch.tensor([4, 5, 6, 7])
-    for candidates, count, expected in (
-        ([4, 5, 6], 3, (3, 7)),
-        ([4, 5, 6], 2, (2, 6)),
-        ([4, 9, 6], 3, (1, 5)),
-        ([9, 5, 6], 3, (0, 4)),
-        ([4, 5, 6], 0, (0, 4)),
-    ):
-        # A chain is a tree of one branch, of which the first nodes are submitted.
-        drawn, seen = torch.arange(3) < count, torch.ones(1, 4, 4, dtype=torch.bool).tril()
-        stands = stands_greedily(torch.tensor([candidates]), torch.arange(3)[None], drawn[None], choices[None])
-        last, on_path = last_on_path(stands, seen)
-        assert (int(last), int(choices[last]), int(on_path.sum())) == (*expected, expected[0] + 1)
 
 
 def test_the_longest_test_that_passes_counts() -> None:

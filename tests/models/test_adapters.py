@@ -157,12 +157,3 @@ def test_quantised_layers_keep_the_adapter_beside_them(tmp_path: Path) -> None:
     assert torch.equal(logits(model), bare)
 
 
-def test_target_with_a_peft_adapter(tmp_path: Path) -> None:
-    """Drafts with the target's adapter, and takes no second one."""
-    base = tiny("llama")
-    folder = save_adapter(early_exit(base, 2), tmp_path / "peft")
-    wrapped = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-    expected = greedy(wrapped)
-    with pytest.raises(ValueError, match="already has a PEFT adapter"):
-        SpecDecPPAssistant.from_early_exit(wrapped, 2, adapter=folder)
-    assert greedy(wrapped, SpecDecPPAssistant.from_early_exit(wrapped, 2, speculation=FIXED)) == expected
