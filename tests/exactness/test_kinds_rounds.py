@@ -5,6 +5,7 @@ real DFlash block beside a real target, both tiny. Its processors depend on the 
 one after each path. Mutants: the marginals of a place told as those of another, q without the processors that it was
 drawn with or with those of another path, and a point mass that is taken for less than certain."""
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from hf_specdecpp.drafts.dflash.model import DFlashDraft
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
-from hf_specdecpp.trees.slots import Growth, Level, Slots
+from hf_specdecpp.trees.slots import Level
 from hf_specdecpp.trees.tree import DraftTree
 
 # The block's logits are float32: that is what q is drawn from and told as.
@@ -127,7 +128,7 @@ class KindTree(ToyTree):
 
     models: Any
 
-    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
+    def expander(self, prefix: Tokens) -> Callable[[DraftTree, list[int]], Level]:
         session, text = self.models.begun(prefix)
 
         def expand(tree: DraftTree, nodes: list[int]) -> Level:
@@ -137,10 +138,7 @@ class KindTree(ToyTree):
                 scores = self.models.processing.after_each(text, [tree.path(node) for node in nodes], scores).double()
             return Level(scores, hidden, session.embed, session.passes - before)
 
-        how = Slots(self.estimator, randomness)
-        if self.algorithm == "throughput":
-            how.valuation = self.throughput
-        return Growth(expand, how, -1, self.max_depth)
+        return expand
 
 
 RULES = ["fixed", "threshold/draft probability", "throughput/draft probability", "threshold/before"]

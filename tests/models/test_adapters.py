@@ -155,5 +155,3 @@ def test_quantised_layers_keep_the_adapter_beside_them(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(merged), logits(beside))
     assert not torch.allclose(logits(merged), bare)
     assert torch.equal(logits(model), bare)
-
-

@@ -39,27 +39,23 @@ def lora_folder(target: CausalLM, folder: Path) -> Path:
     return folder
 
 
-def test_an_early_exit_shares_the_targets_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("made", "own"), [
+    ({}, 0),
+    ({"draft_vocab": range(0, 48, 3)}, 16 * 32 * 8 + 16 * 8),  # the head's rows, and their ids
+    ({"adapter": ...}, 2 * 2 * (2 * 32) * 8),  # A and B of rank 2 at 32 x 32 in two layers
+    ({"adapter": ..., "merge": True}, 2 * 32 * 32 * 8),  # q_proj of two layers
+], ids=str)  # fmt: skip
+def test_an_early_exit_shares_the_targets_tensors(made: dict[str, Any], own: int, tmp_path: Path) -> None:
     target = tiny("llama").train()
     target.get_input_embeddings().requires_grad_(False)
-    before = snapshot(target)
-    shared = {t.untyped_storage().data_ptr() for t in all_tensors(target)}
-    vocab = list(range(0, 48, 3))
-    for adapter, draft_vocab in ((None, None), (lora_folder(target, tmp_path), None), (None, vocab)):
-        assistant = SpecDecPPAssistant.from_early_exit(
-            target, 2, adapter=adapter, draft_vocab=draft_vocab, speculation=FIXED, merge=False
-        )
-        drafter = assistant.drafter
-        assert drafter is not None
-        own = bytes_of([*all_tensors(drafter.model), *all_tensors(drafter)], without=shared)
-        if adapter is not None:  # A and B of rank 2 at 32 x 32 in two layers
-            assert own == 2 * 2 * (2 * 32) * 8
-        elif draft_vocab is not None:  # the head's rows, and their ids
-            assert own == len(vocab) * 32 * 8 + len(vocab) * 8
-        else:
-            assert own == 0
-        assert snapshot(target) == {**before, "class": type(target)}
-        assistant.detach()
+    before, shared = snapshot(target), {t.untyped_storage().data_ptr() for t in all_tensors(target)}
+    adapter = {"adapter": lora_folder(target, tmp_path)} if "adapter" in made else {}
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=FIXED, **{"merge": False, **made, **adapter})
+    drafter = assistant.ready_drafter()
+    assert bytes_of([*all_tensors(drafter.model), *all_tensors(drafter)], without=shared) == own
+    assert {**snapshot(target), "class": None} == {**before, "class": None}
+    assert torch.equal(generate(target, assistant_model=assistant), generate(target))
+    assistant.detach()
     assert snapshot(target) == before
 
 
@@ -73,19 +69,6 @@ def test_moving_an_early_exit_assistant_leaves_the_target(tmp_path: Path) -> Non
     assert {**snapshot(target), "class": None} == {**before, "class": None}
     assert torch.equal(generate(target, assistant_model=assistant), generate(target))
     assistant.detach()
-
-
-def test_merging_an_adapter_copies_only_what_it_changes(tmp_path: Path) -> None:
-    target = tiny("llama")
-    before = snapshot(target)
-    shared = {t.untyped_storage().data_ptr() for t in all_tensors(target)}
-    folder = lora_folder(target, tmp_path)
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, speculation=FIXED, merge=True)
-    assert assistant.drafter is not None
-    assert bytes_of(all_tensors(assistant.drafter.model), without=shared) == 2 * 32 * 32 * 8  # q_proj of two layers
-    assert torch.equal(generate(target, assistant_model=assistant), generate(target))
-    assistant.detach()
-    assert snapshot(target) == before
 
 
 # --- a target in training ---

@@ -1,5 +1,6 @@
 """Rounds of product code with token trees, on the toy models of `toy_rounds`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,16 +82,21 @@ class ToyTree:
     def p(self, tree: DraftTree, node: int, prefix: Tokens) -> Tensor:
         return self.models.p((*prefix, *tree.path(node)))
 
-    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
+    def expander(self, prefix: Tokens) -> Callable[[DraftTree, list[int]], Level]:
+        """What the draft says after nodes."""
+
         def expand(tree: DraftTree, nodes: list[int]) -> Level:
             rows = [self.models.at((*prefix, *tree.path(node))) for node in nodes]
             scores, hidden = torch.stack([row[1] for row in rows]), torch.stack([row[2] for row in rows])
             return Level(scores, hidden, lambda tokens: self.models.embeddings[tokens])
 
+        return expand
+
+    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
         by_costs = self.algorithm == "throughput" and self.rates is None
         valuation = self.throughput if by_costs else SlotValuation(self.rates)
         how = Slots(self.estimator, randomness, self.models.eos, valuation, ahead=self.ahead)
-        return Growth(expand, how, -1, self.max_depth)
+        return Growth(self.expander(prefix), how, -1, self.max_depth)
 
     def grow(self, growth: Growth) -> None:
         if self.algorithm == "dyspec-exact":
