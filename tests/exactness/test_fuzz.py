@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.fuzz.cases import FAMILIES, Case, draw, settle
+from support.fuzz.cases import FAMILIES, Case, draw
 from support.fuzz.models import target_of
 from support.fuzz.running import Result, run_case
 from support.zoo import families
@@ -176,9 +176,3 @@ def test_mutants_are_caught(mutant: Callable[[pytest.MonkeyPatch], None], monkey
     drawn = [case for part in range(PARTS) for case in cases(part, CASES_OF_A_PART) if MUTANTS[mutant](case)]
     mutant(monkeypatch)
     assert any(run_case(case).kind == "wrong" for case in drawn)
-
-
-def test_cases_are_drawn_again_and_settled() -> None:
-    first, second = (cases(part, 200) for part in (0, 0))
-    assert (first, len(set(first))) == (second, len(first))
-    assert all(settle(case) == case for case in first)

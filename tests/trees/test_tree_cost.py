@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.toy_trees import RandomDraft
 from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftProbability
@@ -26,19 +27,17 @@ DEPTH = {64: 12, 768: 30}  # our default; the paper has less than 10 and less th
 MOST, TURNS = 8.0, 10
 
 
-class LargeRandomDraft:
+class LargeRandomDraft(RandomDraft):
     """A random row for every path. A level that is asked for again costs nothing."""
 
     def __init__(self, shares: list[float]) -> None:
+        super().__init__("unsure", 0, VOCAB)
         self.shares = torch.tensor(shares)
-        self.rows: dict[tuple[int, ...], Tensor] = {}
-        self.generator = torch.Generator().manual_seed(0)
         self.levels: dict[tuple[int, ...], Level] = {}
 
     def __call__(self, tree: DraftTree, nodes: list[int]) -> Level:
         if tuple(nodes) not in self.levels:
-            rows = torch.stack([self.at(tuple(tree.path(node))) for node in nodes])
-            self.levels[tuple(nodes)] = Level(rows, rows[:, :4], lambda tokens: torch.ones(*tokens.shape, 4))
+            self.levels[tuple(nodes)] = super().__call__(tree, nodes)
         return self.levels[tuple(nodes)]
 
     def at(self, path: tuple[int, ...]) -> Tensor:
