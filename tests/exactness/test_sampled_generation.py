@@ -3,6 +3,7 @@
 The exact distributions are tested elsewhere, with enumerated randomness. This adds what they replace: torch's
 generators. The seeds are fixed, so a p-value is the same in every run."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -87,6 +88,12 @@ def p_value(counts: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...]
     statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
     freedom = torch.tensor((len(cells) - 1) / 2.0, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2.0, dtype=torch.float64)))
+
+
+def test_the_joint_law_adds_up() -> None:
+    distribution = joint_distribution(make_target())
+    assert len(distribution) == TOP_K**COUNTED
+    assert math.isclose(sum(distribution.values()), 1.0, abs_tol=1e-9)
 
 
 @pytest.mark.every(3, takes=6)

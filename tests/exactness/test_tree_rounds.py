@@ -258,3 +258,9 @@ def test_a_zero_residual_falls_back_to_p() -> None:
     tree.add(0, 2)
     verify_tree(tree, lambda node: tree.q(0), rejecting)
     assert torch.equal(rejecting.drawn_from[0], tree.q(0))
+
+
+def test_a_tree_without_candidates_emits_from_p() -> None:
+    p = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    probs = exact_distribution(lambda replay: (verify_tree(DraftTree(0), lambda node: p, replay)[1],))
+    assert probs == pytest.approx({(0,): 0.2, (1,): 0.3, (2,): 0.5})
