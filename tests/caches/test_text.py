@@ -17,22 +17,16 @@ from hf_specdecpp.caches.text import keep_path
 PREFIX = 2 * WINDOW
 
 
-def after_a_tree(family: str) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
-    """A model, a text, the nodes of a tree behind it, and the cache after both were read."""
-    model = tiny_of(family)
-    text, nodes = tokens_for(model, PREFIX)
-    cache = prefill(model, text)
-    read_tree(model, cache, PREFIX, nodes)
-    return model, text, nodes, cache
-
-
 def rows_of(cache: Any) -> list[torch.Tensor]:
     return [rows for layer in cache.layers if layer.keys is not None for rows in (layer.keys, layer.values)]
 
 
 def test_the_wrong_path_is_noticed() -> None:
     """The mutant: keeping a chain of the right length instead of the path."""
-    model, text, nodes, cache = after_a_tree("gemma3_text")
+    model = tiny_of("gemma3_text")
+    text, nodes = tokens_for(model, PREFIX)
+    cache = prefill(model, text)
+    read_tree(model, cache, PREFIX, nodes)
     keep_path(cache, PREFIX, list(range(len(PATH))))
     assert cache_gap(cache, prefill(model, torch.cat((text, nodes[PATH])), record=False)) > 0.1
 
@@ -59,14 +53,6 @@ def test_a_cache_that_was_copied_before_the_round_is_not_written_to() -> None:
     read_tree(model, cache, PREFIX, nodes)
     keep_path(cache, PREFIX, PATH)
     assert all(torch.equal(rows, was) for rows, was in zip(held, before, strict=True))
-
-
-def test_inference_tensors() -> None:
-    """A draft's cache is made under inference_mode, and may be reduced outside of it."""
-    with torch.inference_mode():
-        model, text, nodes, cache = after_a_tree("llama")
-    keep_path(cache, PREFIX, PATH)
-    assert cache_gap(cache, prefill(model, torch.cat((text, nodes[PATH])), record=False)) < 1e-6
 
 
 class CountsCopies(TorchDispatchMode):

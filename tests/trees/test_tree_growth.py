@@ -11,7 +11,6 @@ from support.toy_rounds import make_estimator
 from support.toy_trees import KINDS, VOCAB, RandomDraft
 from torch import Tensor
 
-from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, scalar_features
 from hf_specdecpp.sampling.randomness import (
     BLOCK,
@@ -200,17 +199,6 @@ def test_the_best_shape_is_the_best_of_all(rates: list[float], budget: int) -> N
     best = algorithms.best_shape(rates, budget, max_depth=3)
     assert algorithms.size(best) <= budget
     assert value(best) == pytest.approx(max(value(shape) for n in range(1, budget + 1) for shape in shapes(n, 3)))
-
-
-@pytest.mark.parametrize(("values", "says"), [
-    ({"tree": "eagle"}, "not a kind of tree"),
-    ({"tree_budget": 1}, "from 2 to 1024"),
-    ({"tree_budget": 1025}, "from 2 to 1024"),
-    ({"tree": [2000]}, "no level more than"),
-])  # fmt: skip
-def test_bad_configurations(values: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        SpeculationConfig(**values)
 
 
 # Siblings and their estimates. ----------------------------------------------------------------------------------------

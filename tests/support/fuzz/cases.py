@@ -13,7 +13,7 @@ class Case:
 
     `seed`: of the prompts. `length`, `new_tokens`, `turns`: tokens in the first prompt, tokens of each answer, answers.
     `first_tokens`: tokens of every answer but the last. `chunk`: `prefill_chunk_size`, 0 for none. `records`: the
-    outputs asked for; "dict" alone asks for the cache only. `fault_at`: tokens after which a fault is raised."""
+    outputs asked for; "dict" alone asks for the cache only."""
 
     seed: int = 0
     family: str = "llama"
@@ -40,8 +40,6 @@ class Case:
     records: tuple[str, ...] = ()
     streamer: bool = False
     weights: str = "as they are"
-    fault: str = "none"
-    fault_at: int = 0
 
     def __repr__(self) -> str:
         """Only what differs from the defaults."""
@@ -94,7 +92,6 @@ def draw(randomness: random.Random, families: tuple[str, ...] = FAMILIES) -> Cas
         chunk=rarely(0, (1, 3, 5, 100), 0.2), records=rarely((), (("dict",), some(RECORDS, (1, 2, 4))), 0.5),
         streamer=r.random() < 0.3,
         weights=rarely("as they are", ("packed", "scaled", "copied", "merged", "replaced"), 0.08),
-        fault=rarely("none", ("processor", "criterion", "streamer"), 0.1), fault_at=r.choice((0, 1, 2, 4)),
     )  # fmt: skip
     return settle(case)
 
@@ -116,7 +113,7 @@ def settle(case: Case) -> Case:
         turn(case.draft.startswith("exit") and case.door == "unattached", draft="close")
         turn(case.draft in ("conditioned", "eagle3"), draft="close")
     if case.door == "generator":  # nothing of ours refuses what that loop gets wrong
-        turn(True, cache="none", fault="none", records=tuple(n for n in case.records if n not in RECORDS[2:]))
+        turn(True, cache="none", records=tuple(n for n in case.records if n not in RECORDS[2:]))
         turn(case.stop in ("stop strings", "criterion"), stop="max_new_tokens")
     turn(case.tree.startswith("dyspec") and case.head == "after", head="before")  # "after" cannot value slots
     turn(case.cache in ("none", "empty"), turns=1)
@@ -126,8 +123,6 @@ def settle(case: Case) -> Case:
     turn(case.cache == "new ids" and case.padding in ("no mask", *PADDINGS[-3:]), padding="ones")
     turn("attentions" in case.records, attention="eager")
     turn(case.weights != "as they are", dtype="float32")
-    turn(case.fault == "none", fault_at=0)
-    turn(case.fault != "none", streamer=True, stop="max_new_tokens", new_tokens=max(case.new_tokens, case.fault_at + 2))
     turn(True, processors=tuple(n for n in case.processors if n not in _impossible(case)))
     return case
 
@@ -141,6 +136,4 @@ def _impossible(case: Case) -> set[str]:
         found |= {"counting"}  # transformers' loop asks about every candidate
     if case.sampling:
         found |= {"nan"}  # raises in plain, too
-    if case.fault != "none":
-        found |= {"forced_eos", "min_new_tokens", "exponential_decay"}  # may end the text before the fault
     return found
