@@ -82,7 +82,7 @@ def draw(randomness: random.Random, families: tuple[str, ...] = FAMILIES) -> Cas
         draft=r.choice(("close", "close", "close", "other", "more ids", "fewer ids", *DRAFTS[3:])),
         draft_vocab=rarely("all", ("most", "few"), 0.3), head=rarely("none", ("before", "after"), 0.3),
         rule=r.choice(RULES), tree=tree,
-        door=rarely("attached", ("unattached", "generator"), 0.0 if tree != "none" else 0.35),
+        door=rarely("attached", ("unattached",), 0.0 if tree != "none" else 0.35),
         processors=some(PROCESSORS, (0, 0, 0, 1, 1, 2, 3)), sampling=r.random() < 0.25,
         stop=rarely("max_new_tokens", STOPS, 0.5), new_tokens=r.choice((1, 2, 5, 9, 12, 12)),
         length=r.choice((1, 2, 3, 6, 11, 12, 13, 14, 25)), padding=rarely("no mask", PADDINGS, 0.6),
@@ -110,11 +110,7 @@ def settle(case: Case) -> Case:
     if case.door != "attached":  # transformers' own loop: no trees, early exits or packed weights
         turn(True, tree="none", weights="as they are")
         turn(case.draft in ("more ids", "fewer ids"), draft="other")  # it compares the numbers
-        turn(case.draft.startswith("exit") and case.door == "unattached", draft="close")
-        turn(case.draft in ("conditioned", "eagle3"), draft="close")
-    if case.door == "generator":  # nothing of ours refuses what that loop gets wrong
-        turn(True, cache="none", records=tuple(n for n in case.records if n not in RECORDS[2:]))
-        turn(case.stop in ("stop strings", "criterion"), stop="max_new_tokens")
+        turn(case.draft.startswith("exit") or case.draft in ("conditioned", "eagle3"), draft="close")
     turn(case.tree.startswith("dyspec") and case.head == "after", head="before")  # "after" cannot value slots
     turn(case.cache in ("none", "empty"), turns=1)
     turn(case.cache.endswith("ids") and case.turns == 1, turns=2)
@@ -128,12 +124,10 @@ def settle(case: Case) -> Case:
 
 
 def _impossible(case: Case) -> set[str]:
-    """Processors that leave plain generation nothing to do, or that a door cannot serve."""
+    """Processors that leave plain generation nothing to do."""
     found = {"begin_suppress"} if {"neighbours", "grammar"} & set(case.processors) else set()
     if {"neighbours", "grammar"} <= set(case.processors):
         found |= {"grammar"}
-    if case.door == "generator":
-        found |= {"counting"}  # transformers' loop asks about every candidate
     if case.sampling:
         found |= {"nan"}  # raises in plain, too
     return found

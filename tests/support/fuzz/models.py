@@ -126,7 +126,5 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
             head=head_of(case.head, draft),
             **common,
         )
-    if case.door != "attached":
-        assistant.detach()  # an early exit keeps its draft
     pack = {"pack_weights": True} if case.weights != "as they are" else {}
     return told(assistant, **RULES[case.rule], **TREES[case.tree], **pack)

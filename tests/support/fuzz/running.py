@@ -2,7 +2,6 @@
 
 import copy
 import traceback
-import types
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_specdecpp
-from hf_specdecpp import SpecDecPPCandidateGenerator
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.products import Always, Product
 from hf_specdecpp.throughput import target_passes
 from support.fuzz.arguments import arguments, first_prompt, positions_of, random_ids
@@ -122,8 +119,6 @@ def run_case(case: Case) -> Result:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assistant = assistant_for(case, target)
-        if case.door == "generator":
-            _use_generator(target, assistant)
         if case.weights == "as they are":
             return _compare(case, target, assistant)
         with (  # tiny layers would not be packed
@@ -138,8 +133,6 @@ def run_case(case: Case) -> Result:
     except Exception as error:  # noqa: BLE001 - a constructor that fails without a reason is a finding, too
         return Result("refused", _reason(error)) if _is_refusal(error) else Result("wrong", _described(error))
     finally:
-        if case.door == "generator" and "_get_candidate_generator" in vars(target):
-            del target._get_candidate_generator
         if assistant is not None:
             assistant.detach()
 
@@ -226,17 +219,6 @@ def _gap(before: Conversation, expected: Answer, actual: Answer, turn: int) -> f
             first, second = record[at][0].topk(2).values
             gaps.append(float(first - second) / max(1.0, abs(float(first))))
     return min(gaps, default=float("inf"))
-
-
-def _use_generator(target: CausalLM, assistant: Any) -> None:
-    """Make transformers' own loop on `target` draft with our candidate generator, if it can be assisted at all."""
-    check_target(target)
-
-    def get(self: Any, **kwargs: Any) -> SpecDecPPCandidateGenerator:
-        config, mask = kwargs["generation_config"], kwargs["model_kwargs"].get("attention_mask")
-        return SpecDecPPCandidateGenerator(assistant.setup(), config, kwargs["logits_processor"], mask)
-
-    target._get_candidate_generator = types.MethodType(get, target)
 
 
 def _packed_everywhere(_target: CausalLM, other: Product | None) -> Always:
