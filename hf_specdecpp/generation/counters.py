@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import or_
 from typing import Any
@@ -219,10 +219,11 @@ def ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
 
 
-def tally(counts: list[int], places: Iterable[int], first: int = 0) -> None:
+def tally(counts: list[int], places: Sequence[int], first: int = 0) -> None:
     """Count one at each of the places, of which number `first` is counted at the beginning of `counts`."""
+    if places:
+        counts += [0] * (max(places) - first + 1 - len(counts))
     for place in places:
-        counts += [0] * (place - first + 1 - len(counts))
         counts[place - first] += 1
 
 

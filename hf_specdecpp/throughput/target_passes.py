@@ -144,20 +144,24 @@ class TargetPasses:
 
     def missing(self, rows: int, has_choice: bool) -> Product | None:
         """The product of a pass over a token of each of `rows` texts that is to be made beside those of the rounds."""
-        times, latest = self._seconds[rows], self._latest.get(rows, 0)
+        times, compares = self._seconds[rows], len(self.contestants) > 1
         self._rounds += 1
-        compares = len(self.contestants) > 1
-        is_known = rows in self._beside and self._beside[rows].count >= ENOUGH
-        apart = AGAIN if is_known or (compares and rows not in self.chosen) else EVERY
-        if self._count - self._latest_own.get(rows, 0) >= apart or len(times["own"]) < WARM:
+        since = self._count - self._latest_own.get(rows, 0)
+        if len(times["own"]) < WARM or (since >= EVERY and since >= self._apart(rows)):
             return "own"
         if self._rounds < FIRST or (compares and not has_choice):
             return None
         product = rarest(times)
         if rows in self.chosen and product != "own":
             return None
-        most = PASSES if self._count - latest >= EVERY and compares else AT_ONCE
+        most = PASSES if self._count - self._latest.get(rows, 0) >= EVERY and compares else AT_ONCE
         return product if len(times[product]) < most else None
+
+    def _apart(self, rows: int) -> int:
+        """Passes between two with PyTorch's own product: more where enough are known, or products take turns."""
+        is_known = rows in self._beside and self._beside[rows].count >= ENOUGH
+        takes_turns = len(self.contestants) > 1 and rows not in self.chosen
+        return AGAIN if is_known or takes_turns else EVERY
 
     def make(
         self, rows: int, product: Product, forward: Callable[..., Any], inputs: dict[str, Any], device: torch.device

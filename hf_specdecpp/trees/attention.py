@@ -101,12 +101,15 @@ def tree_inputs(
 
 def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
     """The kinds of attention layer in a model, each with the first cache layer of its kind (`None` before any pass)."""
-    kinds: dict[str, Any] = {}
-    for index, kind in enumerate(layer_types(config, config.num_hidden_layers)):
-        layer: Any = cache.layers[index] if index < len(cache.layers) else None
-        held = layer is not None and layer.keys is not None  # else it is new, or shares another layer's keys
-        if kinds.get(kind) is None:
-            kinds[kind] = layer if held else None
+    types = layer_types(config, config.num_hidden_layers)
+    kinds: dict[str, Any] = dict.fromkeys(types)
+    missing = len(kinds)
+    for kind, layer in zip(types, cache.layers, strict=False):
+        if kinds[kind] is None and layer.keys is not None:  # else it is new, or shares another layer's keys
+            kinds[kind] = layer
+            missing -= 1
+            if not missing:
+                break
     return kinds
 
 
