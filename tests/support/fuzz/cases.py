@@ -53,7 +53,7 @@ FAMILIES = (
     "cohere2", "gemma4_text", "llama4_text", "deepseek_v3", "qwen2", "starcoder2",
 )  # fmt: skip
 WITH_ADAPTERS = ("llama", "gemma3_text", "gpt2")  # to make them takes time, and families hardly matter to them
-DRAFTS = ("other", "more ids", "fewer ids", "exit", "exit some", "exit lora", "lora", "conditioned", "eagle3")
+DRAFTS = ("other", "more ids", "fewer ids", "exit", "exit some", "conditioned", "eagle3")
 TREES = ("dyspec", "dyspec wide", "dyspec sparse", "dyspec-exact", "static", "static ragged", "static chain")
 RULES = ("fixed", "fixed one", "threshold", "throughput cheap", "throughput dear")
 PROCESSORS = (
@@ -104,8 +104,6 @@ def settle(case: Case) -> Case:
         if when:
             case = replace(case, **to)
 
-    turn(case.draft == "exit lora" and case.family not in WITH_ADAPTERS, draft="exit")
-    turn(case.draft == "lora" and case.family not in WITH_ADAPTERS, draft="close")
     turn(case.weights == "merged" and case.family not in WITH_ADAPTERS, weights="copied")
     if case.door != "attached":  # transformers' own loop: no trees, early exits or packed weights
         turn(True, tree="none", weights="as they are")
