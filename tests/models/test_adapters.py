@@ -129,6 +129,17 @@ def test_adapters_of_early_peft(tmp_path: Path, config: dict[str, Any]) -> None:
     assert torch.equal(logits(add_adapter(tiny("llama"), folder, merge=True)), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_adapter_on_a_model_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Merged it is rounded once, from the file's own precision."""
+    folder, model = Path(save_adapter(tiny("llama"), tmp_path)), tiny("llama").to(dtype)
+    expected = logits(add_adapter(tiny("llama"), folder, merge=True))
+    for merge in (True, False):
+        actual = logits(add_adapter(model, folder, merge))
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=0.1, atol=0.1)
+
+
 def test_quantised_layers_keep_the_adapter_beside_them(tmp_path: Path) -> None:
     """Their weights cannot be added to, so `merge` has no effect."""
 

@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
-from support.models import partly_agreeing, prompt, tiny
-from support.snapshots import FIXED, generate, snapshot
+from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.snapshots import FIXED, generate, has_our_methods, of_own_class, snapshot
 from support.watchers import heard
 from torch import Tensor
 
@@ -160,3 +160,11 @@ def test_two_targets_share_an_assistant(attached: bool) -> None:
     for target in targets:
         assert torch.equal(said(target, PROMPTS[3], assistant_model=assistant), said(target, PROMPTS[3]))
         assert assistant.stats.complete is (attached and target is targets[1])
+
+
+def test_attaching_twice_counts_once() -> None:
+    target = of_own_class(tiny("llama"))
+    assistant = assistant_for(target)
+    assistant.attach(target)
+    assistant.detach()
+    assert not has_our_methods(target)

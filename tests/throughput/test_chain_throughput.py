@@ -1,6 +1,9 @@
 """`rule="throughput"`: how far chains are drafted, in simulated rounds, in exact ones and in generations."""
 
+import runpy
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -195,6 +198,16 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     told(assistant, **cheap(), tree="dyspec")
     generate(0)
     assert len(assistant.memory.learned[target]) == 3, "trees have states of their own, too"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pack_weights", [False, True])
+@pytest.mark.parametrize("size", ["64x28", "576x8", "1536x4"])
+def test_a_useless_draft_costs_next_to_nothing(size: str, pack_weights: bool) -> None:
+    """0.97 and more on an idle machine; here other processes may slow either of the two."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "useless_draft.py"))
+    hidden, layers = map(int, size.split("x"))
+    assert median(plain / ours for plain, ours in example["ratios"](hidden, layers, pack_weights)) > 0.94
 
 
 # Looking ahead by the prices of candidates. ---------------------------------------------------------------------------
