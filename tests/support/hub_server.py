@@ -47,7 +47,6 @@ ROUTES = [
     ("POST", "/api/models/{repo}/preupload/{rev}", "_preupload"),
     ("POST", "/{repo}.git/info/lfs/objects/batch", "_lfs_batch"),
     ("PUT", "/lfs/{oid}", "_lfs_put"),
-    ("POST", "/lfs/{oid}/verify", "_lfs_verify"),
     ("POST", "/api/models/{repo}/commit/{rev}", "_commit"),
 ]
 FIELDS = {"repo": r"[\w.-]+(?:/[\w.-]+)?", "rev": r"[^/]+", "path": ".+", "oid": "[0-9a-f]{64}"}
@@ -256,8 +255,6 @@ class HubServer:
         asked = json.loads(request.body)
         repo_id = f"{asked.get('organization') or self.user}/{asked['name']}"
         created = {"url": f"{self.endpoint}/{repo_id}", "name": repo_id, "id": repo_id}
-        if asked.get("type", "model") != "model":
-            raise HubError(400, "", "support.hub_server.py has model repositories only")
         if repo_id in self._repos:
             return Reply(409, {**created, "error": "You already created this model repo"})
         repo = self._new_repo(repo_id)
@@ -283,8 +280,7 @@ class HubServer:
         objects = []
         for entry in json.loads(request.body)["objects"]:
             oid, size = entry["oid"], entry["size"]
-            url = f"{self.endpoint}/lfs/{oid}"
-            actions = {"upload": {"href": url}, "verify": {"href": f"{url}/verify"}}
+            actions = {"upload": {"href": f"{self.endpoint}/lfs/{oid}"}}
             objects.append({"oid": oid, "size": size, **({} if oid in self._objects else {"actions": actions})})
         return {"transfer": "basic", "objects": objects}
 
@@ -292,11 +288,6 @@ class HubServer:
         if hashlib.sha256(request.body).hexdigest() != request.url["oid"]:
             raise HubError(400, "", "The content's sha256 is not the object's name")
         self._objects[request.url["oid"]] = request.body
-        return {}
-
-    def _lfs_verify(self, request: Request) -> dict[str, Any]:
-        if len(self._objects.get(request.url["oid"], b"")) != json.loads(request.body)["size"]:
-            raise HubError(404, "", "The object was not uploaded")
         return {}
 
     def _commit(self, request: Request) -> dict[str, Any]:
