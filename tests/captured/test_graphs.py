@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import prompt, tiny
-from support.outputs import prefill
+from support.models import WINDOW, prompt, tiny
+from support.outputs import assert_same, assert_same_cache, prefill
 from support.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
-from hf_specdecpp.captured.rooms import num_room_layers, room_for, why_not_rooms
+from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for, why_not_rooms
 
 CPU = torch.device("cpu")
 
@@ -51,6 +51,30 @@ def test_what_cannot_be_captured_changes_nothing(read: Callable[[Tensor], Any]) 
 )
 def test_room_for(num_tokens: int, room: int) -> None:
     assert room_for(num_tokens) == room
+
+
+@pytest.mark.parametrize("length", [5, 20])  # below a window of 8, and beyond
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+@torch.no_grad()
+def test_a_growing_cache_is_read_and_written_back(family: str, length: int) -> None:
+    """With it transformers' own passes go on as if nothing had happened."""
+    target, ids = tiny(family), prompt(length)
+    cache, expected = prefill(target, ids), prefill(target, ids)
+    cache.activate_past_recording()
+    expected.activate_past_recording()
+    room = RoomCache(num_room_layers(target.config) or 0, 32, CPU)
+    room.read(cache, length)
+    room.write(cache, length)
+    assert cache.get_seq_length() == length
+    written: list[Any] = cache.layers
+    fresh: list[Any] = expected.layers
+    for ours, theirs in zip(written, fresh, strict=True):
+        kept = min(length, WINDOW - 1) if theirs.is_sliding else length
+        assert_same((ours.keys, ours.values), (theirs.keys[:, :, -kept:], theirs.values[:, :, -kept:]))
+    following = prompt(3, seed=5)
+    found, wanted = (target(following, past_key_values=each).logits for each in (cache, expected))
+    torch.testing.assert_close(found, wanted)
+    assert_same_cache(cache, expected)
 
 
 @torch.no_grad()
