@@ -250,7 +250,10 @@ def _change_weights(case: Case, target: CausalLM, assistant: Any) -> None:
 
 
 def _is_refusal(error: Exception | None) -> bool:
-    """Whether it is a `ValueError` that our code, or transformers' check of an assistant, raised before any round."""
+    """Whether it is a `ValueError` that our code, or transformers' check of an assistant, raised before any round; or
+    what transformers says of a target without a cache."""
+    if isinstance(error, RuntimeError) and str(error).startswith("Assisted decoding requires a cache"):
+        return True
     if not isinstance(error, ValueError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
