@@ -1,133 +1,34 @@
-"""A text in a cache: what is kept and taken back of it, of a tree a path; what remains, and what it costs."""
+"""A text in a cache: of a tree a path is kept; what remains, and what it costs, in batches too."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
-from support.token_trees import LEVELS, PARENTS, PATH, cache_gap, prefill, read_tree, tokens_for
+from support.models import tiny
+from support.token_trees import PARENTS, PATH, cache_gap, prefill, read_tree, tokens_for
 from support.zoo import WINDOW, tiny_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache
 
-from hf_specdecpp.caches.masks import GrowingTreeLayer
-from hf_specdecpp.caches.text import PathRows, keep_path, text_in
-from hf_specdecpp.models.causal_lm import CACHE
+from hf_specdecpp.caches.batches import MOST_HOLES, BatchText
+from hf_specdecpp.caches.text import keep_path
 
-FAMILIES = ["llama", "gemma3_text", "mistral", "gpt_oss", "gemma4_text"]
 PREFIX = 2 * WINDOW
-
-
-def read(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits after the last of `tokens` `[n]`."""
-    with torch.no_grad():
-        logits: torch.Tensor = model(tokens[None], use_cache=True, **{CACHE: cache}).logits[0, -1]
-    return logits
-
-
-def growing(model: Any) -> DynamicCache:
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
-
-
-@pytest.mark.parametrize(("family", "make"), [
-    ("llama", growing),
-    ("mistral", growing),  # with a window
-    ("granitemoehybrid", growing),  # with recurrent layers
-    ("llama", lambda model: StaticCache(config=model.config, max_cache_len=64)),
-], ids=["growing", "windowed", "recurrent", "static"])  # fmt: skip
-def test_what_is_kept_and_taken_back(family: str, make: Any) -> None:
-    """Whatever the cache is: nothing of three tokens that are read, then two of four, then all of one."""
-    model = tiny_of(family)
-    text, others = tokens_for(model, PREFIX)
-    cache = make(model)
-    read(model, cache, text)
-    if isinstance(cache, DynamicCache):
-        cache.activate_past_recording()
-    held = text_in(cache)
-    read(model, cache, others[:3])
-    held.back()
-    assert held.held == PREFIX
-    held.begin()
-    read(model, cache, others[:4])
-    held.keep(2, of=4)
-    again = others[2 - held.pending : 2]  # before the next ones
-    held.begin()
-    found = read(model, cache, torch.cat((again, others[4:5])))
-    held.keep(len(again) + 1, of=len(again) + 1)
-    assert (held.pending, held.held) == (0, PREFIX + 3)
-    expected = read(model, growing(model), torch.cat((text, others[:2], others[4:5])))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)  # recurrent layers compute in float32
-
-
-def after_a_tree(family: str, levels: list[list[int]] | None = None) -> tuple[Any, torch.Tensor, torch.Tensor, Any]:
-    """A model, a text, the nodes of a tree behind it, and the cache after both were read."""
-    model = tiny_of(family)
-    text, nodes = tokens_for(model, PREFIX)
-    cache = prefill(model, text)
-    read_tree(model, cache, PREFIX, nodes, levels)
-    return model, text, nodes, cache
 
 
 def rows_of(cache: Any) -> list[torch.Tensor]:
     return [rows for layer in cache.layers if layer.keys is not None for rows in (layer.keys, layer.values)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("path", [[0], [0, 1, 2, 3, 4], PATH, [0, 1, 6]])
-def test_kept_rows_are_those_that_the_pass_made(family: str, path: list[int]) -> None:
-    """Bitwise; that the pass made the rows of a prefill is what test_every_family says."""
-    model, text, nodes, cache = after_a_tree(family)
-    expected = []
-    for rows in rows_of(cache):
-        start = rows.shape[-2] - len(PARENTS)
-        expected.append(torch.cat((rows[..., :start, :], rows[..., [start + node for node in path], :]), dim=-2))
-    keep_path(cache, PREFIX, path)
-    assert cache_gap(cache, prefill(model, torch.cat((text, nodes[path])), record=False)) < 1e-6
-    for rows, of_pass in zip(rows_of(cache), expected, strict=True):
-        assert torch.equal(rows, of_pass[..., of_pass.shape[-2] - rows.shape[-2] :, :])
-
-
 def test_the_wrong_path_is_noticed() -> None:
     """The mutant: keeping a chain of the right length instead of the path."""
-    model, text, nodes, cache = after_a_tree("gemma3_text")
+    model = tiny_of("gemma3_text")
+    text, nodes = tokens_for(model, PREFIX)
+    cache = prefill(model, text)
+    read_tree(model, cache, PREFIX, nodes)
     keep_path(cache, PREFIX, list(range(len(PATH))))
     assert cache_gap(cache, prefill(model, torch.cat((text, nodes[PATH])), record=False)) > 0.1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_many_rounds(family: str) -> None:
-    """Round after round in one cache, in one pass and level by level; sliding windows stay as small as they may be."""
-    model = tiny_of(family)
-    text, _ = tokens_for(model, 3)
-    cache = prefill(model, text)
-    for round_ in range(8):
-        _, nodes = tokens_for(model, 0, seed=round_)
-        groups = LEVELS if round_ % 2 else [list(range(len(PARENTS)))]
-        fed, path = sum(groups, []), [[0], PATH, [0, 1, 2, 3]][round_ % 3]
-        read_tree(model, cache, len(text), nodes, groups)
-        keep_path(cache, len(text), [fed.index(node) for node in path])
-        text = torch.cat((text, nodes[path]))
-    assert cache_gap(cache, prefill(model, text, record=False)) < 1e-6
-    for layer in cache.layers:
-        if layer.keys is not None and layer.is_sliding:
-            assert layer.keys.shape[-2] == WINDOW - 1
-            assert isinstance(layer, GrowingTreeLayer)
-
-
-def test_where_all_rows_stand_no_layer_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a round of a rule for trees without candidates: where drafting does not pay, most rounds are such ones."""
-    model = tiny_of("llama")
-    text, nodes = tokens_for(model, PREFIX)
-    cache = prefill(model, text, record=False)
-    held = text_in(cache)
-    held.begin()
-    read(model, cache, nodes[:2])
-    monkeypatch.delattr(DynamicLayer, "crop")
-    held.keep(2, of=2, path=PathRows([0, 1], torch.tensor([0, 1])))
-    assert held.held == PREFIX + 2
-    with pytest.raises(AttributeError, match="crop"):
-        held.keep(1, of=2, path=PathRows([0], torch.tensor([0])))
 
 
 def test_the_storage_does_not_grow() -> None:
@@ -152,24 +53,6 @@ def test_a_cache_that_was_copied_before_the_round_is_not_written_to() -> None:
     read_tree(model, cache, PREFIX, nodes)
     keep_path(cache, PREFIX, PATH)
     assert all(torch.equal(rows, was) for rows, was in zip(held, before, strict=True))
-
-
-def test_inference_tensors() -> None:
-    """A draft's cache is made under inference_mode, and may be reduced outside of it."""
-    with torch.inference_mode():
-        model, text, nodes, cache = after_a_tree("llama")
-    keep_path(cache, PREFIX, PATH)
-    assert cache_gap(cache, prefill(model, torch.cat((text, nodes[PATH])), record=False)) < 1e-6
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_text_can_be_had_back_after_an_exception_between_levels(family: str) -> None:
-    """What `decoding` does then: crop every layer to the text."""
-    model, text, _, cache = after_a_tree(family, LEVELS)
-    for layer in cache.layers:
-        if layer.keys is not None:
-            layer.crop(PREFIX - layer.get_seq_length())
-    assert cache_gap(cache, prefill(model, text, record=False)) < 1e-6
 
 
 class CountsCopies(TorchDispatchMode):
@@ -215,3 +98,38 @@ def test_moving_the_path_costs_the_path_and_not_the_context(window: int | None, 
     moved = (len(path) - 1) * 2 * 4 * 2 * 8
     assert written[0] == written[1] == written[2]
     assert moved <= written[0] <= 2 * moved + len(path)
+
+
+def test_a_batch_at_two_paces() -> None:
+    """The example of `BatchText`."""
+    target = tiny("llama")
+    cache = BatchText(target, DynamicCache(config=target.config), rows=2)
+    for width, fed in ((4, [4, 4]), (3, [3, 2])):
+        target(torch.ones(2, width, dtype=torch.long), past_key_values=cache.cache, use_cache=True)
+        cache.note(torch.arange(width) < torch.tensor(fed)[:, None])
+    layers: list[Any] = cache.cache.layers
+    keys = layers[0].keys
+    cache.keep(torch.tensor([1, 2]), of=torch.tensor([3, 2]))
+    assert (cache.valid.tolist(), cache.held.tolist()) == ([[True] * 5 + [False], [True] * 6], [5, 6])
+    assert torch.equal(layers[0].keys, keys[:, :, :6])
+    cache.select([0])
+    cache.keep(torch.tensor([2]), of=torch.tensor([2]))
+    assert layers[0].keys.shape[:3] == (1, 2, 5)
+    target(torch.ones(1, 2, dtype=torch.long), past_key_values=cache.cache, use_cache=True)
+    cache.back()
+    assert layers[0].keys.shape[:3] == (1, 2, 5)
+
+
+def test_moving_columns_is_paid_by_the_holes_that_it_closes() -> None:
+    """Columns are moved when there are `MOST_HOLES` times as many holes: a bounded share of what rounds feed."""
+    target, rounds, moved = tiny("llama", num_hidden_layers=1), 100, 0
+    generator = torch.Generator().manual_seed(0)
+    cache = BatchText(target, DynamicCache(config=target.config), rows=8)
+    for _ in range(rounds):
+        cache.cache.update(*torch.zeros(2, 8, 2, 5, 8), 0)
+        cache.note(torch.ones(8, 5, dtype=torch.bool))
+        cache.keep(torch.randint(1, 6, (8,), generator=generator), of=torch.full((8,), 5))
+        before = cache.valid.shape[1]
+        cache.close_up()
+        moved += cache.valid.shape[1] if cache.valid.shape[1] < before else 0
+    assert 0 < moved < rounds * 5 / MOST_HOLES

@@ -1,33 +1,21 @@
-"""Functions that are captured once a key and replayed; a failed capture leaves what it changes as it was."""
+"""A capture counts once, and a failed one leaves what it changes as it was; which caches can be captured."""
 
 import gc
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.pretend_graph import PretendGraph
+from support.models import WINDOW, prompt, tiny
+from support.outputs import assert_same, assert_same_cache, prefill
+from support.zoo import tiny_of
 from torch import Tensor
+from transformers import DynamicCache, StaticCache
 
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
+from hf_specdecpp.captured.rooms import RoomCache, num_room_layers, room_for, why_not_rooms
 
 CPU = torch.device("cpu")
-
-
-def test_a_graph_for_each_key(pretended: Counter[str]) -> None:
-    graphs, number, total = Graphs(CPU), torch.tensor(2), torch.tensor(0)
-    for key, step in (("add", 1), ("add", 1), ("add twice", 2), ("add", 1)):
-
-        def add(step: int = step) -> None:
-            total.add_(number * step)
-
-        graphs.run(key, add, [total])
-    assert int(total) == 2 + 2 + 4 + 2
-    assert (len(graphs), pretended["captured"], pretended["replayed"]) == (2, 2, 4)
-    assert "add" in graphs
-    assert "sub" not in graphs
-    assert graphs.seconds > 0.0
 
 
 @pytest.mark.usefixtures("pretended")
@@ -58,40 +46,46 @@ def test_what_cannot_be_captured_changes_nothing(read: Callable[[Tensor], Any]) 
     assert gc.isenabled()
 
 
-@pytest.mark.usefixtures("pretended")
-def test_a_graph_reads_what_its_tensors_hold_now() -> None:
-    """And numbers of Python as they were."""
-    graphs, source, goal, factor = Graphs(CPU), torch.tensor([1.0, 2.0]), torch.zeros(2), [2.0]
-
-    def multiply() -> None:
-        goal.copy_(source.flip(0) * factor[0])
-
-    graphs.run("multiply", multiply)
-    source.fill_(5.0)
-    factor[0] = 100.0
-    graphs.run("multiply", multiply)
-    assert goal.tolist() == [10.0, 10.0]
-
-
-def replayed(function: Callable[..., Tensor], inputs: list[Tensor], later: list[Tensor]) -> Tensor:
-    graph = PretendGraph()
-    with graph:
-        out: Tensor = function(*inputs)
-    for own, new in zip(inputs, later, strict=True):
-        own.copy_(new)
-    graph.replay()
-    return out
-
-
 @pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x.reshape(6).cumsum(0),
-        lambda x: x.t().contiguous().reshape(2, 3) * 2.0,
-        lambda x: x.clone().index_copy_(1, torch.tensor([0]), x[:, 2:]),
-        lambda x: torch.where(x > 0.0, x, -x).softmax(-1),
-    ],
+    ("num_tokens", "room"), [(1, 256), (256, 256), (257, 512), (512, 512), (513, 1024), (5000, 8192)]
 )
-def test_pretended_graphs_do_what_the_function_does(function: Callable[[Tensor], Tensor]) -> None:
-    first, second = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)), torch.arange(-2.0, 4.0).view(2, 3)
-    assert torch.equal(replayed(function, [first.clone()], [second]), function(second))
+def test_room_for(num_tokens: int, room: int) -> None:
+    assert room_for(num_tokens) == room
+
+
+@pytest.mark.parametrize("length", [5, 20])  # below a window of 8, and beyond
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+@torch.no_grad()
+def test_a_growing_cache_is_read_and_written_back(family: str, length: int) -> None:
+    """With it transformers' own passes go on as if nothing had happened."""
+    target, ids = tiny(family), prompt(length)
+    cache, expected = prefill(target, ids), prefill(target, ids)
+    cache.activate_past_recording()
+    expected.activate_past_recording()
+    room = RoomCache(num_room_layers(target.config) or 0, 32, CPU)
+    room.read(cache, length)
+    room.write(cache, length)
+    assert cache.get_seq_length() == length
+    written: list[Any] = cache.layers
+    fresh: list[Any] = expected.layers
+    for ours, theirs in zip(written, fresh, strict=True):
+        kept = min(length, WINDOW - 1) if theirs.is_sliding else length
+        assert_same((ours.keys, ours.values), (theirs.keys[:, :, -kept:], theirs.values[:, :, -kept:]))
+    following = prompt(3, seed=5)
+    found, wanted = (target(following, past_key_values=each).logits for each in (cache, expected))
+    torch.testing.assert_close(found, wanted)
+    assert_same_cache(cache, expected)
+
+
+@torch.no_grad()
+def test_what_cannot_go_on_in_rooms() -> None:
+    target = tiny("llama")
+    assert why_not_rooms(prefill(target, prompt(4))) is None
+    assert why_not_rooms(StaticCache(target.config, max_cache_len=8)) == "the text is in a StaticCache"
+    shares = prefill(target, prompt(4))
+    layer: Any = shares.layers[1]
+    layer.keys = None
+    assert why_not_rooms(shares) == "layers share the keys of others"
+    mixed = tiny_of("qwen3_5_text")
+    assert num_room_layers(mixed.config) is None
+    assert "keeps" in str(why_not_rooms(DynamicCache(config=mixed.config)))

@@ -100,12 +100,6 @@ def test_a_removed_setting_says_what_takes_its_place(name: str) -> None:
         setattr(config, name, 1)
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_only_of_what_is_decided_it_says_that_the_package_decides(name: str) -> None:
-    says = {"The package decides that" in REMOVED[name], "assistant.decisions" in REMOVED[name]}
-    assert says == {name in Decisions.__dataclass_fields__}
-
-
 def test_a_setting_that_never_was_is_an_error() -> None:
     with pytest.raises(TypeError, match="beams"):
         SpeculationConfig(beams=3)  # type: ignore[call-arg]
@@ -133,12 +127,17 @@ def test_copies() -> None:
 
 
 @pytest.mark.parametrize(("values", "says"), [
+    ({"tree": "eagle"}, "not a kind of tree"),
+    ({"tree_budget": 1}, "from 2 to 1024"),
+    ({"tree_budget": 1025}, "from 2 to 1024"),
+    ({"tree": [2000]}, "no level more than"),
     ({"tree_depth": 0}, "tree_depth=0 must be from 1"),
     ({"min_tokens": 0}, "min_tokens=0 must be from 1"),
     ({"draft_temperature": 0.0}, "draft_temperature=0.0 must be from 0.1 to 10"),
     ({"tree_threshold": 1.0}, "nothing could be drawn"),
     ({"verification": "beam"}, "verification='beam' must be one of block, token"),
 ])  # fmt: skip
-def test_decisions_that_make_no_sense(values: dict[str, Any], says: str) -> None:
+def test_settings_and_decisions_that_make_no_sense(values: dict[str, Any], says: str) -> None:
+    decided = values.keys() <= Decisions.__dataclass_fields__.keys()
     with pytest.raises(ValueError, match=says):
-        Decisions(**values)
+        Decisions(**values) if decided else SpeculationConfig(**values)

@@ -1,22 +1,29 @@
-"""Levels of candidates that captured rounds draw, beside the growth of uncaptured trees."""
+"""What captured rounds draft, beside the growth of uncaptured trees: passes that are wrong would be noticed, a changed
+draft is seen."""
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.capturing import CHAIN, drawn, generate
+from support.models import assistant_for, assistant_of, quiet_later_layers, tiny
 from support.toy_rounds import HIDDEN_SIZE, make_estimator
+from support.whole_rounds import TREE
 from torch import Tensor, nn
 
-from hf_specdecpp.drafting import captured_draft
+from hf_specdecpp.drafting import captured_draft, round_steps
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Ranked
+from hf_specdecpp.trees.attention import inputs_in_place
 from hf_specdecpp.trees.slots import Growth, Level, Slots, SlotValuation
 
 VOCAB, WIDTH, SEEDS = 30, 3, 12
@@ -57,9 +64,9 @@ def captured(contents: Contents, estimator: Estimator, greedy: bool, learned: Ac
         for level in range(2):
             patch.setattr(captured_draft, "exponential", lambda *_, level=level, **__: contents.times[level])
             step = DraftStep(level, contents.scores[level], contents.hidden[level], contents.embed, greedy)
-            drawn = CapturedDraft._draw(draft, step, values, rules, WIDTH)
-            values = drawn.values
-    return list(zip(drawn.parents[0].tolist(), drawn.tokens[0].tolist(), values[0].tolist(), strict=True))
+            level_drawn = CapturedDraft._draw(draft, step, values, rules, WIDTH)
+            values = level_drawn.values
+    return list(zip(level_drawn.parents[0].tolist(), level_drawn.tokens[0].tolist(), values[0].tolist(), strict=True))
 
 
 def uncaptured(contents: Contents, estimator: Estimator, greedy: bool, learned: AcceptanceRates) -> Nodes:
@@ -126,3 +133,76 @@ JUDGE = AcceptanceHead.estimate_siblings
 def test_mutants_are_noticed(owner: Any, name: str, mutant: Any, greedy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, mutant)
     assert differing("before", greedy) > SEEDS / 2
+
+
+# Steps and passes of drafts. ------------------------------------------------------------------------------------------
+
+
+def forgets_nothing(draft: CapturedDraft, read: Any, tokens: torch.Tensor, states: Any) -> None:
+    """What was emitted is read behind what the draft has read of candidates."""
+    draft.text.cache.length.add_(1)
+    FORGET(draft, read, tokens, states)
+
+
+FORGET = CapturedDraft._forget
+
+
+def sees_siblings(model: Any, room: Any, ancestors: Any, *rest: Any) -> dict[str, Any]:
+    return inputs_in_place(model, room, ancestors.cummax(dim=1).values, *rest)
+
+
+def stands_behind_all(*args: Any) -> dict[str, Any]:
+    found = inputs_in_place(*args)
+    ids = found["position_ids"]
+    return found | {"position_ids": ids + torch.arange(ids.shape[1])}
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize(("settings", "owner", "name", "mutant"), [
+    (CHAIN, CapturedDraft, "_forget", forgets_nothing),
+    (TREE, round_steps, "inputs_in_place", sees_siblings),
+    (TREE, round_steps, "inputs_in_place", stands_behind_all),
+], ids=["forgets nothing", "sees siblings", "stands behind all"])  # fmt: skip
+def test_passes_that_are_wrong_are_noticed(
+    settings: dict[str, Any], owner: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In what is drafted: texts are verified."""
+    target = quiet_later_layers(tiny("llama"))
+    assistant = assistant_of("independent", target, adapt=False, **settings)
+    monkeypatch.setattr("support.capturing.LENGTHS", (3, 12))
+    expected, rounds = drawn(target, assistant, sampled=False)
+    monkeypatch.setattr(owner, name, mutant)
+    assistant.ready_drafter().captured = None  # what is captured knows nothing of the mutant
+    found, other_rounds = drawn(target, assistant, sampled=False)
+    assert assistant.stats.decided["rounds"] == "captured"
+    assert all(map(torch.equal, found, expected))
+    assert other_rounds != rounds
+
+
+@pytest.mark.usefixtures("pretended")
+def test_a_changed_draft_gets_other_steps() -> None:
+    """A graph does not look again at the modules that it was captured of."""
+    target = tiny("llama", num_hidden_layers=1)
+    assistant = assistant_of("independent", target, **CHAIN)
+    generate(target, assistant)
+    for layer in assistant.ready_drafter().model.model.layers:
+        layer.mlp = torch.nn.Identity()
+    assert torch.equal(generate(target, assistant), generate(target, None))
+    found = []
+    for graphs in ("auto", "off"):
+        assistant.speculation.graphs = graphs
+        found.append(generate(target, assistant))
+        found.append(assistant.stats.accepted)
+    assert torch.equal(found[0], found[2])
+    assert found[1] == found[3] > 0
+
+
+def test_one_draft_for_two_targets(pretended: Counter[str]) -> None:
+    first, second = (tiny("llama", seed, num_hidden_layers=1) for seed in (0, 3))
+    assistant = assistant_for(first, attached=False, mix=0.9, **CHAIN)
+    for turn in range(2):
+        before = pretended["captured"]
+        for target in (first, second):
+            assistant.attach(target)
+            assert torch.equal(generate(target, assistant), generate(target, None))
+        assert (pretended["captured"] > before) == (turn == 0)

@@ -7,11 +7,12 @@ import pytest
 import torch
 from support.exact_distribution import Replay, Tokens, exact_distribution
 from support.stopping_rules import decides, make_step
-from support.toy_rounds import Models, draft_chain, make_estimator
+from support.toy_rounds import Models, ToyRound, draft_chain, make_estimator
 from torch import Tensor
 
 from hf_specdecpp import AcceptanceHead, SpeculationConfig
-from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
+from hf_specdecpp.drafting.chain import Step
+from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.generation.setup import make_rule
 
@@ -38,13 +39,6 @@ def test_threshold_stops_above_h_not_at_h(signals: list[float | None]) -> None:
     assert rule.stops(1.0 - 1e-12)
 
 
-def test_names_choose_rules() -> None:
-    for name, kind in {"fixed": FixedLength, "threshold": Threshold}.items():
-        rule = rule_for(rule=name, min_tokens=2, max_tokens=9, num_tokens=4)
-        assert type(rule) is kind
-        assert (rule.min_tokens, rule.max_tokens) == ((1, 4) if name == "fixed" else (2, 9))
-
-
 def test_a_config_is_checked_again_when_it_is_used() -> None:
     config = SpeculationConfig()
     config.threshold = 1.5
@@ -55,16 +49,9 @@ def test_a_config_is_checked_again_when_it_is_used() -> None:
 # Rounds. --------------------------------------------------------------------------------------------------------------
 
 
-class Steps:
-    """The draft of `models`, counting its forwards."""
-
-    def __init__(self, models: Models) -> None:
-        self.models, self.calls = models, 0
-
-    def __call__(self, candidates: list[Tensor]) -> DraftStep:
-        self.calls += 1
-        _, scores, hidden = self.models.at(tuple(map(int, candidates)))
-        return DraftStep(len(candidates), scores, hidden, embed=lambda token: self.models.embeddings[token])
+def steps_of(models: Models) -> Step:
+    """Those of a draft. Each has a row of `models.rows`."""
+    return ToyRound(models, "fixed").stepper(())
 
 
 def authors_round(models: Models, head: Any, randomness: Replay, h: float, bounds: tuple[int, int]) -> Tokens:
@@ -111,7 +98,7 @@ def test_rounds_are_the_authors(h: float, bounds: tuple[int, int], scenario: str
 
         def ours(randomness: Replay, models: Models = models, config: Any = config, head: Any = head) -> Tokens:
             rule = make_rule(config, head, min_tokens=bounds[0])
-            return tuple(draft_chain(Steps(models), rule, randomness, 10, models.eos).candidates)
+            return tuple(draft_chain(steps_of(models), rule, randomness, 10, models.eos).candidates)
 
         def theirs(randomness: Replay, models: Models = models, head: Any = head) -> Tokens:
             return authors_round(models, head, randomness, h, bounds)
@@ -133,22 +120,22 @@ def test_a_round_that_stops_has_one_unjudged_candidate(probability: float) -> No
             judged.append(step.index - 1)
             return torch.tensor(probability)
 
-    steps = Steps(Models("plain", VOCAB, 0))
+    models = Models("plain", VOCAB, 0)
     rule = make_rule(SpeculationConfig(rule="threshold", threshold=0.7), After())
-    chain = draft_chain(steps, rule, Replay([]), max_tokens=20)
+    chain = draft_chain(steps_of(models), rule, Replay([]), max_tokens=20)
     needed = math.floor(math.log(0.3) / math.log(probability)) + 1  # verdicts until 1 - probability^n > 0.7
     assert judged == list(range(needed))
-    assert len(chain.candidates) == needed + 1 == steps.calls
+    assert len(chain.candidates) == needed + 1 == len(models.rows)
 
 
 def test_the_first_forward_judges_nothing_before_but_its_own_candidate() -> None:
     """A token head can stop after the first candidate: one draft forward less than the paper's."""
-    steps, rule = Steps(Models("plain", VOCAB, 0)), rule_for(rule="threshold", threshold=0.0)
-    assert (len(draft_chain(steps, rule, Replay([]), max_tokens=20)), steps.calls) == (1, 1)
+    models, rule = Models("plain", VOCAB, 0), rule_for(rule="threshold", threshold=0.0)
+    assert (len(draft_chain(steps_of(models), rule, Replay([]), max_tokens=20)), len(models.rows)) == (1, 1)
 
 
 @pytest.mark.parametrize(("room", "length"), [(0, 0), (1, 1), (3, 3), (9, 5)])
 def test_room_and_the_rules_own_limit_bound_a_round(room: int, length: int) -> None:
-    steps = Steps(Models("plain", VOCAB, 0))
-    chain = draft_chain(steps, rule_for(rule="fixed", num_tokens=5), Replay([]), max_tokens=room)
-    assert len(chain.candidates) == len(chain.drawn_from) == steps.calls == length
+    models = Models("plain", VOCAB, 0)
+    chain = draft_chain(steps_of(models), rule_for(rule="fixed", num_tokens=5), Replay([]), max_tokens=room)
+    assert len(chain.candidates) == len(chain.drawn_from) == len(models.rows) == length

@@ -15,7 +15,6 @@ from hf_specdecpp.estimation.estimators import (
     NUM_SCALARS,
     NUM_SIBLINGS,
     SIBLING_MASS,
-    DraftProbability,
     DraftStep,
     scalar_features,
 )
@@ -66,12 +65,6 @@ def test_the_after_head_is_the_papers(depth: int, tied: bool) -> None:
     assert sum(each.numel() for each in ours.parameters()) == sum(each.numel() for each in paper.parameters())
 
 
-def test_the_after_head_judges_batches_alike() -> None:
-    head, hidden = make_head(), torch.randn(2, 3, SIZE)
-    assert head(hidden).shape == (2, 3)
-    assert_close(head(hidden)[1, 2], head(hidden[1, 2]))
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_released_head_has_as_many_parameters_as_the_papers(depth: int) -> None:
     with torch.device("meta"):
@@ -81,13 +74,6 @@ def test_the_released_head_has_as_many_parameters_as_the_papers(depth: int) -> N
 
 def test_the_after_head_has_no_verdict_on_the_first_candidate() -> None:
     assert make_head().estimate(make_step(index=0)) is None
-
-
-def test_the_after_head_reads_nothing_but_the_hidden_state() -> None:
-    """It judges the candidate before, so the new candidate and its q must not matter."""
-    head, step = make_head(), make_step(index=1, token=3)
-    other = DraftStep(1, torch.randn(VOCAB), step.hidden, step.embed, token=torch.tensor(5))
-    assert probability(head, step) == probability(head, other)
 
 
 @pytest.mark.parametrize("inputs", ["after", "before"])
@@ -203,13 +189,6 @@ def test_siblings_beyond_those_of_the_fit_are_judged_like_the_last(siblings: int
     assert len(verdicts[others + alike[:1]].unique()) == len(others + alike[:1])
 
 
-def test_greedy_targets_are_judged_by_a_scalar_of_their_own() -> None:
-    head = make_head(inputs="before", rank=4)
-    sampled, greedily = make_step(), make_step(greedy=True)
-    assert probability(head, sampled) != probability(head, greedily)
-    assert_close(sampled.scalars[:5], greedily.scalars[:5])
-
-
 @pytest.mark.parametrize("inputs", ["after", "before"])
 @pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double()])
 def test_casting_leaves_a_head_in_float32(cast: Any, inputs: str) -> None:
@@ -235,12 +214,6 @@ def test_a_head_is_rebuilt_from_its_config(inputs: str, tied: bool) -> None:
         assert probability(again, step) == probability(head, step)
     assert json.loads(json.dumps(head.to_config())) == again.to_config()
     assert len(head.blocks) == (1 if tied else 2)
-
-
-def test_draft_probability_is_q() -> None:
-    step = make_step(token=7)
-    assert_close(DraftProbability().estimate(step), step.scores.softmax(dim=-1)[7])
-    assert DraftProbability().inputs == "before"
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -8,7 +8,15 @@ from functools import partial
 
 import pytest
 import torch
-from support.exact_distribution import Probs, Replay, Tokens, exact_distribution, is_caught, largest_error
+from support.exact_distribution import (
+    Answering,
+    Probs,
+    Tokens,
+    accepted_in,
+    exact_distribution,
+    is_caught,
+    largest_error,
+)
 from support.toy_rounds import RULES, SCENARIOS, VERIFIERS, Models, ToyRound
 from torch import Tensor
 
@@ -82,16 +90,6 @@ def test_mutants_are_caught(mutant: type[ToyRound], rule: str) -> None:
     assert is_caught(rounds_of(mutant, rule))
 
 
-def accepted_in(toy: ToyRound) -> float:
-    """The expected number of accepted candidates of a round."""
-
-    def program(randomness: Replay) -> Tokens:
-        toy(randomness)
-        return (toy.accepted,)
-
-    return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
-
-
 @pytest.mark.every(5)
 @pytest.mark.parametrize(("rule", "thorough"), [
     *((rule, False) for rule in RULES if "throughput/" not in rule),
@@ -143,20 +141,9 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
 
 def test_a_block_of_which_nothing_is_left_falls_back_to_p() -> None:
     """Rounding can reject a candidate although p equals q, which leaves nothing to draw from."""
-    drawn_from = []
-
-    class RejectsOne(Replay):
-        answers = iter([False, True])
-
-        def bernoulli(self, probability: float) -> bool:
-            return next(self.answers)
-
-        def categorical(self, probs: Tensor) -> Tensor:
-            drawn_from.append(probs)
-            return super().categorical(probs)
-
-    verify_block([1], Q, Q[:1], RejectsOne([]))
-    assert torch.equal(drawn_from[0], Q[0])
+    rejecting = Answering([False, True])
+    verify_block([1], Q, Q[:1], rejecting)
+    assert torch.equal(rejecting.drawn_from[0], Q[0])
 
 
 @pytest.mark.takes(2)

@@ -23,7 +23,6 @@ from hf_specdecpp.sampling.on_device import (
     last_on_path,
     remaining,
     slot_values,
-    stands_greedily,
     stands_sampled,
 )
 from hf_specdecpp.trees.tree import DraftTree
@@ -230,24 +229,6 @@ def test_slots_before_their_siblings() -> None:
         for greedy in (False, True):
             for row in best_slots(values, probs, 5, greedy).tolist():
                 assert all(slot % 4 == 0 or slot - 1 in row[:place] for place, slot in enumerate(row))
-
-
-def test_greedy_trees() -> None:
-    """The path of the target's choices, as far as it is in the tree."""
-    parents = torch.tensor([[0, 0, 1, 1]])
-    ancestors = torch.tensor(
-        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 0, 1]], dtype=torch.bool
-    )[None]
-    tokens, drawn = torch.tensor([[7, 8, 5, 6]]), torch.ones(1, 4, dtype=torch.bool)
-    for choices, last, path in (
-        ([7, 6, 0, 0, 3], 4, [1, 4]),
-        ([7, 5, 0, 3, 0], 3, [1, 3]),
-        ([7, 9, 0, 0, 0], 1, [1]),
-        ([8, 5, 4, 0, 0], 2, [2]),
-        ([9, 5, 6, 0, 0], 0, []),
-    ):
-        found, on_path = last_on_path(stands_greedily(tokens, parents, drawn, torch.tensor([choices])), ancestors)
-        assert (int(found), [node for node in range(1, 5) if on_path[0, node]]) == (last, path)
 
 
 def test_several_texts_at_once() -> None:

@@ -11,10 +11,10 @@ from support.toy_rounds import BOUNDS, RULES, SCENARIOS, VERIFIERS, Models, OneU
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import RULES as RULE_NAMES
-from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
+from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
 from hf_specdecpp.sampling import verification
 from hf_specdecpp.sampling.randomness import Randomness
-from hf_specdecpp.sampling.verification import residual, verify_chain, verify_greedy
+from hf_specdecpp.sampling.verification import residual, verify_chain
 from hf_specdecpp.trees.tree import DraftTree
 
 # All probabilities are float64 here (heads answer in float32, but they only decide when to stop).
@@ -177,24 +177,3 @@ RESIDUALS = [ResamplesFromP, SubtractsTheFirstQ]
 )
 def test_mutants_are_caught(mutant: type[ToyRound], verifier: str, rule: str) -> None:
     assert is_caught(mutant(Models("plain", 3, seed), rule, (1, 3), seed, verifier) for seed in SEEDS)
-
-
-# The greedy analogue. -------------------------------------------------------------------------------------------------
-
-
-def test_greedy_rounds_emit_the_likeliest_tokens() -> None:
-    outcomes = set()
-    for seed in range(30):
-        models = Models("plain", 4, seed)
-        text: Tokens = ()
-        while len(text) < 12:
-            chain = draft_chain(ToyRound(models, "fixed").stepper(text), FixedLength(3), None, max_tokens=3)
-            after = [(*text, *chain.candidates[:count]) for count in range(4)]
-            accepted, token = verify_greedy(chain.candidates, torch.stack([models.at(prefix)[0] for prefix in after]))
-            outcomes.add(accepted)
-            text = (*text, *chain.candidates[:accepted], token)
-        expected: Tokens = ()
-        while len(expected) < len(text):
-            expected = (*expected, int(models.p(expected).argmax()))
-        assert text == expected
-    assert outcomes == {0, 1, 2, 3}

@@ -12,7 +12,6 @@ import pytest
 import torch
 from support.models import partly_agreeing, prompt, tiny
 from torch import Tensor
-from torch.testing import assert_close
 from transformers import TrainingArguments
 
 from hf_specdecpp import AcceptanceHead
@@ -97,17 +96,9 @@ def test_loss_and_gradients_are_the_papers(case: Any, tmp_path: Path) -> None:
     assert len(paper[1]) == 4, "tied blocks: one weight matrix, one bias, and the last layer's two"
 
 
-def test_the_case_has_what_it_takes_to_tell_mutants(case: Any) -> None:
-    for item in case[-1]:
-        assert 0 < int((item["mask"] == 0).sum()) < len(item["mask"]) / 2
-        assert float(item["label"].min()) < 0.5
-        assert float(item["label"].max()) == 1.0
-    assert len(case[-1][0]["mask"]) != len(case[-1][1]["mask"]), "so that there is padding"
-
-
 @pytest.mark.takes(3)
 def test_the_drafts_tokens_are_drawn_from_q() -> None:
-    """And not from p or greedily: the mean label is near sum min(p, q) over many draws."""
+    """And not from p or greedily: the mean label is near sum min(p, q) over many draws. A share is mixed in."""
     target = tiny("llama")
     drafter, ids = Drafter(partly_agreeing(target, 0.9)), prompt(46, seed=1)
     generator = torch.Generator().manual_seed(0)
@@ -115,12 +106,13 @@ def test_the_drafts_tokens_are_drawn_from_q() -> None:
     def features(head: HeadConfig) -> Batch:
         return Examples(head, drafter, target).of_text(ids, 6, Sampling(), generator)
 
-    sampled = torch.stack([features(PAPER)["label"].mean() for _ in range(100)])
+    drawn = [features(PAPER) for _ in range(100)]
+    sampled = torch.stack([each["label"].mean() for each in drawn])
     with torch.no_grad():
         p, q = (model(ids).logits[0, 5:-1].softmax(-1) for model in (target, drafter.model))
     analytic = torch.minimum(p, q).sum(-1).mean()
     assert abs(float(sampled.mean() - analytic)) < 5 * float(sampled.std()) / math.sqrt(100)
-    shares = [float((features(PAPER)["mask"] == 0).float().mean()) for _ in range(100)]  # 4000 coins
+    shares = [float((each["mask"] == 0).float().mean()) for each in drawn]  # 4000 coins
     assert sum(shares) / 100 == pytest.approx(0.15, abs=0.03)
 
 
@@ -186,18 +178,3 @@ def test_ignoring_the_rejection_weight_is_noticed(case: Any, tmp_path: Path) -> 
     ours = our_loss(case, tmp_path, HeadConfig(**{**vars(PAPER), "rejection_weight": 1.0}))
     assert distance(ours, papers_loss(case)) > VISIBLE
     assert distance(ours, papers_loss(case, w_rej=1.0)) < TOLERANCE
-
-
-def test_untied_blocks_have_other_gradients(case: Any, tmp_path: Path) -> None:
-    target, draft, head, texts, items = case
-    torch.manual_seed(0)
-    untied = AcceptanceHead(draft.config.hidden_size, 3, tied=False, inputs="after")
-    for block in untied.blocks:
-        block.load_state_dict(head.blocks[0].state_dict())
-    untied.output.load_state_dict(head.output.state_dict())
-    loss, gradients = our_loss((target, draft, untied, texts, items), tmp_path)
-    paper_loss, paper = papers_loss(case)
-    assert_close(loss, paper_loss)
-    total = sum(gradients[f"blocks.{i}.linear.weight"] for i in range(3))
-    assert_close(total, paper["blocks.0.linear.weight"], rtol=1e-4, atol=1e-6)
-    assert not torch.allclose(gradients["blocks.0.linear.weight"], paper["blocks.0.linear.weight"], rtol=0.1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support.exact_distribution import Probs, Replay, Tokens, exact_distribution, is_caught, largest_error
+from support.exact_distribution import Probs, Replay, Tokens, accepted_in, exact_distribution, is_caught, largest_error
 from support.toy_rounds import SCENARIOS, Models
 from support.toy_trees import ToyTree
 
@@ -87,16 +87,6 @@ def test_the_formulas_are_right_with_all_parts(algorithm: str) -> None:
 @pytest.mark.parametrize("mutant", [ForgetsToCarry, KeepsItsChance, StaleQ, DrawsFromP])
 def test_mutants_are_caught(mutant: type[ToyTree], algorithm: str) -> None:
     assert is_caught(rounds_of(mutant, algorithm))
-
-
-def accepted_in(toy: ToyTree) -> float:
-    """The expected number of accepted candidates of a round."""
-
-    def program(randomness: Replay) -> Tokens:
-        toy(randomness)
-        return (len(toy.last[1]),)
-
-    return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
 
 
 @pytest.mark.every(5, takes=3)

@@ -7,6 +7,7 @@ import torch
 from support import models
 from support.models import prompt, quiet_later_layers, tiny, told
 from support.products import products_of
+from support.watchers import heard
 from torch import nn
 from torch.nn import functional
 
@@ -87,16 +88,16 @@ def test_the_output_is_the_targets(kind: str, speculation: dict[str, Any], monke
     options: dict[str, Any] = {"max_new_tokens": 24, "pad_token_id": 0}
     plain = target.generate(prompt(), do_sample=False, **options)
     assistant = assistant_of(kind, target, int8_draft=True, cpu_products="off", **speculation)
-    used, forward = [], type(target.model).forward
-
-    def watched(decoder: Any, *args: Any, **kwargs: Any) -> Any:
-        used.append((decoder is target.model, set(products_of(decoder))))
-        return forward(decoder, *args, **kwargs)
-
-    monkeypatch.setattr(type(target.model), "forward", watched)
+    used: dict[bool, list[set[str]]] = {True: [], False: []}  # by whether it was the target
+    heard(
+        monkeypatch,
+        type(target.model),
+        "forward",
+        lambda decoder, *_, **__: used[decoder is target.model].append(set(products_of(decoder))),
+    )
     assert torch.equal(target.generate(prompt(), do_sample=False, assistant_model=assistant, **options), plain)
-    assert {products for is_target, products in map(_frozen, used) if is_target} == {frozenset({"own"})}
-    assert frozenset({"int8"}) in {products for is_target, products in map(_frozen, used) if not is_target}
+    assert all(products == {"own"} for products in used[True])
+    assert {"int8"} in used[False]
     assert assistant.stats.accepted > 0
     target.generate(prompt(), do_sample=True, assistant_model=assistant, **options)
 
@@ -122,10 +123,6 @@ def test_a_layer_that_is_the_targets_too_stays_as_it_is(monkeypatch: pytest.Monk
     assert off_by() < 1e-3
     monkeypatch.setattr(setup, "FasterProducts", lambda *models, target, **rest: FasterProducts(*models, **rest))
     assert off_by() > 1e-3
-
-
-def _frozen(call: tuple[bool, set[str]]) -> tuple[bool, frozenset[str]]:
-    return call[0], frozenset(call[1])
 
 
 @pytest.mark.usefixtures("small_layers")

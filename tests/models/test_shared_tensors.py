@@ -1,7 +1,6 @@
 """An early exit shares its target's tensors: it costs the memory of its adapter and heads, and changes none of them."""
 
 import copy
-import threading
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -17,7 +16,6 @@ from support.watchers import heard
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting import draft_model
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
@@ -41,27 +39,23 @@ def lora_folder(target: CausalLM, folder: Path) -> Path:
     return folder
 
 
-def test_an_early_exit_shares_the_targets_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("made", "own"), [
+    ({}, 0),
+    ({"draft_vocab": range(0, 48, 3)}, 16 * 32 * 8 + 16 * 8),  # the head's rows, and their ids
+    ({"adapter": ...}, 2 * 2 * (2 * 32) * 8),  # A and B of rank 2 at 32 x 32 in two layers
+    ({"adapter": ..., "merge": True}, 2 * 32 * 32 * 8),  # q_proj of two layers
+], ids=str)  # fmt: skip
+def test_an_early_exit_shares_the_targets_tensors(made: dict[str, Any], own: int, tmp_path: Path) -> None:
     target = tiny("llama").train()
     target.get_input_embeddings().requires_grad_(False)
-    before = snapshot(target)
-    shared = {t.untyped_storage().data_ptr() for t in all_tensors(target)}
-    vocab = list(range(0, 48, 3))
-    for adapter, draft_vocab in ((None, None), (lora_folder(target, tmp_path), None), (None, vocab)):
-        assistant = SpecDecPPAssistant.from_early_exit(
-            target, 2, adapter=adapter, draft_vocab=draft_vocab, speculation=FIXED, merge=False
-        )
-        drafter = assistant.drafter
-        assert drafter is not None
-        own = bytes_of([*all_tensors(drafter.model), *all_tensors(drafter)], without=shared)
-        if adapter is not None:  # A and B of rank 2 at 32 x 32 in two layers
-            assert own == 2 * 2 * (2 * 32) * 8
-        elif draft_vocab is not None:  # the head's rows, and their ids
-            assert own == len(vocab) * 32 * 8 + len(vocab) * 8
-        else:
-            assert own == 0
-        assert snapshot(target) == {**before, "class": type(target)}
-        assistant.detach()
+    before, shared = snapshot(target), {t.untyped_storage().data_ptr() for t in all_tensors(target)}
+    adapter = {"adapter": lora_folder(target, tmp_path)} if "adapter" in made else {}
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=FIXED, **{"merge": False, **made, **adapter})
+    drafter = assistant.ready_drafter()
+    assert bytes_of([*all_tensors(drafter.model), *all_tensors(drafter)], without=shared) == own
+    assert {**snapshot(target), "class": None} == {**before, "class": None}
+    assert torch.equal(generate(target, assistant_model=assistant), generate(target))
+    assistant.detach()
     assert snapshot(target) == before
 
 
@@ -75,19 +69,6 @@ def test_moving_an_early_exit_assistant_leaves_the_target(tmp_path: Path) -> Non
     assert {**snapshot(target), "class": None} == {**before, "class": None}
     assert torch.equal(generate(target, assistant_model=assistant), generate(target))
     assistant.detach()
-
-
-def test_merging_an_adapter_copies_only_what_it_changes(tmp_path: Path) -> None:
-    target = tiny("llama")
-    before = snapshot(target)
-    shared = {t.untyped_storage().data_ptr() for t in all_tensors(target)}
-    folder = lora_folder(target, tmp_path)
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, speculation=FIXED, merge=True)
-    assert assistant.drafter is not None
-    assert bytes_of(all_tensors(assistant.drafter.model), without=shared) == 2 * 32 * 32 * 8  # q_proj of two layers
-    assert torch.equal(generate(target, assistant_model=assistant), generate(target))
-    assistant.detach()
-    assert snapshot(target) == before
 
 
 # --- a target in training ---
@@ -157,38 +138,10 @@ def test_forwards_that_trainers_set_are_left_to_the_target() -> None:
 
 FOUR = SpeculationConfig("fixed", num_tokens=4)
 PROMPTS = [prompt(length, seed=length) for length in (1, 5, 9, 20)]
-KINDS = ["attached", "unattached", "early exit"]
 
 
 def said(target: CausalLM, ids: Tensor, **arguments: Any) -> Tensor:
     return target.generate(ids, **{"do_sample": False, "max_new_tokens": 30, **arguments})
-
-
-def make(target: CausalLM, kind: str) -> Any:
-    if kind == "early exit":
-        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=FOUR)
-    return assistant_for(target, kind == "attached")
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", ["fixed", "threshold"])
-def test_repeated_calls(kind: str, rule: str) -> None:
-    """Without `adapt` what one call learned does not reach the next."""
-    target = tiny("llama")
-    assistant = make(target, kind)
-    assistant.speculation.rule, assistant.decisions = rule, Decisions(adapt=False)
-    config, speculation = assistant.generation_config.to_dict(), assistant.speculation.to_dict()
-    described = assistant.config.to_dict()
-    texts, counts = [], []
-    for _ in range(3):
-        texts.append(said(target, PROMPTS[2], assistant_model=assistant))
-        counts.append((assistant.stats.rounds, assistant.stats.drafted_at, assistant.stats.accepted_at))
-        said(target, PROMPTS[1], assistant_model=assistant)
-    assert all(torch.equal(text, texts[0]) for text in texts)
-    assert counts[0] == counts[1] == counts[2]
-    assert (assistant.generation_config.to_dict(), assistant.speculation.to_dict()) == (config, speculation)
-    assert assistant.config.to_dict() == described
 
 
 @pytest.mark.every(2, takes=2)
@@ -209,60 +162,9 @@ def test_two_targets_share_an_assistant(attached: bool) -> None:
         assert assistant.stats.complete is (attached and target is targets[1])
 
 
-def test_two_assistants_on_a_target() -> None:
-    target = of_own_class(tiny("llama"))
-    plain = said(target, PROMPTS[3])
-    independent, early = make(target, "attached"), make(target, "early exit")
-    for assistant in (independent, early, independent):
-        assert torch.equal(said(target, PROMPTS[3], assistant_model=assistant), plain)
-        assert assistant.stats.complete
-    independent.detach()
-    assert has_our_methods(target), "the early exit is still attached"
-    for assistant in (independent, early):
-        assert torch.equal(said(target, PROMPTS[3], assistant_model=assistant), plain)
-        assert assistant.stats.complete is (assistant is early)
-    early.detach()
-    assert not has_our_methods(target)
-
-
 def test_attaching_twice_counts_once() -> None:
     target = of_own_class(tiny("llama"))
-    assistant = make(target, "attached")
+    assistant = assistant_for(target)
     assistant.attach(target)
     assistant.detach()
     assert not has_our_methods(target)
-
-
-def test_the_stats_of_a_call_stay_as_they_are() -> None:
-    target = tiny("llama")
-    assistant = make(target, "attached")
-    said(target, PROMPTS[0], assistant_model=assistant)
-    first = assistant.stats
-    kept = str(first)
-    said(target, PROMPTS[1], assistant_model=assistant)
-    assert assistant.stats is not first
-    assert str(first) == kept
-
-
-@pytest.mark.every(3, takes=2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
-def test_threads(family: str, kind: str) -> None:
-    target = tiny(family)
-    plain, assistant = [said(target, ids) for ids in PROMPTS], make(target, kind)
-    results: dict[int, list[Tensor]] = {i: [] for i in range(len(PROMPTS))}
-    start = threading.Barrier(len(PROMPTS))
-
-    def work(i: int) -> None:
-        start.wait(timeout=20)
-        for _ in range(2):
-            results[i].append(said(target, PROMPTS[i], assistant_model=assistant))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in results]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    for i, texts in results.items():
-        assert len(texts) == 2, "a thread failed"
-        assert all(torch.equal(text, plain[i]) for text in texts)

@@ -9,11 +9,11 @@ from support.families import model_of
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
 from support.outputs import assert_same
 from support.zoo import tiny_of
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_specdecpp.models import target_states
-from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
-from hf_specdecpp.models.early_exit import early_exit, layer_stack
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN, StateReader, TargetStates, state_numbers
 
@@ -59,33 +59,6 @@ def test_what_is_returned_is_what_hooks_see(family: str, reads: list[int], final
     assert states.are_returned
     assert found.shape == (1, 12, reader.width)
     assert torch.equal(found, expected)
-
-
-def output_of(target: CausalLM, layer: nn.Module, text: Tensor) -> Tensor:
-    seen: list[Any] = []
-    handle = layer.register_forward_hook(lambda _, __, output: seen.append(output))
-    with torch.no_grad():
-        target(text)
-    handle.remove()
-    state: Tensor = seen[0] if isinstance(seen[0], Tensor) else seen[0][0]
-    return state
-
-
-def test_how_transformers_numbers_chosen_states() -> None:
-    """Number 1 is the first layer's output from 5.23 on, before which the embeddings are number 0; it was the second's
-    in lists until 5.22. So our numbers would be wrong there, and hooks are used."""
-    target, text = tiny("llama"), prompt(5)
-    with torch.no_grad():
-        (state,) = [each for each in target(text, output_hidden_states=[1]).hidden_states if each is not None]
-    place = 0 if RETURNS_CHOSEN else 1
-    stack = layer_stack(inner_decoder(target), target)[1]
-    assert torch.equal(state, output_of(target, stack[place], text))
-    assert not torch.equal(state, output_of(target, stack[1 - place], text))
-    reader = reader_of(target, [0], False)
-    asked = {"output_hidden_states": [1]} if RETURNS_CHOSEN else {}
-    assert TargetStates(target, reader).asked_for({}) == {}, "hooks of transformers would stay"
-    target.model.layers[1].compile(backend="eager")
-    assert TargetStates(target, reader).asked_for({}) == asked
 
 
 def one_less(reader: StateReader, num_layers: int) -> list[int]:

@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support.models import prompt, tiny
-from support.multimodal import AROUND, PATCHES, PLACEHOLDERS, TEXT, multimodal
 from support.zoo import tiny_of
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from hf_specdecpp import assist
-from hf_specdecpp.caches.states import STATE_TOLERANCE, check_states, state_error
+from hf_specdecpp.caches.states import check_states, state_error
 from hf_specdecpp.drafts.eagle3.meeting import Heard
 from hf_specdecpp.models.causal_lm import CausalLM, trying
-from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.trees.attention import check_tree, tree_error
 
 TOKENS = prompt(5)
@@ -42,13 +38,6 @@ def test_it_is_in_eval_mode_and_then_as_it_was(trial: str) -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_in_training_mode_a_model_can_be_read() -> None:
-    model = tiny_of("gpt2", resid_pdrop=0.5).train()
-    check_tree(model)
-    Reader(model)
-    assert model.training
-
-
 def test_a_pass_leaves_nothing_on_the_model() -> None:
     """Of Qwen's models that read images a forward may set `rope_deltas`."""
     model, kept = tiny("llama").train(), torch.tensor(3)
@@ -64,37 +53,6 @@ def test_a_pass_leaves_nothing_on_the_model() -> None:
     assert model.model.rope_deltas is kept
     assert model.model.unset is None
     assert model.training
-
-
-# After an image, Qwen's models keep how far the positions of what follows are off. ------------------------------------
-
-
-def qwen3_5() -> CausalLM:
-    """Layers with a state, of a model that reads images."""
-    linear = {f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")}
-    linear |= {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
-    rope: dict[str, Any] = {**TEXT["rope_parameters"], "partial_rotary_factor": 1.0, "mrope_interleaved": True}
-    kinds = ["linear_attention", "full_attention"] * (TEXT["num_hidden_layers"] // 2)
-    text = {**TEXT, **linear, "head_dim": 8, "layer_types": kinds, "rope_parameters": rope}
-    around: dict[str, Any] = {**PLACEHOLDERS, **AROUND}
-    config = Qwen3_5Config(text_config=text, vision_config=copy.deepcopy(PATCHES), **around)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Qwen3_5ForConditionalGeneration(config).double().eval()
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_after_images_a_target_with_states_is_assisted(rows: int) -> None:
-    target, (_, inputs) = qwen3_5(), multimodal("qwen2.5 vl")
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
-    target.generate(**{name: torch.cat([value] * rows) for name, value in inputs.items()}, **options)
-    left = target.model.rope_deltas
-    assert bool(left.any())
-    assistant = assist(target, "lookup", default=False)
-    assert state_error(target) < STATE_TOLERANCE[torch.float64]
-    assert target.model.rope_deltas is left
-    plain = target.generate(TOKENS, **options)
-    assert torch.equal(target.generate(TOKENS, assistant_model=assistant, **options), plain)
 
 
 # Exceptions. ----------------------------------------------------------------------------------------------------------

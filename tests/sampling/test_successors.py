@@ -20,7 +20,6 @@ from hf_specdecpp.sampling.successors import (
     SUREST,
     MixedProcessing,
     Successors,
-    _each_once,
     contexts_of,
 )
 
@@ -56,23 +55,6 @@ def known(table: Successors, *tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return table._known(places, table.keys[places] == keys)
 
 
-def test_what_is_kept_follows_what_is_said() -> None:
-    """The numbers of the docstring."""
-    table = Successors(VOCAB, CPU)
-    assert not table.probs.any()
-    table.learn(contexts((5, 7)), logits_of(_3=0.8, _4=0.2))
-    for tokens in ((7,), (5, 7)):
-        assert_close(row(table, *tokens)[3:5], torch.tensor([0.8, 0.2]))
-    table.learn(contexts((5, 7)), logits_of(_4=1.0))
-    for tokens in ((7,), (5, 7)):
-        assert_close(row(table, *tokens)[3:5], torch.tensor([0.4, 0.6]))
-    table.learn(contexts((6, 7)), logits_of(_1=1.0))
-    assert_close(row(table, 7)[[1, 3, 4]], torch.tensor([0.5, 0.2, 0.3]))
-    assert_close(row(table, 5, 7)[[1, 3, 4]], torch.tensor([0.0, 0.4, 0.6]))
-    assert_close(row(table, 6, 7)[1], torch.tensor(1.0))
-    assert not row(table, 8).any()
-
-
 def test_the_longest_known_part_of_a_context_counts() -> None:
     table = Successors(VOCAB, CPU)
     table.learn(contexts((4, 5, 7)), logits_of(_1=1.0))
@@ -85,22 +67,6 @@ def test_the_longest_known_part_of_a_context_counts() -> None:
 
     assert [likeliest(4, 5, 7), likeliest(9, 5, 7), likeliest(9, 9, 7)] == [(3, 1), (2, 2), (1, 3)]
     assert likeliest(9, 9, 9)[0] == 0
-
-
-def test_of_several_places_after_one_token_the_last_counts_most() -> None:
-    """As if each had been told by itself."""
-    table, one_by_one = Successors(VOCAB, CPU), Successors(VOCAB, CPU)
-    said = [(5, logits_of(_1=1.0)), (6, logits_of(_2=1.0)), (5, logits_of(_3=1.0)), (5, logits_of(_4=1.0))]
-    for token, logits in said:
-        one_by_one.learn(contexts(token), logits)
-    table.learn(contexts(*(token for token, _ in said)), torch.cat([logits for _, logits in said]))
-    assert_close(row(table, 5), row(one_by_one, 5))
-    assert row(table, 5)[[1, 3, 4]].tolist() == [0.25, 0.25, 0.5]
-
-
-def test_rows_of_places_are_told_in_their_order() -> None:
-    """The example of the docstring."""
-    assert _each_once([[5, 8], [6, 9], [5, 9], [7, 8]]) == [[0, 1], [2, 3]]
 
 
 @settings(max_examples=30)
@@ -216,16 +182,6 @@ def test_the_softmax_is_the_mixture(greedy: bool) -> None:
     assert_close(q, mixture(scores, greedy), atol=1e-5, rtol=0.0)
     assert float((q - scores.softmax(-1))[:2].abs().amax(-1).min()) > 0.05
     assert_close(q[2], scores[2].softmax(-1))
-
-
-def test_the_numbers_of_the_docstring() -> None:
-    table = Successors(3, CPU)
-    table.ids[0], table.probs[0] = torch.tensor([1, 2, 0], dtype=torch.int32), torch.tensor([0.5, 0.2, 0.0])
-    table.keys[0] = 0
-    table.odds.fill_(1.0)
-    for greedy, expected in ((True, [[0.41538, 0.43077, 0.06154]]), (False, [[0.45, 0.425, 0.05]])):
-        q = table.mixed(contexts(0), torch.tensor([[0.6, 0.4, 0.0]]).log(), greedy).softmax(-1)
-        assert_close(q, torch.tensor(expected) / sum(expected[0]), atol=1e-4, rtol=0.0)
 
 
 @settings(max_examples=20)

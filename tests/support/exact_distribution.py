@@ -58,6 +58,21 @@ class Replay:
         return choice
 
 
+class Answering(Replay):
+    """Says to tests what it is told to say. `drawn_from`: the distributions of draws."""
+
+    def __init__(self, answers: list[bool]) -> None:
+        super().__init__([])
+        self.answers, self.drawn_from = answers, list[Tensor]()
+
+    def bernoulli(self, probability: float) -> bool:
+        return self.answers.pop(0)
+
+    def categorical(self, probs: Tensor) -> Tensor:
+        self.drawn_from.append(probs)
+        return super().categorical(probs)
+
+
 class ReplayedSiblings:
     """Draws without replacement by the definition: from what is left of each row, renormalised."""
 
@@ -82,6 +97,16 @@ def exact_distribution(program: Callable[[Replay], Tokens]) -> Probs:
         probs[emitted] += replay.weight
         todo += replay.untried
     return probs
+
+
+def accepted_in(toy: Any) -> float:
+    """The expected number of accepted candidates of a round, which says in `accepted` how many they were."""
+
+    def program(replay: Replay) -> Tokens:
+        toy(replay)
+        return (toy.accepted,)
+
+    return sum(accepted * weight for (accepted,), weight in exact_distribution(program).items())
 
 
 def worst_error(probs: Probs, p: Callable[[Tokens], Tensor], vocab: int) -> float:

@@ -29,7 +29,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import RLock, Thread
 from typing import Any
-from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import pytest
 
@@ -39,17 +39,14 @@ ROUTES = [
     ("GET", "/api/models/{repo}/revision/{rev}", "_model_info"),
     ("GET", "/api/models/{repo}/tree/{rev}", "_tree"),
     ("GET", "/api/models/{repo}/tree/{rev}/{path}", "_tree"),
-    ("POST", "/api/models/{repo}/paths-info/{rev}", "_paths_info"),
     ("GET", "/api/models/{repo}", "_model_info"),
     ("GET", "/api/whoami-v2", "_whoami"),
     ("POST", "/api/validate-yaml", "_validate_yaml"),
     ("POST", "/api/repos/create", "_create_repo"),
     ("POST", "/api/models/{repo}/branch/{rev}", "_create_branch"),
-    ("POST", "/api/models/{repo}/tag/{rev}", "_create_tag"),
     ("POST", "/api/models/{repo}/preupload/{rev}", "_preupload"),
     ("POST", "/{repo}.git/info/lfs/objects/batch", "_lfs_batch"),
     ("PUT", "/lfs/{oid}", "_lfs_put"),
-    ("POST", "/lfs/{oid}/verify", "_lfs_verify"),
     ("POST", "/api/models/{repo}/commit/{rev}", "_commit"),
 ]
 FIELDS = {"repo": r"[\w.-]+(?:/[\w.-]+)?", "rev": r"[^/]+", "path": ".+", "oid": "[0-9a-f]{64}"}
@@ -122,7 +119,6 @@ class HubError(Exception):
 class Request:
     url: dict[str, str]  # the fields of the route
     query: dict[str, str]
-    range: str
     token: str
     body: bytes
 
@@ -217,31 +213,19 @@ class HubServer:
         if repo.gated and (not request.token or request.token != repo.gate_token):
             raise HubError(403 if request.token else 401, "GatedRepo", f"Access to model {repo.id} is restricted.")
         commit = repo.at(request.url["rev"])
-        headers = {"X-Repo-Commit": commit.oid, "Accept-Ranges": "bytes"}
+        headers = {"X-Repo-Commit": commit.oid}
         if path not in commit.files:
             raise HubError(404, "EntryNotFound", "Entry not found", **headers)
         blob = commit.files[path]
         headers["ETag"] = f'"{blob.etag}"'
         if blob.lfs:
             headers |= {"X-Linked-Etag": f'"{blob.etag}"', "X-Linked-Size": str(len(blob.data))}
-        wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", request.range)
-        if not wanted or not any(wanted.groups()):
-            return Reply(200, blob.data, headers)
-        size, (first, last) = len(blob.data), wanted.groups()
-        start = int(first) if first else max(size - int(last), 0)
-        stop = min(int(last) + 1, size) if first and last else size
-        if start >= stop:
-            return Reply(416, b"", {**headers, "Content-Range": f"bytes */{size}"})
-        return Reply(206, blob.data[start:stop], {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{size}"})
+        return Reply(200, blob.data, headers)
 
     def _model_info(self, request: Request) -> dict[str, Any]:
         repo = self._repo(request)
         commit = repo.at(request.url.get("rev", "main"))
-        siblings: list[dict[str, Any]] = [{"rfilename": path} for path in sorted(commit.files)]
-        if request.flag("blobs"):
-            for sibling in siblings:
-                row = commit.files[sibling["rfilename"]].row
-                sibling |= {**row, "blobId": row["oid"]}
+        siblings = [{"rfilename": path} for path in sorted(commit.files)]
         info = {"_id": repo.id, "id": repo.id, "modelId": repo.id, "author": repo.id.split("/")[0], "sha": commit.oid}
         status = {"private": repo.private_token is not None, "gated": "manual" if repo.gated else False}
         counts = {"disabled": False, "downloads": 0, "likes": 0, "tags": [], "lastModified": commit.date}
@@ -255,10 +239,6 @@ class HubServer:
         prefix = f"{folder}/" if folder else ""
         inside = [entry for path, entry in everything.items() if path.startswith(prefix)]
         return [entry for entry in inside if request.flag("recursive") or "/" not in entry["path"][len(prefix) :]]
-
-    def _paths_info(self, request: Request) -> list[dict[str, Any]]:
-        everything = entries(self._repo(request).at(request.url["rev"]).files)
-        return [everything[path] for path in parse_qs(request.body.decode())["paths"] if path in everything]
 
     def _whoami(self, request: Request) -> dict[str, Any]:
         if not request.token:
@@ -275,8 +255,6 @@ class HubServer:
         asked = json.loads(request.body)
         repo_id = f"{asked.get('organization') or self.user}/{asked['name']}"
         created = {"url": f"{self.endpoint}/{repo_id}", "name": repo_id, "id": repo_id}
-        if asked.get("type", "model") != "model":
-            raise HubError(400, "", "support.hub_server.py has model repositories only")
         if repo_id in self._repos:
             return Reply(409, {**created, "error": "You already created this model repo"})
         repo = self._new_repo(repo_id)
@@ -285,17 +263,8 @@ class HubServer:
         return Reply(200, created)
 
     def _create_branch(self, request: Request) -> dict[str, Any]:
-        start = (json.loads(request.body or b"{}") or {}).get("startingPoint", "main")
-        return self._create_ref(request, f"refs/heads/{request.url['rev']}", start)
-
-    def _create_tag(self, request: Request) -> dict[str, Any]:
-        return self._create_ref(request, f"refs/tags/{json.loads(request.body)['tag']}", request.url["rev"])
-
-    def _create_ref(self, request: Request, ref: str, start: str) -> dict[str, Any]:
-        repo = self._repo(request, write=True)
-        if ref in repo.refs:
-            raise HubError(409, "", f"Reference {ref} already exists")
-        repo.refs[ref] = repo.at(start)
+        ref, repo = f"refs/heads/{request.url['rev']}", self._repo(request, write=True)
+        repo.refs[ref] = repo.at("main")
         return {"ref": ref}
 
     def _preupload(self, request: Request) -> dict[str, Any]:
@@ -311,8 +280,7 @@ class HubServer:
         objects = []
         for entry in json.loads(request.body)["objects"]:
             oid, size = entry["oid"], entry["size"]
-            url = f"{self.endpoint}/lfs/{oid}"
-            actions = {"upload": {"href": url}, "verify": {"href": f"{url}/verify"}}
+            actions = {"upload": {"href": f"{self.endpoint}/lfs/{oid}"}}
             objects.append({"oid": oid, "size": size, **({} if oid in self._objects else {"actions": actions})})
         return {"transfer": "basic", "objects": objects}
 
@@ -320,11 +288,6 @@ class HubServer:
         if hashlib.sha256(request.body).hexdigest() != request.url["oid"]:
             raise HubError(400, "", "The content's sha256 is not the object's name")
         self._objects[request.url["oid"]] = request.body
-        return {}
-
-    def _lfs_verify(self, request: Request) -> dict[str, Any]:
-        if len(self._objects.get(request.url["oid"], b"")) != json.loads(request.body)["size"]:
-            raise HubError(404, "", "The object was not uploaded")
         return {}
 
     def _commit(self, request: Request) -> dict[str, Any]:
@@ -339,20 +302,14 @@ class HubServer:
             path = value.get("path", "").strip("/")
             if key == "header":
                 message = value["summary"]
-                if value.get("parentCommit") not in (None, parent.oid):
-                    raise HubError(412, "", "A commit has happened since. Please refresh and try again.")
             elif key == "file":
                 files[path] = Blob(base64.b64decode(value["content"]), lfs=False)
             elif key == "lfsFile":
                 if value["oid"] not in self._objects:
                     raise HubError(400, "", f"LFS object {value['oid']} of {path} was not uploaded")
                 files[path] = Blob(self._objects[value["oid"]], lfs=True)
-            elif key in ("deletedFile", "deletedFolder"):
-                gone = [p for p in files if p == path or (key == "deletedFolder" and p.startswith(f"{path}/"))]
-                if not gone:
-                    raise HubError(404, "EntryNotFound", "A file with this name doesn't exist")
-                for name in gone:
-                    del files[name]
+            elif key == "deletedFile":
+                del files[path]
             else:
                 raise HubError(400, "", f"Unknown operation {key}")
         commit = repo.add(revision, files, message)
@@ -384,7 +341,7 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
         token = token if scheme.lower() == "bearer" else ""
-        request = Request({}, dict(parse_qsl(url.query)), self.headers.get("Range", ""), token, self._body())
+        request = Request({}, dict(parse_qsl(url.query)), token, self._body())
         reply = self.hub.answer("GET" if self.command == "HEAD" else self.command, url.path, request)
         is_json = not isinstance(reply.body, bytes)
         content = json.dumps(reply.body).encode() if is_json else reply.body

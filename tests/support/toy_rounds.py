@@ -135,7 +135,8 @@ def make_estimator(name: str, seed: int) -> Estimator:
 class ToyRound:
     """One or more rounds of product code. Call it with a randomness for the tokens that one round emits.
 
-    `drafted`, `accepted`: of the latest round. `lengths`: numbers of candidates of all rounds so far."""
+    `drafted`, `accepted`: of the latest round. `lengths`, `outcomes`: numbers of candidates, and of accepted ones, of
+    all rounds so far."""
 
     def __init__(
         self, models: Models, rule: str, bounds: tuple[int, int] = (1, 3), seed: int = 0, verifier: str = "block"
@@ -145,7 +146,7 @@ class ToyRound:
         self.config = SpeculationConfig(rule=kind, num_tokens=bounds[1], max_tokens=bounds[1], **RULES[rule])
         self.min_tokens = bounds[0]
         self.drafted, self.accepted = 0, 0
-        self.lengths: set[int] = set()
+        self.lengths, self.outcomes = set[int](), set[int]()
 
     def __call__(self, randomness: Randomness) -> Tokens:
         return self.run(randomness, self.new_rule())
@@ -163,6 +164,7 @@ class ToyRound:
         p = torch.stack([self.models.p(text) for text in after])
         q = torch.stack(chain.drawn_from).softmax(dim=-1) if chain.scores else p[:0]
         self.accepted, token = self.verify(chain.candidates, p, q, randomness, prefix)
+        self.outcomes.add(self.accepted)
         emitted = [*chain.candidates[: self.accepted], token]
         ends = [place + 1 for place, each in enumerate(emitted) if each in self.models.eos]
         return (*prefix, *emitted[: min(ends, default=len(emitted))])

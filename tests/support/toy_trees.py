@@ -1,5 +1,6 @@
 """Rounds of product code with token trees, on the toy models of `toy_rounds`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ SHAPES = {
 class ToyTree:
     """A round of product code. Call it with a randomness for the tokens that one round emits.
 
-    `trees`: parents of the nodes of every tree so far. `accepted`: numbers of accepted candidates so far. `last`: the
-    latest tree and its accepted nodes."""
+    `trees`: parents of the nodes of every tree so far. `outcomes`: numbers of accepted candidates so far, and
+    `accepted` that of the latest round. `last`: its tree and its accepted nodes."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class ToyTree:
         self.throughput = tree_plan(COSTS, budget)
         self.rates: AcceptanceRates | None = None
         self.trees: set[Tokens] = set()
-        self.accepted: set[int] = set()
+        self.outcomes: set[int] = set()
 
     @torch.inference_mode()
     def __call__(self, randomness: TreeRandomness, prefix: Tokens = ()) -> Tokens:
@@ -57,7 +58,8 @@ class ToyTree:
         path, token = self.verify(tree, randomness, prefix)
         self.last = tree, path
         self.trees.add(tuple(tree.parents))
-        self.accepted.add(len(path))
+        self.accepted = len(path)
+        self.outcomes.add(self.accepted)
         emitted = [*(tree.tokens[node] for node in path), token]
         ends = [place + 1 for place, each in enumerate(emitted) if each in self.models.eos]
         return (*prefix, *emitted[: min(ends, default=len(emitted))])
@@ -80,16 +82,21 @@ class ToyTree:
     def p(self, tree: DraftTree, node: int, prefix: Tokens) -> Tensor:
         return self.models.p((*prefix, *tree.path(node)))
 
-    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
+    def expander(self, prefix: Tokens) -> Callable[[DraftTree, list[int]], Level]:
+        """What the draft says after nodes."""
+
         def expand(tree: DraftTree, nodes: list[int]) -> Level:
             rows = [self.models.at((*prefix, *tree.path(node))) for node in nodes]
             scores, hidden = torch.stack([row[1] for row in rows]), torch.stack([row[2] for row in rows])
             return Level(scores, hidden, lambda tokens: self.models.embeddings[tokens])
 
+        return expand
+
+    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
         by_costs = self.algorithm == "throughput" and self.rates is None
         valuation = self.throughput if by_costs else SlotValuation(self.rates)
         how = Slots(self.estimator, randomness, self.models.eos, valuation, ahead=self.ahead)
-        return Growth(expand, how, -1, self.max_depth)
+        return Growth(self.expander(prefix), how, -1, self.max_depth)
 
     def grow(self, growth: Growth) -> None:
         if self.algorithm == "dyspec-exact":

@@ -71,7 +71,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "paligemma": {"projection_dim": 32},
     "big_bird": {"block_size": 2, "num_random_blocks": 1, "attention_type": "block_sparse"},
     "bamba": {**MAMBA, **CHUNKS, "attn_layer_indices": [1, 3]},
-    "cohere_compass_text": {"layer_types": MIXED},
     "doge": {"keep_window_size": WINDOW},
     "dots1": {**EQUAL_HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "ernie4_5_moe": {"moe_k": 2},

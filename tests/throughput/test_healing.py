@@ -138,16 +138,6 @@ def test_long_texts_are_reckoned_with_what_their_passes_cost() -> None:
     assert np.mean([many.text(4000) for _ in range(30)]) / best_constant(long) > 0.97
 
 
-def test_a_text_s_own_rounds_do_not_change_its_decisions() -> None:
-    """Whatever its rounds take, the same text is drafted in the same way."""
-    plans = []
-    for slow in (1.0, 10.0):
-        plan = ChainPlan(KnownCosts(costs(LINE)), MOST, 0)
-        Machine(Costs(0.004 * slow, tuple(slow * each for each in costs(DIP).verify)), plan).text()
-        plans.append([plan.critical(drafted, last) for drafted in range(MOST) for last in range(9)])
-    assert plans[0] == plans[1]
-
-
 # Texts that drafting does not pay for are left to the target, and nothing is noted for the draft. ---------------------
 
 

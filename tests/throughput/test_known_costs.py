@@ -1,4 +1,4 @@
-"""What rounds cost before any was timed, under what it is kept, and what is remembered of targets."""
+"""What rounds cost before any was timed, how it follows the rounds, under what it is kept, and what is remembered."""
 
 import json
 from itertools import product
@@ -8,28 +8,31 @@ from typing import Any
 import pytest
 import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
+from torch import Tensor
 
-from hf_specdecpp import AcceptanceHead, assist, files
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, assist, files
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput import known_costs as costs
 from hf_specdecpp.throughput.chains import ChainPlan
+from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.round_times import Drafting, RoundTimes
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def time_a_text(known: costs.KnownCosts) -> None:
-    """Nine rounds without candidates and nine with one, of 2 and 3 s, of which drafting takes 1."""
+def time_a_text(known: costs.KnownCosts, drafting: float = 1.0, passes: tuple[float, float] = (2.0, 2.0)) -> None:
+    """Nine rounds without candidates and nine with one, and the seconds of drafting it and of both passes."""
     now = [0.0]
     times = RoundTimes(lambda: now[0])
     for width in (1, 2) * 9:
         times.begin()
-        now[0] += width - 1.0
+        now[0] += drafting * (width - 1)
         times.drafted(Drafting(width - 1))
-        now[0] += 2.0
+        now[0] += passes[width - 1]
         times.end(16, width)
     known.learn(times)
 
@@ -68,10 +71,7 @@ def test_they_are_kept_once_rounds_were_timed(cache: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("text", [
     "",
-    "{",
-    "[" * 100_000,
     "[]",
-    '{"costs": null}',
     '{"costs": {"draft": 1, "verify": [1]}}',
     '{"costs": {"first": {"draft": -1, "verify": [1]}, "by_length": {}}}',
     '{"costs": {"first": {"draft": 1, "verify": [1]}, "by_length": {"x": {"draft": 1, "verify": [1]}}}}',
@@ -126,15 +126,8 @@ def test_what_is_assumed_holds_for_one_text(cache: Path) -> None:
 def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> None:
     """Passes over two tokens seemed to take two thirds of those over one, and no candidate is ever accepted."""
     target = tiny("llama")
-    known, now = costs.costs_of(costs.Rounds(target, Drafter(target), DraftProbability(), 4)), [0.0]
-    times = RoundTimes(lambda: now[0])
-    for width in (1, 2) * 9:
-        times.begin()
-        now[0] += 0.5 * (width - 1)
-        times.drafted(Drafting(width - 1))
-        now[0] += 3.0 / width
-        times.end(16, width)
-    known.learn(times)
+    known = costs.costs_of(costs.Rounds(target, Drafter(target), DraftProbability(), 4))
+    time_a_text(known, 0.5, (3.0, 1.5))
     plan = ChainPlan(known, 4, lag=0)
     assert plan.costs.verify[1] == plan.costs.verify[0]
     for _ in range(24):
@@ -170,3 +163,58 @@ def test_what_rounds_teach_is_of_one_way_to_draw_candidates() -> None:
                 assistant.decisions = Decisions(draft_successors=mixes, draft_temperature=temperature)
                 target.generate(prompt(), assistant_model=assistant, max_new_tokens=8, do_sample=do_sample)
         assert sum(each.greedy is not do_sample for each in assistant.memory.learned[target].values()) == ways
+
+
+# In generations whose first costs are wrong by far. -------------------------------------------------------------------
+
+
+WRONG = Costs(5.0, (100.0, 100.1, 100.2))  # seconds, that is
+ROWS = torch.cat([prompt(12, seed) for seed in range(4)])
+
+KINDS: dict[str, tuple[dict[str, Any], Tensor, dict[str, Any]]] = {
+    "chains": ({}, prompt(), {}),
+    "trees": ({"tree": "dyspec", "tree_budget": 8}, prompt(), {}),
+    "batch": ({}, ROWS, {"attention_mask": torch.ones_like(ROWS)}),
+    "static": ({}, prompt(), {"cache_implementation": "static"}),
+}
+
+
+@pytest.fixture
+def wrong(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier process has kept costs that are wrong by far."""
+    recall, kept = costs.recall, {"first": WRONG.to_dict(), "by_length": {}}
+    monkeypatch.setattr(costs, "recall", lambda kind, of: recall(kind, of) or kept)
+    monkeypatch.setattr(costs, "_known", {})
+
+
+def plan_of(assistant: SpecDecPPAssistant, target: CausalLM) -> Plan:
+    (learned,) = assistant.memory.learned[target].values()
+    assert learned.plan is not None
+    return learned.plan
+
+
+@pytest.mark.every(3)
+@pytest.mark.usefixtures("wrong")
+@pytest.mark.parametrize("kind", KINDS)
+def test_costs_follow_the_rounds(kind: str) -> None:
+    settings, ids, options = KINDS[kind]
+    target = tiny("llama")
+    assistant = assistant_for(target, rule="throughput", max_tokens=4, **settings)
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **options}
+    plain = target.generate(ids, **options)
+    seen: list[Costs] = []
+    for _ in range(4):
+        assert torch.equal(target.generate(ids, assistant_model=assistant, **options), plain)
+        seen.append(plan_of(assistant, target).costs)
+    assert seen[0] == plan_of(assistant, target).known._form(WRONG), "the first text reckons with what was known"
+    assert all(later.verify[0] < 0.85 * earlier.verify[0] for earlier, later in zip(seen, seen[1:], strict=False))
+    assert all(later.draft < 0.85 * earlier.draft for earlier, later in zip(seen, seen[1:], strict=False))
+
+
+@pytest.mark.usefixtures("wrong")
+def test_given_costs_never_change() -> None:
+    target, given = tiny("llama"), {"draft": 0.05, "verify": [1.0, 1.1, 1.2]}
+    assistant = assistant_for(target, rule="throughput", max_tokens=4, costs=given)
+    for _ in range(2):
+        target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
+    assert plan_of(assistant, target).costs == Costs.from_dict(given)

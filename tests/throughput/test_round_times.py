@@ -80,10 +80,6 @@ def test_the_example_of_the_docstring() -> None:
     assert costs.draft == pytest.approx(0.74 * MEASURED.draft, rel=0.01), "nothing was drafted: as the passes"
 
 
-def test_a_single_slow_round_changes_nothing() -> None:
-    assert corrected(MEASURED, {1: [0.010] * 9 + [5.0], 2: [0.030] * 9 + [7.0]}, []) == MEASURED
-
-
 def test_one_text_changes_no_cost_by_more_than_twice() -> None:
     costs = corrected(MEASURED, {1: [1.0] * 100, 2: [1.0] * 100}, [(Drafting(1), 1.0)] * 100)
     for new, old in zip((*costs.verify, costs.draft), (*MEASURED.verify, MEASURED.draft), strict=True):

@@ -1,7 +1,6 @@
 """Which products a target's passes run on: decided on the passes of texts, in turns. Seconds are made up."""
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,18 +9,7 @@ from support.models import assistant_for, prompt, tiny
 
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.products import Product
-from hf_specdecpp.throughput import target_passes
-from hf_specdecpp.throughput.target_passes import (
-    AT_ONCE,
-    EVERY,
-    FEW,
-    FIRST,
-    PASSES,
-    TargetPasses,
-    passes_of,
-    rarest,
-    ratio_of,
-)
+from hf_specdecpp.throughput.target_passes import AT_ONCE, FEW, PASSES, TargetPasses, passes_of, rarest, ratio_of
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -99,22 +87,6 @@ def test_copies_are_kept_while_they_may_be_used() -> None:
     assert passes.products == {"own", "packed"}, "the next one has"
     decide(passes, {"own": 1.0, "packed": 0.5}, busy(1000), rows=3)
     assert (passes.products, passes.of(1)) == ({"own", "packed"}, "own")
-
-
-def test_passes_beside_those_of_the_rounds() -> None:
-    """Two at once, more from the 24th round on until each product has four, others 48 passes apart, and one now and
-    then."""
-    passes, made = TargetPasses("packed"), []
-    for rounds in range(1200):
-        if (product := passes.missing(1, has_choice=True)) is not None:
-            made.append(rounds)
-            passes.note(1, product, 1.0, is_beside=True)
-        passes.note(3, "packed", 1.0)
-    at_once = 2 * AT_ONCE
-    assert made[:at_once] == [0, 1, *range(FIRST - 1, FIRST + at_once - 3)]
-    apart = [after - before for before, after in pairwise(made[at_once - 1 : 2 * PASSES])]
-    assert set(apart) <= {EVERY, EVERY - 1}, apart
-    assert len(made) - 2 * PASSES == (1200 - made[2 * PASSES - 1]) // (target_passes.AGAIN - 1)
 
 
 def test_plain_passes_are_those_of_the_machine_now() -> None:

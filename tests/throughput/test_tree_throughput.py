@@ -5,13 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import assistant_for, partly_agreeing, tiny, told
+from support.models import assistant_for, tiny
 from support.plans import tree_plan
-from support.repos import head_for
 from support.toy_trees import RandomDraft
 from support.tree_generation import PROMPT, sharp
 
-from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
@@ -192,34 +190,12 @@ def test_a_round_that_has_asked_the_draft_draws_while_little_is_known() -> None:
 
 # Generations. ---------------------------------------------------------------------------------------------------------
 
-CHEAP: dict[str, Any] = {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.2, 1.25]}
-
-
-def knobs(**changes: Any) -> dict[str, Any]:
-    return {"rule": "throughput", "tree": "dyspec", "costs": CHEAP, **changes}
-
-
-def test_a_head_values_slots() -> None:
-    target = sharp(tiny("llama"))
-    draft = partly_agreeing(target, 0.9)
-    head = head_for(draft, inputs="before")
-    assistant = told(SpecDecPPAssistant.from_draft(draft, target, head=head), **knobs())
-    plain = target.generate(PROMPT, max_new_tokens=60, do_sample=False)
-    for inputs in ("before", "after"):
-        if inputs == "after":
-            assistant.head = head_for(draft)
-            with pytest.raises(ValueError, match="must know what a slot is worth"):
-                target.generate(PROMPT, assistant_model=assistant, max_new_tokens=60, do_sample=False)
-        else:
-            text = target.generate(PROMPT, assistant_model=assistant, max_new_tokens=60, do_sample=False)
-            assert torch.equal(text, plain)
-            assert assistant.stats.accepted > 0
-
 
 @pytest.mark.parametrize("tree", ["dyspec-exact", [2, 1]], ids=str)
 def test_other_trees_do_not_ask_the_rule(tree: Any) -> None:
     target = sharp(tiny("llama"))
-    assistant = assistant_for(target, mix=0.9, **knobs(tree=tree, tree_budget=5))
+    costs = {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.2, 1.25]}
+    assistant = assistant_for(target, mix=0.9, rule="throughput", costs=costs, tree=tree, tree_budget=5)
     target.generate(PROMPT, assistant_model=assistant, max_new_tokens=20, do_sample=False)
     assert all(learned.plan is None for learned in assistant.memory.learned.get(target, {}).values())
     assert assistant.stats.drafted >= 3 * (assistant.stats.rounds - 2)

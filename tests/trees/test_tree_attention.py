@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import prompt, tiny
-from support.pretend_graph import PretendGraph
-from support.token_trees import LEVELS, PARENTS, gap, one_by_one, path_to, prefill, read_tree, tokens_for
+from support.token_trees import LEVELS, gap, one_by_one, prefill, read_tree, tokens_for
 from support.zoo import WINDOW, tiny_of
 from torch import Tensor
 from transformers import DynamicCache
@@ -22,48 +21,6 @@ from hf_specdecpp.trees.attention import Prompt, check_tree, inputs_in_place, tr
 from hf_specdecpp.trees.tree import relations
 
 PREFIX = 2 * WINDOW
-
-
-def filled(model: Any, length: int) -> DynamicCache:
-    """A cache of `model` after `length` tokens."""
-    return prefill(model, tokens_for(model, length)[0])
-
-
-def test_mask_and_positions_of_a_small_tree() -> None:
-    model = tiny_of("llama")
-    ancestors, depths = relations([-1, 0, 1, 0])
-    inputs = tree_inputs(model, filled(model, 2), ancestors, depths, num_prefix=2)
-    seen = [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 1]]
-    assert torch.equal(inputs["attention_mask"], torch.tensor(seen, dtype=torch.bool)[None, None])
-    assert inputs["position_ids"].tolist() == [[2, 3, 4, 3]]
-
-
-def test_a_window_is_measured_by_place() -> None:
-    """Window 12: a node of depth 1 behind 20 tokens sees places 10 to 21, wherever its parent's row is."""
-    model = tiny_of("mistral")
-    ancestors, depths = relations([-1, 0, 0])
-    inputs = tree_inputs(model, filled(model, 20), ancestors, depths, num_prefix=20)
-    # The layer shows its last 11 rows of text, which are places 9 to 19, then the nodes.
-    text, nodes = [[1] * 11, [0] + [1] * 10, [0] + [1] * 10], [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
-    expected = torch.tensor([a + b for a, b in zip(text, nodes, strict=True)], dtype=torch.bool)
-    assert torch.equal(inputs["attention_mask"], expected[None, None])
-    assert inputs["position_ids"].tolist() == [[20, 21, 21]]
-
-
-def test_kinds_of_layer_get_masks_of_their_own() -> None:
-    model = tiny_of("gemma3_text", layer_types=["sliding_attention", "full_attention"] * 2)
-    masks = tree_inputs(model, filled(model, 20), *relations(PARENTS), num_prefix=20)["attention_mask"]
-    rows = {kind: mask.shape[-1] for kind, mask in masks.items()}
-    assert rows == {"sliding_attention": WINDOW - 1 + len(PARENTS), "full_attention": 20 + len(PARENTS)}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_eager_attention_gets_an_additive_mask(dtype: torch.dtype) -> None:
-    model = tiny_of("llama", "eager").to(dtype)
-    mask = tree_inputs(model, filled(model, 3), *relations([-1, 0, 0]), num_prefix=3)["attention_mask"]
-    lowest = torch.finfo(dtype).min
-    assert mask.dtype == dtype
-    assert mask[0, 0].tolist() == [[0, 0, 0, 0, lowest, lowest], [0, 0, 0, 0, 0, lowest], [0, 0, 0, 0, lowest, 0]]
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
@@ -231,17 +188,6 @@ def test_other_caches_are_refused() -> None:
         check_tree(tiny_of("llama"), cache=Cache(layers=[OddLayer()]))
 
 
-def test_a_forward_that_fails_is_refused(monkeypatch: Any) -> None:
-    model = tiny_of("llama")
-    monkeypatch.setattr(type(model.model), "forward", _fails)
-    with pytest.raises(ValueError, match=r"fails on a token tree .RuntimeError\('no trees here'"):
-        check_tree(model)
-
-
-def _fails(self: Any, *args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("no trees here")
-
-
 def test_the_model_is_tried_once_and_left_as_it_was() -> None:
     model = tiny_of("gemma3_text")
     passes: list[tuple[int, ...]] = []
@@ -264,34 +210,6 @@ def test_rounding_is_far_below_the_tolerance(family: str) -> None:
     model = tiny_of(family)
     assert tree_error(model) < support.TREE_TOLERANCE[torch.float64] / 10
     assert tree_error(model.to(torch.float32)) < support.TREE_TOLERANCE[torch.float32] / 10
-
-
-def test_masks_take_as_many_operations_whatever_the_tree() -> None:
-    """Nothing is done node by node, or token by token."""
-    model = tiny_of("gemma3_text", sliding_window=512, layer_types=["sliding_attention", "full_attention"] * 2)
-    found = []
-    for length, nodes in ((600, 64), (2048, 768)):
-        cache = filled_with_zeros(model, length)
-        ancestors, depths = relations([-1, *range(nodes - 1)])
-        with PretendGraph() as made:
-            tree_inputs(model, cache, ancestors, depths, length)
-        found.append(len(made.launches))
-    assert found[0] == found[1] < 60
-
-
-def filled_with_zeros(model: Any, length: int) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    for index in range(len(cache.layers)):
-        cache.update(torch.zeros(1, 2, length, 8), torch.zeros(1, 2, length, 8), index)
-    return cache
-
-
-def test_relations() -> None:
-    ancestors, depths = relations(PARENTS)
-    for node in range(len(PARENTS)):
-        assert ancestors[node].nonzero().flatten().tolist() == path_to(node)
-        assert depths[node] == len(path_to(node)) - 1
-    assert isinstance(ancestors, Tensor)
 
 
 # Masks and positions for a cache of fixed size: passes are those over a cache that grows, whatever is hidden in it. ---

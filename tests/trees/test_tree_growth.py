@@ -11,7 +11,6 @@ from support.toy_rounds import make_estimator
 from support.toy_trees import KINDS, VOCAB, RandomDraft
 from torch import Tensor
 
-from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, scalar_features
 from hf_specdecpp.sampling.randomness import (
     BLOCK,
@@ -25,7 +24,7 @@ from hf_specdecpp.sampling.randomness import (
 from hf_specdecpp.trees import algorithms
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.slots import Growth, SiblingDistribution, Slots, SoftmaxBuffer, _entropies
-from hf_specdecpp.trees.tree import DraftTree, Lineage, relations
+from hf_specdecpp.trees.tree import DraftTree
 
 
 def growth(
@@ -202,17 +201,6 @@ def test_the_best_shape_is_the_best_of_all(rates: list[float], budget: int) -> N
     assert value(best) == pytest.approx(max(value(shape) for n in range(1, budget + 1) for shape in shapes(n, 3)))
 
 
-@pytest.mark.parametrize(("values", "says"), [
-    ({"tree": "eagle"}, "not a kind of tree"),
-    ({"tree_budget": 1}, "from 2 to 1024"),
-    ({"tree_budget": 1025}, "from 2 to 1024"),
-    ({"tree": [2000]}, "no level more than"),
-])  # fmt: skip
-def test_bad_configurations(values: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        SpeculationConfig(**values)
-
-
 # Siblings and their estimates. ----------------------------------------------------------------------------------------
 
 
@@ -303,36 +291,13 @@ def test_a_head_judges_a_level_at_once(randomness: TreeRandomness | None) -> Non
 # Trees. ---------------------------------------------------------------------------------------------------------------
 
 
-def test_lineage_level_by_level_equals_the_whole() -> None:
-    tree_growth = growth(RandomDraft("mixed", seed=3))
-    algorithms.grow_by_level(tree_growth, 40, algorithms.ThresholdSchedule())
-    tree = tree_growth.tree
-    order = tree.depth_first()
-    ancestors, depths = Lineage().feed(tree, order)
-    places = {node: place for place, node in enumerate(order)}
-    expected = relations([places.get(tree.parents[node], -1) for node in order])
-    assert torch.equal(ancestors, expected[0])
-    assert torch.equal(depths, expected[1])
-    lineage, parts = Lineage(), []
-    for depth in range(tree.depth + 1):
-        rows, _ = lineage.feed(tree, [node for node in range(len(tree.tokens)) if tree.depths[node] == depth])
-        parts += [set(torch.tensor(lineage.nodes)[row].tolist()) for row in rows]
-    for node, seen in zip(lineage.nodes, parts, strict=True):
-        assert seen == {0, node, *_ancestors(tree, node)}
-
-
 def test_drawings(tmp_path: Path) -> None:
+    """Of a text the lines are those of docs/dyspec.md (`test_tree_cost.py`)."""
     tree = DraftTree(7)
     first = tree.add(0, 1, 1.0, 0.5)
     tree.add(0, 2, 0.5, 0.3)
     drawn = DrawnTree(tree, [first, tree.add(first, 3, 0.5, 0.9)])
-    assert str(drawn).splitlines() == [
-        "7   (3 candidates, depth 2, width 2, 0 draft passes; 2 accepted: *)",
-        "├─*1   a=0.50 v=1.000",
-        "│  └─*3   a=0.90 v=0.500",
-        "└─ 2   a=0.30 v=0.500",
-    ]
-    assert "$one" in drawn.text(lambda token: {1: "$one"}.get(token, "other"))
+    assert str(drawn).startswith("7   (3 candidates, depth 2, width 2, 0 draft passes; 2 accepted: *)\n├─*1   a=0.50")
     pytest.importorskip("matplotlib")
     drawn.save(tmp_path / "tree.png", lambda token: f"${token}")
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")

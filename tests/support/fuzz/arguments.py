@@ -1,4 +1,4 @@
-"""What a case passes to `generate()`: prompts, masks, positions, processors, ends and faults."""
+"""What a case passes to `generate()`: prompts, masks, positions, processors and ends."""
 
 from typing import Any
 
@@ -12,49 +12,6 @@ from support.outputs import NoRepeat, only_neighbours
 from support.watchers import Collector, tokenizer
 
 PAD = 0
-
-
-class Fault(Exception):  # noqa: N818 - not an error of anyone's
-    """Raised by a processor, a criterion or a streamer of a case."""
-
-
-class FaultyProcessor(LogitsProcessor):
-    """Raises once the text has `length` tokens."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] >= self.length:
-            raise Fault(f"the text has {self.length} tokens")
-        return scores
-
-
-class FaultyCriterion(StoppingCriteria):
-    """Raises once the text has `length` tokens."""
-
-    reads_prefix_only = True
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        if input_ids.shape[1] >= self.length:
-            raise Fault(f"the text has {self.length} tokens")
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
-
-
-class FaultyStreamer(Collector):
-    """Raises when it has been given `count` tokens of the answer. How many at a time is not its business."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.count = count
-
-    def put(self, value: Tensor) -> None:
-        super().put(value)
-        if self.puts[1:] and sum(map(len, self.puts[1:])) >= self.count:
-            raise Fault("the streamer broke")
 
 
 class Counting(LogitsProcessor):
@@ -184,12 +141,11 @@ def positions_of(case: Case, ids: Tensor, mask: Tensor | None) -> Tensor | None:
     return counted + 5 * (torch.arange(ids.shape[1]) >= ids.shape[1] // 2)
 
 
-def arguments(case: Case, turn: int, length: int, has_fault: bool) -> dict[str, Any]:
+def arguments(case: Case, turn: int, length: int) -> dict[str, Any]:
     """All arguments of a turn's `generate()` but ids, mask, positions, cache and assistant. New objects every time.
 
     `length`: tokens of the prompt, as the criteria will count them."""
-    is_last = turn == case.turns - 1
-    new_tokens = case.new_tokens if is_last else case.first_tokens
+    new_tokens = case.new_tokens if turn == case.turns - 1 else case.first_tokens
     found: dict[str, Any] = {"do_sample": case.sampling, "pad_token_id": PAD}
     if case.sampling:
         found |= {"top_k": 1, "temperature": 0.7, "top_p": 0.9}
@@ -209,13 +165,6 @@ def arguments(case: Case, turn: int, length: int, has_fault: bool) -> dict[str, 
         criteria.append(Criterion())
     if case.streamer:
         found["streamer"] = Collector()
-    if has_fault and is_last:
-        if case.fault == "processor":
-            processors.append(FaultyProcessor(length + case.fault_at))
-        elif case.fault == "criterion":
-            criteria.append(FaultyCriterion(length + case.fault_at))
-        else:
-            found["streamer"] = FaultyStreamer(case.fault_at)
     if case.chunk:
         found["prefill_chunk_size"] = case.chunk
     if case.records:

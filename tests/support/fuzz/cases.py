@@ -13,7 +13,7 @@ class Case:
 
     `seed`: of the prompts. `length`, `new_tokens`, `turns`: tokens in the first prompt, tokens of each answer, answers.
     `first_tokens`: tokens of every answer but the last. `chunk`: `prefill_chunk_size`, 0 for none. `records`: the
-    outputs asked for; "dict" alone asks for the cache only. `fault_at`: tokens after which a fault is raised."""
+    outputs asked for; "dict" alone asks for the cache only."""
 
     seed: int = 0
     family: str = "llama"
@@ -40,8 +40,6 @@ class Case:
     records: tuple[str, ...] = ()
     streamer: bool = False
     weights: str = "as they are"
-    fault: str = "none"
-    fault_at: int = 0
 
     def __repr__(self) -> str:
         """Only what differs from the defaults."""
@@ -55,7 +53,7 @@ FAMILIES = (
     "cohere2", "gemma4_text", "llama4_text", "deepseek_v3", "qwen2", "starcoder2",
 )  # fmt: skip
 WITH_ADAPTERS = ("llama", "gemma3_text", "gpt2")  # to make them takes time, and families hardly matter to them
-DRAFTS = ("other", "more ids", "fewer ids", "exit", "exit some", "exit lora", "lora", "conditioned", "eagle3")
+DRAFTS = ("other", "more ids", "fewer ids", "exit", "exit some", "conditioned", "eagle3")
 TREES = ("dyspec", "dyspec wide", "dyspec sparse", "dyspec-exact", "static", "static ragged", "static chain")
 RULES = ("fixed", "fixed one", "threshold", "throughput cheap", "throughput dear")
 PROCESSORS = (
@@ -84,7 +82,7 @@ def draw(randomness: random.Random, families: tuple[str, ...] = FAMILIES) -> Cas
         draft=r.choice(("close", "close", "close", "other", "more ids", "fewer ids", *DRAFTS[3:])),
         draft_vocab=rarely("all", ("most", "few"), 0.3), head=rarely("none", ("before", "after"), 0.3),
         rule=r.choice(RULES), tree=tree,
-        door=rarely("attached", ("unattached", "generator"), 0.0 if tree != "none" else 0.35),
+        door=rarely("attached", ("unattached",), 0.0 if tree != "none" else 0.35),
         processors=some(PROCESSORS, (0, 0, 0, 1, 1, 2, 3)), sampling=r.random() < 0.25,
         stop=rarely("max_new_tokens", STOPS, 0.5), new_tokens=r.choice((1, 2, 5, 9, 12, 12)),
         length=r.choice((1, 2, 3, 6, 11, 12, 13, 14, 25)), padding=rarely("no mask", PADDINGS, 0.6),
@@ -94,7 +92,6 @@ def draw(randomness: random.Random, families: tuple[str, ...] = FAMILIES) -> Cas
         chunk=rarely(0, (1, 3, 5, 100), 0.2), records=rarely((), (("dict",), some(RECORDS, (1, 2, 4))), 0.5),
         streamer=r.random() < 0.3,
         weights=rarely("as they are", ("packed", "scaled", "copied", "merged", "replaced"), 0.08),
-        fault=rarely("none", ("processor", "criterion", "streamer"), 0.1), fault_at=r.choice((0, 1, 2, 4)),
     )  # fmt: skip
     return settle(case)
 
@@ -107,17 +104,11 @@ def settle(case: Case) -> Case:
         if when:
             case = replace(case, **to)
 
-    turn(case.draft == "exit lora" and case.family not in WITH_ADAPTERS, draft="exit")
-    turn(case.draft == "lora" and case.family not in WITH_ADAPTERS, draft="close")
     turn(case.weights == "merged" and case.family not in WITH_ADAPTERS, weights="copied")
     if case.door != "attached":  # transformers' own loop: no trees, early exits or packed weights
         turn(True, tree="none", weights="as they are")
         turn(case.draft in ("more ids", "fewer ids"), draft="other")  # it compares the numbers
-        turn(case.draft.startswith("exit") and case.door == "unattached", draft="close")
-        turn(case.draft in ("conditioned", "eagle3"), draft="close")
-    if case.door == "generator":  # nothing of ours refuses what that loop gets wrong
-        turn(True, cache="none", fault="none", records=tuple(n for n in case.records if n not in RECORDS[2:]))
-        turn(case.stop in ("stop strings", "criterion"), stop="max_new_tokens")
+        turn(case.draft.startswith("exit") or case.draft in ("conditioned", "eagle3"), draft="close")
     turn(case.tree.startswith("dyspec") and case.head == "after", head="before")  # "after" cannot value slots
     turn(case.cache in ("none", "empty"), turns=1)
     turn(case.cache.endswith("ids") and case.turns == 1, turns=2)
@@ -126,38 +117,15 @@ def settle(case: Case) -> Case:
     turn(case.cache == "new ids" and case.padding in ("no mask", *PADDINGS[-3:]), padding="ones")
     turn("attentions" in case.records, attention="eager")
     turn(case.weights != "as they are", dtype="float32")
-    turn(case.fault == "none", fault_at=0)
-    turn(case.fault != "none", streamer=True, stop="max_new_tokens", new_tokens=max(case.new_tokens, case.fault_at + 2))
     turn(True, processors=tuple(n for n in case.processors if n not in _impossible(case)))
     return case
 
 
 def _impossible(case: Case) -> set[str]:
-    """Processors that leave plain generation nothing to do, or that a door cannot serve."""
+    """Processors that leave plain generation nothing to do."""
     found = {"begin_suppress"} if {"neighbours", "grammar"} & set(case.processors) else set()
     if {"neighbours", "grammar"} <= set(case.processors):
         found |= {"grammar"}
-    if case.door == "generator":
-        found |= {"counting"}  # transformers' loop asks about every candidate
     if case.sampling:
         found |= {"nan"}  # raises in plain, too
-    if case.fault != "none":
-        found |= {"forced_eos", "min_new_tokens", "exponential_decay"}  # may end the text before the fault
     return found
-
-
-def simpler(case: Case) -> list[Case]:
-    """Cases with one dimension turned to its simplest value, or to a simpler one."""
-    found = []
-    for f in fields(case):
-        value = getattr(case, f.name)
-        if isinstance(value, tuple):
-            smaller: list[Any] = [tuple(x for x in value if x != item) for item in value]
-        elif isinstance(value, int) and not isinstance(value, bool) and f.name != "seed":
-            simplest: Any = f.default
-            least = min(1, simplest)
-            smaller = [x for x in (simplest, least, value // 2, value - 1) if least <= x < value]
-        else:
-            smaller = [f.default]
-        found += [settle(replace(case, **{f.name: x})) for x in smaller if x != value]
-    return [other for other in dict.fromkeys(found) if other != case]

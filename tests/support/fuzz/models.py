@@ -1,22 +1,15 @@
 """Tiny targets of many families, and every kind of draft for them."""
 
-import copy
-import tempfile
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.pytorch_utils import Conv1D
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.early_exit import early_exit
 from support.fuzz.cases import Case
 from support.models import VOCAB_SIZE, partly_agreeing, quiet_later_layers, random_fusion, random_layer, told
-from support.repos import save_adapter
 from support.zoo import tiny_of
 
 RULES: dict[str, dict[str, Any]] = {
@@ -57,7 +50,7 @@ def target_of(family: str, attention: str, dtype: str) -> CausalLM:
 
 @cache
 def draft_of(family: str, attention: str, dtype: str, kind: str) -> CausalLM:
-    if kind in ("close", "lora"):
+    if kind == "close":
         return partly_agreeing(target_of(family, attention, dtype), mix=0.98)
     vocab_size = {"other": VOCAB_SIZE, "more ids": VOCAB_SIZE + 16, "fewer ids": VOCAB_SIZE - 8}[kind]
     config = LlamaConfig(
@@ -67,23 +60,6 @@ def draft_of(family: str, attention: str, dtype: str, kind: str) -> CausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(5)
         return AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).eval()
-
-
-@cache
-def adapter_of(family: str, attention: str, kind: str) -> str:
-    """A LoRA adapter for the draft, in a folder that lives as long as the process."""
-    if kind == "lora":
-        model = copy.deepcopy(draft_of(family, attention, "float64", "lora"))
-    else:
-        model = early_exit(target_of(family, attention, "float64"), 2)
-    names = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
-    folder = Path(_folder().name) / f"{family}-{attention}-{kind}"
-    return save_adapter(model, folder, targets=sorted(names & LORA_MODULES))
-
-
-@lru_cache(maxsize=1)
-def _folder() -> Any:
-    return tempfile.TemporaryDirectory()
 
 
 def head_of(kind: str, model: CausalLM) -> AcceptanceHead | None:
@@ -105,10 +81,7 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
     common: dict[str, Any] = {"draft_vocab": DRAFT_VOCABS[case.draft_vocab]}
     if case.draft.startswith("exit"):
         layers: Any = [0, 2] if case.draft == "exit some" else 2
-        adapter = adapter_of(case.family, case.attention, "exit") if case.draft == "exit lora" else None
-        assistant = SpecDecPPAssistant.from_early_exit(
-            target, layers, adapter=adapter, head=head_of(case.head, target), merge=case.seed % 2 == 0, **common
-        )
+        assistant = SpecDecPPAssistant.from_early_exit(target, layers, head=head_of(case.head, target), **common)
     elif case.draft == "conditioned":
         head = head_of(case.head, target)
         assistant = SpecDecPPAssistant.from_conditioned(target, 2, fusion=random_fusion(target), head=head, **common)
@@ -118,15 +91,7 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
         assistant = SpecDecPPAssistant.from_draft(layer, target, head=head_of(case.head, target))
     else:
         draft = draft_of(case.family, case.attention, case.dtype, case.draft)
-        adapter = adapter_of(case.family, case.attention, "lora") if case.draft == "lora" else None
-        assistant = SpecDecPPAssistant.from_draft(
-            draft,
-            target if case.door == "attached" else None,
-            adapter=adapter,
-            head=head_of(case.head, draft),
-            **common,
-        )
-    if case.door != "attached":
-        assistant.detach()  # an early exit keeps its draft
+        attached = target if case.door == "attached" else None
+        assistant = SpecDecPPAssistant.from_draft(draft, attached, head=head_of(case.head, draft), **common)
     pack = {"pack_weights": True} if case.weights != "as they are" else {}
     return told(assistant, **RULES[case.rule], **TREES[case.tree], **pack)

@@ -2,7 +2,6 @@
 
 import copy
 import traceback
-import types
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_specdecpp
-from hf_specdecpp import SpecDecPPCandidateGenerator
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.products import Always, Product
 from hf_specdecpp.throughput import target_passes
-from support.fuzz.arguments import Fault, arguments, first_prompt, positions_of, random_ids
-from support.fuzz.cases import RECORDS, Case, simpler
+from support.fuzz.arguments import arguments, first_prompt, positions_of, random_ids
+from support.fuzz.cases import RECORDS, Case
 from support.fuzz.models import LORA_MODULES, assistant_for, target_of
 from support.outputs import assert_same, assert_same_cache
 
@@ -72,9 +69,9 @@ class Conversation:
         self.shown = self.ids
         self.positions = positions_of(case, self.ids, self.mask)
 
-    def answer(self, turn: int, assistant: Any, has_fault: bool = False, **others: Any) -> Answer:
+    def answer(self, turn: int, assistant: Any, **others: Any) -> Answer:
         """Generate the turn's answer from the state, which stays as it is but for the cache."""
-        inputs = arguments(self.case, turn, self.shown.shape[1], has_fault) | others
+        inputs = arguments(self.case, turn, self.shown.shape[1]) | others
         if self.mask is not None:
             inputs["attention_mask"] = self.mask
         if self.positions is not None:
@@ -122,8 +119,6 @@ def run_case(case: Case) -> Result:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assistant = assistant_for(case, target)
-        if case.door == "generator":
-            _use_generator(target, assistant)
         if case.weights == "as they are":
             return _compare(case, target, assistant)
         with (  # tiny layers would not be packed
@@ -138,8 +133,6 @@ def run_case(case: Case) -> Result:
     except Exception as error:  # noqa: BLE001 - a constructor that fails without a reason is a finding, too
         return Result("refused", _reason(error)) if _is_refusal(error) else Result("wrong", _described(error))
     finally:
-        if case.door == "generator" and "_get_candidate_generator" in vars(target):
-            del target._get_candidate_generator
         if assistant is not None:
             assistant.detach()
 
@@ -149,12 +142,8 @@ def _compare(case: Case, target: CausalLM, assistant: Any) -> Result:
     accepted = 0
     for turn in range(case.turns):
         is_last = turn == case.turns - 1
-        has_fault = case.fault != "none" and is_last
-        before, expected = plain.copy(), plain.answer(turn, None, has_fault)
-        actual = ours.answer(turn, None if case.earlier == "plain" and not is_last else assistant, has_fault)
-        if has_fault and isinstance(expected.error, Fault) and not _is_refusal(actual.error):
-            _compare_fault(before, ours, actual, turn)
-            return Result("equal", accepted=accepted)
+        before, expected = plain.copy(), plain.answer(turn, None)
+        actual = ours.answer(turn, None if case.earlier == "plain" and not is_last else assistant)
         if actual.error is not None and _is_refusal(actual.error):
             return Result("refused", _reason(actual.error))
         if expected.error is not None:
@@ -207,23 +196,6 @@ def _has_nan(cache: Any, output: Any) -> bool:
     return any(bool(layer.keys.isnan().any()) for layer in layers)
 
 
-def _compare_fault(before: Conversation, ours: Conversation, actual: Answer, turn: int) -> None:
-    """The very exception must arrive, what was streamed be plain's text, and the cache be at what was streamed."""
-    if not isinstance(actual.error, Fault):
-        raise Different(f"turn {turn}: instead of the fault: {_described(actual.error)}")
-    if before.cache is None or ours.cache is None or ours.case.fault == "streamer" or ours.case.door != "attached":
-        return  # transformers' own loop rolls nothing back
-    emitted, length = sum((actual.streamed or [[]])[1:], []), ours.cache.get_seq_length()
-    if not emitted:
-        if length != before.cache.get_seq_length():
-            raise Different(f"turn {turn}: nothing was emitted, and the cache grew to {length} tokens")
-        return
-    again = before.answer(turn, None, max_new_tokens=len(emitted))
-    if emitted != again.sequences[0, before.shown.shape[1] :].tolist():
-        raise Different(f"turn {turn}: emitted {emitted} before the fault, plain {again.sequences[0].tolist()}")
-    _same(ours.case, f"turn {turn}: cache after the fault", assert_same_cache, ours.cache, before.cache)
-
-
 def _same(case: Case, what: str, check: Any, ours: Any, plain: Any) -> None:
     try:
         check(ours, plain, TOLERANCE[case.dtype])
@@ -247,17 +219,6 @@ def _gap(before: Conversation, expected: Answer, actual: Answer, turn: int) -> f
             first, second = record[at][0].topk(2).values
             gaps.append(float(first - second) / max(1.0, abs(float(first))))
     return min(gaps, default=float("inf"))
-
-
-def _use_generator(target: CausalLM, assistant: Any) -> None:
-    """Make transformers' own loop on `target` draft with our candidate generator, if it can be assisted at all."""
-    check_target(target)
-
-    def get(self: Any, **kwargs: Any) -> SpecDecPPCandidateGenerator:
-        config, mask = kwargs["generation_config"], kwargs["model_kwargs"].get("attention_mask")
-        return SpecDecPPCandidateGenerator(assistant.setup(), config, kwargs["logits_processor"], mask)
-
-    target._get_candidate_generator = types.MethodType(get, target)
 
 
 def _packed_everywhere(_target: CausalLM, other: Product | None) -> Always:
@@ -289,7 +250,10 @@ def _change_weights(case: Case, target: CausalLM, assistant: Any) -> None:
 
 
 def _is_refusal(error: Exception | None) -> bool:
-    """Whether it is a `ValueError` that our code, or transformers' check of an assistant, raised before any round."""
+    """Whether it is a `ValueError` that our code, or transformers' check of an assistant, raised before any round; or
+    what transformers says of a target without a cache."""
+    if isinstance(error, RuntimeError) and str(error).startswith("Assisted decoding requires a cache"):
+        return True
     if not isinstance(error, ValueError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
@@ -307,19 +271,3 @@ def _described(error: Exception | None) -> str:
         return "no exception"
     frames = [f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[-4:]]
     return f"{type(error).__name__}: {str(error)[:300]} ({' < '.join(reversed(frames))})"
-
-
-def minimise(case: Case, budget: int = 200) -> tuple[Case, Result]:
-    """A simpler case that is wrong, too: dimensions are made simpler one by one, for as long as one can be."""
-    result, tried = run_case(case), 0
-    while result.kind == "wrong":
-        for other in simpler(case):
-            tried += 1
-            if tried > budget:
-                return case, result
-            if (found := run_case(other)).kind == "wrong":
-                case, result = other, found
-                break
-        else:
-            break
-    return case, result
