@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import Tensor
 
 from hf_specdecpp.assistant_model import AssistantModel
@@ -268,9 +269,39 @@ class SpecDecPPAssistant(AssistantModel):
             raise NotADirectoryError(f"{str(folder)!r} is a file, and an assistant is stored in a folder. Name one.")
         publishing.save(self.contents(calibration), Path(folder))
 
-    def push_to_hub(self, repo_id: str, calibration: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Upload what `save_pretrained` writes. See `publishing.push` for the other arguments."""
-        return publishing.push(self.contents(calibration), repo_id, **kwargs)
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        calibration: bool = False,
+        *,
+        card: str | None = None,
+        commit_message: str | None = "Upload SpecDec++ assistant",
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+    ) -> CommitInfo:
+        """Upload what `save_pretrained` writes; further arguments are those of transformers' `push_to_hub`.
+
+        Args:
+            card: text of the model card; by default one that is there already is kept, or a new one is made.
+
+        Raises:
+            ValueError: the draft is a local folder, which nobody else has.
+            huggingface_hub errors: as they are.
+        """
+        return publishing.push(
+            self.contents(calibration),
+            repo_id,
+            card,
+            private,
+            token,
+            revision=revision,
+            create_pr=create_pr,
+            commit_message=commit_message,
+            commit_description=commit_description,
+        )
 
 
 def _parts(options: Options) -> Parts:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.checkpoints import read_module
-from hf_specdecpp.drafts.early_exit import EARLY_EXIT
 from hf_specdecpp.drafts.kind import Kind, OwnFile, Stored, Trainable
+from hf_specdecpp.drafts.plain import EARLY_EXIT
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.quantised import sizes_of
 from hf_specdecpp.models.target_states import StateReader

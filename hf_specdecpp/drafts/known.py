@@ -10,12 +10,10 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.conditioned import CONDITIONED
 from hf_specdecpp.drafts.dflash.kind import DFLASH
 from hf_specdecpp.drafts.eagle3.kind import EAGLE3
-from hf_specdecpp.drafts.early_exit import EARLY_EXIT
 from hf_specdecpp.drafts.gemma4.kind import GEMMA4
-from hf_specdecpp.drafts.independent import INDEPENDENT
 from hf_specdecpp.drafts.kind import Kind, raw_config
-from hf_specdecpp.drafts.lookup import LOOKUP
 from hf_specdecpp.drafts.mtp.kind import MTP, repository_of
+from hf_specdecpp.drafts.plain import EARLY_EXIT, INDEPENDENT, LOOKUP
 from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import commit_of

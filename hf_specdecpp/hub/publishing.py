@@ -98,18 +98,16 @@ def _copy_adapter(source: Path, place: Path) -> None:
 def push(
     contents: Contents,
     repo_id: str,
-    *,
-    commit_message: str = "Upload SpecDec++ assistant",
+    card: str | None = None,
     private: bool | None = None,
     token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    card: str | None = None,
+    **commit: Any,
 ) -> CommitInfo:
     """Upload the assistant's repository to the Hub. A card that is there already is kept, unless the text of one is
     given.
 
-    A target that was read from a folder is named without the folders above it. Arguments are as in `huggingface_hub`.
+    A target that was read from a folder is named without the folders above it. `commit`: arguments of
+    `huggingface_hub.upload_folder`.
 
     Raises:
         ValueError: the draft is a local folder, which nobody else has.
@@ -124,7 +122,7 @@ def push(
     api = HfApi(token=token)
     repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     # Somebody may have written more into the card than we would.
-    kept = [CARD] if card is None and api.file_exists(repo, CARD, revision=revision) else None
+    kept = [CARD] if card is None and api.file_exists(repo, CARD, revision=commit.get("revision")) else None
     with tempfile.TemporaryDirectory() as folder:
         if card is not None:
             save_text(card, Path(folder, CARD))
@@ -134,14 +132,7 @@ def push(
         if config.target_id is not None:
             stored = {**read_json(Path(folder, CONFIG)), "target_id": public_name(config.target_id)}
             save_text(json.dumps(stored, indent=2) + "\n", Path(folder, CONFIG))
-        return api.upload_folder(
-            repo_id=repo,
-            folder_path=folder,
-            commit_message=commit_message,
-            revision=revision,
-            create_pr=create_pr,
-            ignore_patterns=kept,
-        )
+        return api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept, **commit)
 
 
 # The card -------------------------------------------------------------------------------------------------------------

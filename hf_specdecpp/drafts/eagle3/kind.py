@@ -11,18 +11,10 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import LAYER
 from hf_specdecpp.drafts.checkpoints import own_reader, target_of
 from hf_specdecpp.drafts.conditioned import NO_LATE_VERDICTS, NO_REPLAYS
-from hf_specdecpp.drafts.eagle3.checkpoint import TITLE, build, read_model, tensors_of
-from hf_specdecpp.drafts.eagle3.config import (
-    FLAGS,
-    OF_QWEN3,
-    Eagle3Settings,
-    check_overrides,
-    is_marked,
-    looks_like_one,
-    read_config,
-)
+from hf_specdecpp.drafts.eagle3 import checkpoint
+from hf_specdecpp.drafts.eagle3.checkpoint import FLAGS, OF_QWEN3, build, tensors_of
 from hf_specdecpp.drafts.eagle3.meeting import GOOD, TEXT, better, compare, meanings, meet, usual_reads
-from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
+from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model, Eagle3Settings
 from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, SelfCheck, Stored, Trainable, pinned
 from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -52,7 +44,7 @@ def self_check(config: SpecDecPPConfig, module: Any, target: CausalLM, tokenizer
 
 def fields(raw: Config) -> dict[str, Any]:
     """What a config says of an assistant; `ValueError` if it is damaged."""
-    read_config(raw)
+    checkpoint.read_config(raw)
     return {"target_id": target_of(raw)}
 
 
@@ -176,14 +168,14 @@ EAGLE3 = Kind(
     draft=draft_of,
     words=words,
     stored=Stored(
-        own=OwnFile("eagle3.safetensors", "eagle3", own_reader(Eagle3Settings, build, TITLE), tensors_of),
+        own=OwnFile("eagle3.safetensors", "eagle3", own_reader(Eagle3Settings, build, checkpoint.TITLE), tensors_of),
         format=Format(  # the original dialect, and that of speculators
-            read_model,
-            looks_like_one,
-            is_marked,
+            checkpoint.read_model,
+            checkpoint.looks_like_one,
+            checkpoint.is_marked,
             fields,
             facts,
-            check_overrides,
+            checkpoint.check_overrides,
             self_check,
             Eagle3Model,
             no_model="an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files",
