@@ -18,7 +18,7 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.kind import Kind, Loading, Parts, is_model
-from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, in_memory, kind_of, override, ready_made
+from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, kind_of, override, ready_made
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing
@@ -314,7 +314,9 @@ def _parts(options: Options) -> Parts:
 def _as_is(kind: Kind, draft: CausalLM | str | Path) -> tuple[SpecDecPPConfig, Any]:
     """Config and module of a draft that is taken as it is, of a model object or a repository."""
     if is_model(draft):
-        config, repository = in_memory(kind, draft), Repository("")
-    else:
-        config = load_config(repository := Repository(str(draft)))
-    return config, kind.stored.load(config, repository, draft if is_model(draft) else None)
+        named: Any = draft
+        name, commit = named.config.name_or_path or None, commit_of(named)
+        config = SpecDecPPConfig(draft_kind=kind.name, draft_id=name, draft_revision=commit)
+        return config, kind.stored.load(config, Repository(""), draft)
+    config = load_config(repository := Repository(str(draft)))
+    return config, kind.stored.load(config, repository)

@@ -102,7 +102,7 @@ def _last(layer: nn.Module) -> Any:
 OTHERS = "It does not belong to the fusion that config.json describes: download or save both again."
 
 
-def words(config: SpecDecPPConfig, target: str) -> str:
+def words(config: SpecDecPPConfig, target: str = "the target") -> str:
     """Such as "layer 2 of the target, which reads its states"."""
     several = len(config.draft_layers or []) != 1
     return f"{EARLY_EXIT.describe(config, target)}, which read{'' if several else 's'} its states"
@@ -112,7 +112,7 @@ CONDITIONED = Kind(
     name="conditioned",
     rests_on="target",
     draft=EARLY_EXIT.draft,
-    words=words,
+    describe=words,
     stored=Stored(
         own=OwnFile(FUSION, "fusion", partial(read_module, Fusion, "fusion", hint=OTHERS)),
         unserved="This assistant drafts with {draft}: a layer of the target whose input is made of the target's "

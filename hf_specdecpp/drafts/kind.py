@@ -242,7 +242,7 @@ class Kind:
             assistant is attached; or `"nothing"`.
         draft: the draft of an assistant. One that rests on the target is made of `Loading.target`. `ValueError` if its
             parts do not go together, or do not fit the target.
-        words: the draft in a few words, with a name for the target.
+        describe: the draft in a few words, for messages, cards and reports, with a name for the target.
         stored: what an assistant's repository has of it, and in which repositories others publish it.
         trainable: how it is trained; `None` where it is not.
         cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once), and
@@ -252,14 +252,10 @@ class Kind:
     name: str
     rests_on: Literal["draft", "target", "nothing"]
     draft: Callable[[SpecDecPPConfig, Parts, Loading], Draft]
-    words: Callable[[SpecDecPPConfig, str], str]
+    describe: Callable[..., str]
     stored: Stored
     trainable: Trainable | None = None
     cannot: Mapping[Literal["replays", "training"], str] = field(default_factory=dict)
-
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        """The draft in a few words, for messages, cards and reports."""
-        return self.words(config, target)
 
 
 def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:

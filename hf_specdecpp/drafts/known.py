@@ -16,7 +16,6 @@ from hf_specdecpp.drafts.mtp.kind import MTP, repository_of
 from hf_specdecpp.drafts.plain import EARLY_EXIT, INDEPENDENT, LOOKUP
 from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.provenance import commit_of
 
 KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, DFLASH, EAGLE3, GEMMA4, MTP, LOOKUP)
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -113,9 +112,3 @@ def multi_token_layers(
     repository = repository_of(target, source, hub_kwargs)
     config = published(MTP, repository, repository.commit(repository.file("config.json")))
     return config, MTP.stored.load(config, repository)
-
-
-def in_memory(kind: Kind, draft: CausalLM) -> SpecDecPPConfig:
-    """The config of an assistant with a model object as its draft."""
-    named = draft.config.name_or_path or None
-    return SpecDecPPConfig(draft_kind=kind.name, draft_id=named, draft_revision=commit_of(draft))

@@ -37,7 +37,7 @@ INDEPENDENT = Kind(
     name="independent",
     rests_on="draft",
     draft=model_of,
-    words=lambda config, _: pinned(config),
+    describe=lambda config, *_: pinned(config),
     stored=Stored(is_named=True, export=export_model),
     trainable=Trainable(),
 )
@@ -71,7 +71,7 @@ def export_layers(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exp
     return exported
 
 
-def layer_words(config: SpecDecPPConfig, target: str) -> str:
+def layer_words(config: SpecDecPPConfig, target: str = "the target") -> str:
     """Such as "layers 0, 1 of the target"."""
     layers = config.draft_layers or []
     return f"layer{'s' if len(layers) != 1 else ''} {', '.join(map(str, layers))} of {target}"
@@ -81,7 +81,7 @@ EARLY_EXIT = Kind(
     name="early_exit",
     rests_on="target",
     draft=layers_of,
-    words=layer_words,
+    describe=layer_words,
     stored=Stored(export=export_layers),
     trainable=Trainable(first_layers=4),
 )
@@ -120,7 +120,7 @@ LOOKUP = Kind(
     name="lookup",
     rests_on="nothing",
     draft=lambda *_: NoDraft(),
-    words=lambda *_: "text that was seen before",
+    describe=lambda *_: "text that was seen before",
     stored=Stored(
         unserved="This assistant looks its candidates up and has no draft, so there is nothing to export. Engines look "
         "candidates up by themselves, such as vLLM with the method ngram."

@@ -108,12 +108,12 @@ def fields(raw: Config) -> dict[str, Any]:
     return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
 
 
-def words(config: SpecDecPPConfig, target: str) -> str:
+def words(config: SpecDecPPConfig, target: str = "the target") -> str:
     return f"DFlash blocks, which read states of {target}" if config.draft_id is None else f"DFlash {pinned(config)}"
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> DFlashDraft:
-    meet(parts.module, how.target, words(config, "the target"))
+    meet(parts.module, how.target, words(config))
     return DFlashDraft(parts.module, how.target)
 
 
@@ -122,7 +122,7 @@ DFLASH = Kind(
     name="dflash",
     rests_on="target",
     draft=draft_of,
-    words=words,
+    describe=words,
     stored=Stored(
         own=OwnFile("dflash.safetensors", "dflash", own_reader(DFlashSettings, build, TITLE), tensors_of),
         format=Format(  # the original dialect, that of transformers, and that of speculators

@@ -26,7 +26,7 @@ WRITTEN = [name for name in LAYER if name not in (*OF_QWEN3, "rope_parameters")]
 
 def self_check(config: SpecDecPPConfig, module: Any, target: CausalLM, tokenizer: Any) -> SelfCheck:
     """How well the draft guesses what `target` says, as it is read and in each other way (`Format.self_check`)."""
-    meet(module, target, words(config, "the target"))
+    meet(module, target, words(config))
     found = compare(module, target, tokenizer(TEXT, return_tensors="pt")["input_ids"])
     best = better(found)
     remarks = []
@@ -147,7 +147,7 @@ def notes(settings: Eagle3Settings, reads: list[int], depth: int) -> list[str]:
     return found
 
 
-def words(config: SpecDecPPConfig, target: str) -> str:
+def words(config: SpecDecPPConfig, target: str = "the target") -> str:
     if config.draft_id is None:
         return f"an EAGLE-3 layer, which reads states of {target}"
     otherwise = ", ".join(f"{name}={value}" for name, value in (config.eagle3 or {}).items())
@@ -155,7 +155,7 @@ def words(config: SpecDecPPConfig, target: str) -> str:
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Eagle3Drafter:
-    meet(parts.module, how.target, name := words(config, "the target"))
+    meet(parts.module, how.target, name := words(config))
     drafter = Eagle3Drafter(parts.module, how.target)
     drafter.suspect = None if config.draft_id is None else name
     return drafter
@@ -166,7 +166,7 @@ EAGLE3 = Kind(
     name="eagle3",
     rests_on="target",
     draft=draft_of,
-    words=words,
+    describe=words,
     stored=Stored(
         own=OwnFile("eagle3.safetensors", "eagle3", own_reader(Eagle3Settings, build, checkpoint.TITLE), tensors_of),
         format=Format(  # the original dialect, and that of speculators

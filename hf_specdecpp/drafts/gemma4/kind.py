@@ -176,14 +176,14 @@ def facts(module: Any) -> dict[str, str]:
     }
 
 
-def words(config: SpecDecPPConfig, target: str) -> str:
+def words(config: SpecDecPPConfig, target: str = "the target") -> str:
     if config.draft_id is None:
         return f"a Gemma 4 assistant, which reads the cache of {target}"
     return f"Gemma 4 assistant {pinned(config)}"
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Gemma4Draft:
-    name, target = words(config, "the target"), how.target
+    name, target = words(config), how.target
     checkpoints.meet(parts.module, target, name, _misfit(parts.module, target), BELONGS)
     drafter = Gemma4Draft(parts.module, target)
     drafter.suspect = None if config.draft_id is None else name
@@ -195,7 +195,7 @@ GEMMA4 = Kind(
     name="gemma4",
     rests_on="target",
     draft=draft_of,
-    words=words,
+    describe=words,
     stored=Stored(
         format=Format(
             read_model,

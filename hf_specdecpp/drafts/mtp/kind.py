@@ -170,7 +170,7 @@ def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs
     return Repository(str(name), None if source else commit_of(target), None, hub_kwargs or {})
 
 
-def words(config: SpecDecPPConfig, target: str) -> str:
+def words(config: SpecDecPPConfig, target: str = "the target") -> str:
     return f"multi-token layers of {target if config.draft_id is None else pinned(config)}"
 
 
@@ -187,7 +187,7 @@ MTP = Kind(
     name="mtp",
     rests_on="target",
     draft=draft_of,
-    words=words,
+    describe=words,
     stored=Stored(
         format=Format(
             read_layers,
