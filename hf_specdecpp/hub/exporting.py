@@ -26,7 +26,11 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
         OSError, huggingface_hub errors: `output` is taken, or a file is missing or cannot be reached or written.
     """
     output = Path(output)
-    check_free(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(
+            f"{output} is there already and is not an empty folder; a draft beside other files could be taken for "
+            "theirs. Choose a new folder."
+        )
     repository = Repository(str(assistant))
     config = load_config(repository)
     _, parts = load_parts(repository, config)
@@ -64,12 +68,3 @@ def _written(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported
     if export is None:
         raise ValueError(kind.stored.unserved.format(draft=kind.describe(config), target=target, output=to.output))
     return export(config, parts, to)
-
-
-def check_free(output: Path) -> None:
-    """Raise `FileExistsError` unless a folder is new or empty."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(
-            f"{output} is there already and is not an empty folder; a draft beside other files could be taken for "
-            "theirs. Choose a new folder."
-        )

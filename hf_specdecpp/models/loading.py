@@ -180,16 +180,13 @@ def check_same_tokenizer(target: CausalLM, draft: CausalLM) -> None:
     if ours is None or theirs is None:
         sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
         if sizes[0] != sizes[1]:
-            is_padding = abs(sizes[0] - sizes[1]) <= PADDING
+            means = "is more than padding explains, so they hardly use the same tokenizer"
+            if abs(sizes[0] - sizes[1]) <= PADDING:
+                means = "is harmless padding if both use the same tokenizer"
             warnings.warn(
-                f"The target has {sizes[0]} token ids and the draft {sizes[1]}. "
-                + (
-                    "That is harmless padding if both use the same tokenizer"
-                    if is_padding
-                    else "That is more than padding explains, so they hardly use the same tokenizer"
-                )
-                + ", which could not be checked because no tokenizer files were found beside the models. If almost "
-                "nothing is accepted, the tokenizers differ.",
+                f"The target has {sizes[0]} token ids and the draft {sizes[1]}. That {means}, which could not be "
+                "checked because no tokenizer files were found beside the models. If almost nothing is accepted, the "
+                "tokenizers differ.",
                 stacklevel=2,
             )
         return

@@ -9,15 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.models.causal_lm import (
-    CausalLM,
-    cache_argument,
-    inner_decoder,
-    longest_text,
-    num_embeddings,
-    positions_of,
-    trying,
-)
+from hf_specdecpp.models import causal_lm
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_embeddings, positions_of, trying
 from hf_specdecpp.models.quantised import sizes_of
 
 
@@ -43,12 +36,12 @@ class Reader(nn.Module):
         self.text_config = model.config.get_text_config(decoder=True)
         # What each step needs is looked up once: on small models the ways there take as long as the products.
         object.__setattr__(self, "_decoder", inner_decoder(model))
-        self._cache_argument = cache_argument(self._decoder)
+        self._cache_argument = causal_lm.cache_argument(self._decoder)
         self._scale = getattr(self.text_config, "logit_scale", None)  # Cohere
         divisors = ("logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
         self._divisor = next((each for name in divisors if (each := getattr(self.text_config, name, None))), None)
         self._cap = getattr(self.text_config, "final_logit_softcapping", None)  # Gemma 2 and later
-        self._longest = longest_text(model)
+        self._longest = causal_lm.longest_text(model)
         self._check_logits()
 
     @property
