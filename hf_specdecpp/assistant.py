@@ -317,6 +317,6 @@ def _as_is(kind: Kind, draft: CausalLM | str | Path) -> tuple[SpecDecPPConfig, A
         named: Any = draft
         name, commit = named.config.name_or_path or None, commit_of(named)
         config = SpecDecPPConfig(draft_kind=kind.name, draft_id=name, draft_revision=commit)
-        return config, kind.stored.load(config, Repository(""), draft)
+        return config, kind.load(config, Repository(""), draft)
     config = load_config(repository := Repository(str(draft)))
-    return config, kind.stored.load(config, repository)
+    return config, kind.load(config, repository)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.checkpoints import read_module
-from hf_specdecpp.drafts.kind import Kind, OwnFile, Stored, Trainable
+from hf_specdecpp.drafts.kind import Kind, OwnFile, Trainable
 from hf_specdecpp.drafts.plain import EARLY_EXIT
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.quantised import sizes_of
@@ -113,13 +113,11 @@ CONDITIONED = Kind(
     rests_on="target",
     draft=EARLY_EXIT.draft,
     describe=words,
-    stored=Stored(
-        own=OwnFile(FUSION, "fusion", partial(read_module, Fusion, "fusion", hint=OTHERS)),
-        unserved="This assistant drafts with {draft}: a layer of the target whose input is made of the target's "
-        "states, in a form that no other engine has, so nothing is exported. Engines serve drafts that read states in "
-        "the form of EAGLE-3. Train one and export it: `specdecpp train --draft eagle3 --target {target} --data FILE "
-        "--output NEW`, then `specdecpp export NEW --output {output}`.",
-    ),
+    own=OwnFile(FUSION, "fusion", partial(read_module, Fusion, "fusion", hint=OTHERS)),
+    unserved="This assistant drafts with {draft}: a layer of the target whose input is made of the target's "
+    "states, in a form that no other engine has, so nothing is exported. Engines serve drafts that read states in "
+    "the form of EAGLE-3. Train one and export it: `specdecpp train --draft eagle3 --target {target} --data FILE "
+    "--output NEW`, then `specdecpp export NEW --output {output}`.",
     trainable=Trainable(
         cannot={
             "stay untrained": "a conditioned draft has to be trained, so leave it on",

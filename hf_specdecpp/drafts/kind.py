@@ -1,4 +1,5 @@
-"""What others ask of a kind of draft (`Kind`): how its drafts are made, stored (`Stored`) and trained (`Trainable`).
+"""What others ask of a kind of draft (`Kind`): how its drafts are made and stored, in which form others publish them
+(`Format`), and how they are trained (`Trainable`).
 
 A kind is a value, whose functions are in its own file or folder. It holds nothing of an assistant. Nothing but
 safetensors and JSON is opened.
@@ -32,7 +33,7 @@ class Parts:
     Attributes:
         adapter: folder of its PEFT adapter.
         draft_vocab: `[n]` token ids that it may propose; `None` for all.
-        module: what else was trained of it (`Stored.load`).
+        module: what else was trained of it (`Kind.load`).
         merge: merge the adapter into the weights, or into copies of them.
     """
 
@@ -59,7 +60,7 @@ class Loading:
     hub_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-# Stored. --------------------------------------------------------------------------------------------------------------
+# Stored, here and by others. ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -155,24 +156,61 @@ class Format:
         return self.read(raw, weights.all(), str(weights.index), *otherwise)
 
 
+# Kinds. ---------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Stored:
-    """What is stored of a draft beside its adapter and its vocabulary, and what others serve.
+class Trainable:
+    """What a training run asks of a kind.
 
     Attributes:
-        own: its file, where something was trained beside an adapter.
+        first_layers: how many of the target's first layers draft unless the run says otherwise; `None` for its last
+            one alone.
+        own_layers: whether it drafts with layers of its own, all of which are trained, and no adapter.
+        blocks: whether one pass of these proposes several candidates.
+        cannot: what such a run cannot do, with the reason: `"stay untrained"`, `"late verdicts"` (a head that judges a
+            candidate after the draft has read it), `"draft vocabulary"`.
+    """
+
+    first_layers: int | None = None
+    own_layers: bool = False
+    blocks: bool = False
+    cannot: Mapping[Literal["stay untrained", "late verdicts", "draft vocabulary"], str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A kind of draft.
+
+    Attributes:
+        name: `config.draft_kind`.
+        rests_on: whose weights it drafts with: `"draft"`, a model of its own; `"target"`, which it meets when the
+            assistant is attached; or `"nothing"`.
+        draft: the draft of an assistant. One that rests on the target is made of `Loading.target`. `ValueError` if its
+            parts do not go together, or do not fit the target.
+        describe: the draft in a few words, for messages, cards and reports, with a name for the target.
+        own: its file in an assistant's repository, where something was trained beside an adapter.
         format: in which others publish such drafts.
         is_named: whether `config.draft_id` must say where the draft is.
         export: writes the draft into a folder in a form that other engines serve; `ValueError` where it cannot be.
         unserved: why there is no such form, and what to do instead, in whole sentences. `{draft}`, `{target}` and
             `{output}` stand for what is described, its target and the folder.
+        trainable: how it is trained; `None` where it is not.
+        cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once), and
+            `"training"` where it is not `trainable`.
     """
 
+    name: str
+    rests_on: Literal["draft", "target", "nothing"]
+    draft: Callable[[SpecDecPPConfig, Parts, Loading], Draft]
+    describe: Callable[..., str]
     own: OwnFile | None = None
     format: Format | None = None
     is_named: bool = False
     export: Callable[[SpecDecPPConfig, Parts, Destination], Exported] | None = None
     unserved: str = ""
+    trainable: Trainable | None = None
+    cannot: Mapping[Literal["replays", "training"], str] = field(default_factory=dict)
 
     def own_of(self, config: SpecDecPPConfig) -> OwnFile | None:
         """The draft's file in the assistant's repository, if it has one there: what others publish stays elsewhere."""
@@ -208,54 +246,6 @@ class Stored:
                 "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be "
                 "loaded. Save the draft, load it from there and build the assistant from that: assist(model, folder)."
             )
-
-
-# Kinds. ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Trainable:
-    """What a training run asks of a kind.
-
-    Attributes:
-        first_layers: how many of the target's first layers draft unless the run says otherwise; `None` for its last
-            one alone.
-        own_layers: whether it drafts with layers of its own, all of which are trained, and no adapter.
-        blocks: whether one pass of these proposes several candidates.
-        cannot: what such a run cannot do, with the reason: `"stay untrained"`, `"late verdicts"` (a head that judges a
-            candidate after the draft has read it), `"draft vocabulary"`.
-    """
-
-    first_layers: int | None = None
-    own_layers: bool = False
-    blocks: bool = False
-    cannot: Mapping[Literal["stay untrained", "late verdicts", "draft vocabulary"], str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class Kind:
-    """A kind of draft.
-
-    Attributes:
-        name: `config.draft_kind`.
-        rests_on: whose weights it drafts with: `"draft"`, a model of its own; `"target"`, which it meets when the
-            assistant is attached; or `"nothing"`.
-        draft: the draft of an assistant. One that rests on the target is made of `Loading.target`. `ValueError` if its
-            parts do not go together, or do not fit the target.
-        describe: the draft in a few words, for messages, cards and reports, with a name for the target.
-        stored: what an assistant's repository has of it, and in which repositories others publish it.
-        trainable: how it is trained; `None` where it is not.
-        cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once), and
-            `"training"` where it is not `trainable`.
-    """
-
-    name: str
-    rests_on: Literal["draft", "target", "nothing"]
-    draft: Callable[[SpecDecPPConfig, Parts, Loading], Draft]
-    describe: Callable[..., str]
-    stored: Stored
-    trainable: Trainable | None = None
-    cannot: Mapping[Literal["replays", "training"], str] = field(default_factory=dict)
 
 
 def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:

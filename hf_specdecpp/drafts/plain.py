@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.draft import Draft, Reading
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.kind import Kind, Loading, Parts, Stored, Trainable, pinned
+from hf_specdecpp.drafts.kind import Kind, Loading, Parts, Trainable, pinned
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.early_exit import early_exit, per_layer
 from hf_specdecpp.models.loading import check_hash, load_draft, load_model
@@ -38,7 +38,8 @@ INDEPENDENT = Kind(
     rests_on="draft",
     draft=model_of,
     describe=lambda config, *_: pinned(config),
-    stored=Stored(is_named=True, export=export_model),
+    is_named=True,
+    export=export_model,
     trainable=Trainable(),
 )
 
@@ -82,7 +83,7 @@ EARLY_EXIT = Kind(
     rests_on="target",
     draft=layers_of,
     describe=layer_words,
-    stored=Stored(export=export_layers),
+    export=export_layers,
     trainable=Trainable(first_layers=4),
 )
 
@@ -121,10 +122,8 @@ LOOKUP = Kind(
     rests_on="nothing",
     draft=lambda *_: NoDraft(),
     describe=lambda *_: "text that was seen before",
-    stored=Stored(
-        unserved="This assistant looks its candidates up and has no draft, so there is nothing to export. Engines look "
-        "candidates up by themselves, such as vLLM with the method ngram."
-    ),
+    unserved="This assistant looks its candidates up and has no draft, so there is nothing to export. Engines look "
+    "candidates up by themselves, such as vLLM with the method ngram.",
     cannot={
         "replays": "a recorded text has a q a place, and where nothing drafts there is none",
         "training": "there is nothing to train where all candidates are looked up",

@@ -44,12 +44,12 @@ def convert(folder: Path, out: Path, tied: bool | None = None, **models: str | N
     raw: Any = files.read_json(folder / CONFIG, files.MOST_CONFIG_BYTES) if (folder / CONFIG).is_file() else None
     is_ours = not isinstance(raw, dict) or raw.get("model_type") == SpecDecPPConfig.model_type
     kind = None if is_ours else recognise(raw)
-    if kind is not None and kind.stored.format is not None:
+    if kind is not None and kind.format is not None:
         if tied is not None or any(models.values()):
             raise ValueError(
                 f"{folder} is of a draft: --tied, --draft and --target are for SpecDec++ heads. Leave them out."
             )
-        _convert_draft(kind.stored.format, raw, folder, out)
+        _convert_draft(kind.format, raw, folder, out)
         return
     head = read_released_head(folder, tied)
     config = SpecDecPPConfig(

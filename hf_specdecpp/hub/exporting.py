@@ -59,12 +59,12 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
 def _written(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
     """What was written of a draft; `ValueError` where no engine serves it, with the reason and what to do instead."""
     kind, target = kind_of(config), to.target or "TARGET"
-    form, export = kind.stored.format, kind.stored.export
+    form, export = kind.format, kind.export
     if form is not None and form.served_by is not None and config.draft_id is not None:
         raise ValueError(
             f"This assistant drafts with {kind.describe(config)}, which nobody changed here, so nothing is exported: "
             f"{form.served_by.replace('TARGET', target)}."
         )
     if export is None:
-        raise ValueError(kind.stored.unserved.format(draft=kind.describe(config), target=target, output=to.output))
+        raise ValueError(kind.unserved.format(draft=kind.describe(config), target=target, output=to.output))
     return export(config, parts, to)

@@ -25,7 +25,7 @@ from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.loading import load_model, load_tokenizer
 
 ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
-MODULES = [kind.stored.own.name for kind in KINDS if kind.stored.own is not None]
+MODULES = [kind.own.name for kind in KINDS if kind.own is not None]
 PATTERNS = [CONFIG, HEAD, *MODULES, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
@@ -79,13 +79,13 @@ def self_check(repository: Repository, target_id: str, revision: str | None = No
     """How well the draft of a repository guesses what a target says, and whether it is read rightly."""
     config = load_config(repository)
     kind = kind_of(config)
-    form = kind.stored.format
+    form = kind.format
     if form is None or form.self_check is None:
         raise ValueError(
             f"--target without --convert checks how a draft that others trained is to be read, and this one, "
             f"{kind.describe(config)}, can be read in one way only. Measure it: specdecpp bench."
         )
-    module = kind.stored.load(config, repository)
+    module = kind.load(config, repository)
     return form.self_check(config, module, load_model(target_id, revision), load_tokenizer(target_id, revision))
 
 
@@ -107,7 +107,7 @@ def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> 
 def _expected(report: Report, folder: Path) -> list[tuple[str, bool, Callable[[], str]]]:
     """Files, whether the config promises them, and how to read those that it does."""
     promised = SpecDecPPConfig() if report.config is None else report.config
-    own_file = kind_of(promised).stored.own_of(promised)
+    own_file = kind_of(promised).own_of(promised)
     own = None if own_file is None else own_file.name
     modules = MODULES
     if report.is_foreign:
@@ -137,9 +137,9 @@ def _read_config(report: Report, folder: Path) -> str:
 
 def _read_module(report: Report, folder: Path) -> str:
     config = report.config or SpecDecPPConfig()
-    stored = kind_of(config).stored
-    module = stored.load(config, Repository(str(folder)))
-    report.facts = {} if stored.format is None else stored.format.facts(module)
+    kind = kind_of(config)
+    module = kind.load(config, Repository(str(folder)))
+    report.facts = {} if kind.format is None else kind.format.facts(module)
     return _size(module)
 
 

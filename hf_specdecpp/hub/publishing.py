@@ -51,7 +51,7 @@ class Contents:
         config = copy.deepcopy(self.config)
         config.head = self.head.to_config() if self.head is not None else None
         parts = self.parts
-        if parts.module is not None and (own := kind_of(config).stored.own_of(config)) is not None:
+        if parts.module is not None and (own := kind_of(config).own_of(config)) is not None:
             setattr(config, own.field, parts.module.to_config())
         config.adapter = parts.adapter is not None
         config.draft_vocab_size = len(parts.draft_vocab) if parts.draft_vocab is not None else None
@@ -65,13 +65,13 @@ class Contents:
 def save(contents: Contents, folder: Path) -> None:
     """Write a repository but for a `README.md` that is there; `ValueError` where nobody could load the draft again."""
     config = contents.described()
-    stored = kind_of(config).stored
-    stored.check_storable(config)
+    kind = kind_of(config)
+    kind.check_storable(config)
     folder.mkdir(parents=True, exist_ok=True)
     if contents.head is not None:
         save_tensors(contents.head.state_dict(), folder / HEAD)
     parts = contents.parts
-    if parts.module is not None and (own := stored.own_of(config)) is not None:
+    if parts.module is not None and (own := kind.own_of(config)) is not None:
         save_tensors(own.tensors(parts.module), folder / own.name)
     if parts.draft_vocab is not None:
         save_tensors({"token_ids": parts.draft_vocab}, folder / DRAFT_VOCAB)

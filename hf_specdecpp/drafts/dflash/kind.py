@@ -15,7 +15,7 @@ from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import Names, own_reader, target_of
 from hf_specdecpp.drafts.dflash.config import DFlashSettings, looks_like_one, read_settings, refuse_relatives
 from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
-from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, Stored, Trainable, pinned
+from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, Trainable, pinned
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.loading import outside
 from hf_specdecpp.models.quantised import is_quantised, sizes_of
@@ -123,19 +123,17 @@ DFLASH = Kind(
     rests_on="target",
     draft=draft_of,
     describe=words,
-    stored=Stored(
-        own=OwnFile("dflash.safetensors", "dflash", own_reader(DFlashSettings, build, TITLE), tensors_of),
-        format=Format(  # the original dialect, that of transformers, and that of speculators
-            read_model,
-            looks_like_one,
-            fields=fields,
-            module=DFlashModel,
-            served_by="vLLM and SGLang serve it from its own repository, with the method dflash",
-        ),
-        unserved="This assistant drafts with DFlash blocks that were trained here: their first row proposes, too, no "
-        "row sees a later one, and engines have not been tried with such blocks, so nothing is exported. They serve "
-        "EAGLE-3 drafts: specdecpp train --draft eagle3.",
+    own=OwnFile("dflash.safetensors", "dflash", own_reader(DFlashSettings, build, TITLE), tensors_of),
+    format=Format(  # the original dialect, that of transformers, and that of speculators
+        read_model,
+        looks_like_one,
+        fields=fields,
+        module=DFlashModel,
+        served_by="vLLM and SGLang serve it from its own repository, with the method dflash",
     ),
+    unserved="This assistant drafts with DFlash blocks that were trained here: their first row proposes, too, no "
+    "row sees a later one, and engines have not been tried with such blocks, so nothing is exported. They serve "
+    "EAGLE-3 drafts: specdecpp train --draft eagle3.",
     trainable=Trainable(
         own_layers=True,
         blocks=True,

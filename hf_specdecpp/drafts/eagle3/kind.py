@@ -15,7 +15,7 @@ from hf_specdecpp.drafts.eagle3 import checkpoint
 from hf_specdecpp.drafts.eagle3.checkpoint import FLAGS, OF_QWEN3, build, tensors_of
 from hf_specdecpp.drafts.eagle3.meeting import GOOD, TEXT, better, compare, meanings, meet, usual_reads
 from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model, Eagle3Settings
-from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, SelfCheck, Stored, Trainable, pinned
+from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, SelfCheck, Trainable, pinned
 from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config
@@ -167,21 +167,19 @@ EAGLE3 = Kind(
     rests_on="target",
     draft=draft_of,
     describe=words,
-    stored=Stored(
-        own=OwnFile("eagle3.safetensors", "eagle3", own_reader(Eagle3Settings, build, checkpoint.TITLE), tensors_of),
-        format=Format(  # the original dialect, and that of speculators
-            checkpoint.read_model,
-            checkpoint.looks_like_one,
-            checkpoint.is_marked,
-            fields,
-            facts,
-            checkpoint.check_overrides,
-            self_check,
-            Eagle3Model,
-            no_model="an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files",
-        ),
-        export=export,
+    own=OwnFile("eagle3.safetensors", "eagle3", own_reader(Eagle3Settings, build, checkpoint.TITLE), tensors_of),
+    format=Format(  # the original dialect, and that of speculators
+        checkpoint.read_model,
+        checkpoint.looks_like_one,
+        checkpoint.is_marked,
+        fields,
+        facts,
+        checkpoint.check_overrides,
+        self_check,
+        Eagle3Model,
+        no_model="an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files",
     ),
+    export=export,
     trainable=Trainable(
         own_layers=True,
         cannot={

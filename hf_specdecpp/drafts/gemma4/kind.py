@@ -19,7 +19,7 @@ from hf_specdecpp.config.checks import Bounds, check_fields, check_layers, shown
 from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import as_described, mapping
 from hf_specdecpp.drafts.gemma4.drafter import Gemma4Draft, heads_of, sources
-from hf_specdecpp.drafts.kind import Format, Kind, Loading, Parts, Stored, pinned
+from hf_specdecpp.drafts.kind import Format, Kind, Loading, Parts, pinned
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_processes
 from hf_specdecpp.models.early_exit import layer_stack
 
@@ -196,16 +196,14 @@ GEMMA4 = Kind(
     rests_on="target",
     draft=draft_of,
     describe=words,
-    stored=Stored(
-        format=Format(
-            read_model,
-            looks_like_one,
-            fields=fields,
-            facts=facts,
-            served_by="engines that serve such assistants read its own repository",
-        ),
-        is_named=True,
+    format=Format(
+        read_model,
+        looks_like_one,
+        fields=fields,
+        facts=facts,
+        served_by="engines that serve such assistants read its own repository",
     ),
+    is_named=True,
     cannot={
         "replays": "a recorded text has one q a place, but an assistant's depends on where the round began",
         "training": "Gemma 4 assistants are loaded, not trained: load one, or train with draft: eagle3",

@@ -17,7 +17,7 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.checkpoints import mapping, renamed
 from hf_specdecpp.drafts.conditioned import NO_REPLAYS
-from hf_specdecpp.drafts.kind import Format, Kind, Loading, Parts, Stored, pinned
+from hf_specdecpp.drafts.kind import Format, Kind, Loading, Parts, pinned
 from hf_specdecpp.drafts.mtp.model import POST_NORM, MtpDraft, one_layer
 from hf_specdecpp.files import Repository, check_finite
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -188,18 +188,16 @@ MTP = Kind(
     rests_on="target",
     draft=draft_of,
     describe=words,
-    stored=Stored(
-        format=Format(
-            read_layers,
-            no_model="transformers drops multi-token layers when it loads one. Give the folder or Hub id of its files",
-            served_by="engines read them from the target itself, as `vllm serve TARGET --speculative-config "
-            """'{"method":"mtp","num_speculative_tokens":1}'` does""",
-            is_whole=False,
-            most_config_bytes=MOST_BYTES,
-            cure="Name a repository that has them: assist(model, 'mtp', source=ID).",
-        ),
-        is_named=True,
+    format=Format(
+        read_layers,
+        no_model="transformers drops multi-token layers when it loads one. Give the folder or Hub id of its files",
+        served_by="engines read them from the target itself, as `vllm serve TARGET --speculative-config "
+        """'{"method":"mtp","num_speculative_tokens":1}'` does""",
+        is_whole=False,
+        most_config_bytes=MOST_BYTES,
+        cure="Name a repository that has them: assist(model, 'mtp', source=ID).",
     ),
+    is_named=True,
     cannot={
         "replays": NO_REPLAYS,
         "training": "multi-token layers are those of the target's checkpoint: take them as they are (assist), or "
