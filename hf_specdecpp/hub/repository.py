@@ -69,7 +69,7 @@ def load_parts(
 
 def find_adapter(repository: Repository, folder: str | None = ADAPTER_FOLDER) -> Path:
     """Folder with both adapter files. peft would fall back to a pickle without the safetensors file; we do not."""
-    paths = [repository.file(name, folder) for name in ADAPTER_FILES]
+    paths = [repository.file(f"{folder}/{name}" if folder else name) for name in ADAPTER_FILES]
     load_tensors(paths[1])
     return paths[0].parent
 

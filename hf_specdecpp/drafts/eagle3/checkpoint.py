@@ -140,13 +140,13 @@ def check_overrides(overrides: Any) -> dict[str, Any]:
 def of_type(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """The config of layers of this type, as their tensors say; `ValueError` for layers of Llama with a window."""
     if kind == "qwen3":
-        return {**layer, "model_type": kind}
+        return {"model_type": kind, **layer}
     if "sliding_attention" in (layer.get("layer_types") or ()):
         raise ValueError(
             "The draft is a Llama layer with a sliding window (layer_types), which transformers' Llama does not have, "
             f"so it would see too much. {TRAIN}."
         )
-    return {name: value for name, value in layer.items() if name not in OF_QWEN3} | {"model_type": kind}
+    return {"model_type": kind, **{name: value for name, value in layer.items() if name not in OF_QWEN3}}
 
 
 def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
@@ -155,19 +155,17 @@ def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None
     Where a flat config's architecture is a Llama's, its `model_type`, and windows, may be the target's.
     """
     said = inner.get("model_type")
-    kind = said or ("qwen3" if SPECULATORS in raw else "llama")
     is_its_own = said in (None, *LAYER_CONFIGS)
-    if isinstance(kind, str) and not is_its_own and inner is raw and "llama" in str(raw.get("architectures")).lower():
-        kind = "llama"
-    if kind not in tuple(LAYER_CONFIGS):
+    is_flat_llama = inner is raw and isinstance(said, str) and "llama" in str(raw.get("architectures")).lower()
+    if not is_its_own and not is_flat_llama:
         raise ValueError(
-            f"The draft has layers of type {kind!r}; EAGLE-3 drafts with 'llama' and 'qwen3' layers are supported. "
+            f"The draft has layers of type {said!r}; EAGLE-3 drafts with 'llama' and 'qwen3' layers are supported. "
             f"{TRAIN}."
         )
     cure = "Say what rope_theta it was trained with: eagle3={'rope_theta': 10000.0}."
     layer = checkpoints.layers_of(inner, ("num_hidden_layers", *(() if is_its_own else OF_QWEN3)), cure, theta)
     check_fields(layer, checks.LAYER)
-    return {"model_type": kind, **layer}
+    return layer
 
 
 # Tensors. -------------------------------------------------------------------------------------------------------------
