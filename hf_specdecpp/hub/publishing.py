@@ -145,6 +145,8 @@ def make_card(
     made the assistant (`training.card.results`); `None` without one."""
     ids = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
     bases = [Repository(name).name for name in ids]
+    sets = {} if training is None else training["evaluation"]["sets"]
+    reports = [(name, at, report) for name, temperatures in sets.items() for at, report in temperatures.items()]
     data = ModelCardData(
         library_name="hf_specdecpp",
         base_model=bases or None,
@@ -152,24 +154,24 @@ def make_card(
         tags=["speculative-decoding", "assisted-generation", "specdecpp"],
         pipeline_tag="text-generation",
         model_name="SpecDec++ assistant" if training else None,
-        eval_results=list(_eval_results(training["evaluation"])) if training else None,
+        eval_results=list(_eval_results(reports)) if training else None,
     )
     config = copy.deepcopy(config)
     for name in ("target_id", "draft_id"):
         if (model := getattr(config, name)) is not None:
             setattr(config, name, public_name(model))
-    shown: dict[str, Any] = {}
-    if training is not None:
-        reports = _reports(training["evaluation"])
-        shown["tables"] = [(name, at, report, _rows(report)) for name, at, report in reports]
-    shown |= {
-        "draft": describe(config),
-        "is_independent": kind_of(config).rests_on == "draft",
-        "opening": opening((training or {}).get("speed")),
-        "unhelped": unhelped(training),
-    }
     return ModelCard.from_template(
-        data, template_path=str(TEMPLATE), config=config, head=head, training=training, number=number, **shown
+        data,
+        template_path=str(TEMPLATE),
+        config=config,
+        head=head,
+        training=training,
+        number=number,
+        draft=describe(config),
+        is_independent=kind_of(config).rests_on == "draft",
+        opening=opening((training or {}).get("speed")),
+        unhelped=unhelped(training),
+        tables=[(name, at, report, _rows(report)) for name, at, report in reports],
     )
 
 
@@ -230,13 +232,6 @@ def number(value: float | None, digits: int = 3, percent: bool = False) -> str:
     return f"{100 * value:.0f} %" if percent else f"{value:,.{digits}f}"
 
 
-def _reports(evaluation: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Each set and temperature with what was measured there."""
-    for name, temperatures in evaluation["sets"].items():
-        for temperature, report in temperatures.items():
-            yield name, temperature, report
-
-
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """A row for each estimator and rule: how well it judges, and what it discards beside the best fixed length."""
     best = report["equal_verification"]["at_best"]
@@ -252,9 +247,9 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield (f"fixed length {best['length']}", NONE, NONE, NONE, number(best["discard_rate"]), NONE)
 
 
-def _eval_results(evaluation: dict[str, Any]) -> Iterator[EvalResult]:
+def _eval_results(reports: list[tuple[str, str, dict[str, Any]]]) -> Iterator[EvalResult]:
     """Of each set and temperature the draft's acceptance and the head's row, for the card's model-index."""
-    for name, temperature, report in _reports(evaluation):
+    for name, temperature, report in reports:
         measured = {"mean_acceptance": report["mean_acceptance"], **report["estimators"]["head"]}
         for metric in ("mean_acceptance", "auc", "ece", "binary_kl"):
             value = measured[metric]
