@@ -120,11 +120,9 @@ def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList
 
 def _configs(model: CausalLM) -> list[PreTrainedConfig]:
     """Every config object below `model`, each once (modules of one model share them)."""
-    found = {
-        id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)
-    }
-    text = {id(c.get_text_config(decoder=True)): c.get_text_config(decoder=True) for c in found.values()}
-    return list({**found, **text}.values())
+    found = [m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
+    both = (*found, *(config.get_text_config(decoder=True) for config in found))
+    return list({id(config): config for config in both}.values())
 
 
 def per_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:

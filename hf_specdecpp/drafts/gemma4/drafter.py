@@ -33,10 +33,6 @@ class SharedRows:
     masks: dict[str, Tensor | None]
     position: Tensor
 
-    def of_queries(self, count: int) -> dict[str, Tensor | None]:
-        """The masks for so many queries."""
-        return {kind: None if each is None else each.expand(-1, -1, count, -1) for kind, each in self.masks.items()}
-
 
 def sources(config: Any) -> dict[str, int]:
     """The target's layer whose keys and values the draft's layers of each kind read: the last that has its own.
@@ -149,8 +145,10 @@ class Gemma4Draft(StateDraft):
             those that a further step reads.
         """
         inputs = self.model.pre_projection(torch.cat((self.embed(tokens), states), dim=-1))
+        count = tokens.shape[1]
+        masks = {kind: None if each is None else each.expand(-1, -1, count, -1) for kind, each in seen.masks.items()}
         hidden = self.model.model(
-            inputs_embeds=inputs, attention_mask=seen.of_queries(inputs.shape[1]), position_ids=seen.position,
+            inputs_embeds=inputs, attention_mask=masks, position_ids=seen.position,
             shared_kv_states=seen.rows, use_cache=False,
         ).last_hidden_state[0]  # fmt: skip
         return self._logits(hidden).float(), hidden, self.model.post_projection(hidden)
