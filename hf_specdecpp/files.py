@@ -62,7 +62,7 @@ class Repository:
                     f"{path} is missing, so {self.name!r} is not a complete assistant. Download or save it again."
                 )
             return path
-        place = {"subfolder": self.subfolder, "revision": self.revision}
+        place: dict[str, Any] = {"subfolder": self.subfolder, "revision": self.revision}
         with found(self.full_name):
             return Path(hf_hub_download(self.name, filename, **place, **self.hub_kwargs))
 
