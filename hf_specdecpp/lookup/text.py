@@ -56,9 +56,9 @@ class LookupRates:
     def __init__(self) -> None:
         first, further = PRIOR_OF_LENGTH
         classes = [first + further * length + share for length in range(len(LENGTHS) + 1) for share in PRIOR_OF_SHARE]
-        self._prior = [_sigmoid(each) for each in classes]
+        self.odds = [math.exp(each) for each in classes]
+        self._prior = [odds / (1.0 + odds) for odds in self.odds]
         self.right, self.judged = [0.0] * NUM_CLASSES, [0.0] * NUM_CLASSES
-        self.odds = [prior / (1.0 - prior) for prior in self._prior]
 
     def observe(self, of: int, was_right: bool) -> None:
         """Take note of what a token was for which one of this class could have been looked up."""
@@ -93,10 +93,6 @@ class TextRates:
         right, wrong = self._right + TEXT_PRIOR, self._count - self._right + TEXT_PRIOR
         as_usual, not_as_usual = self._expected + TEXT_PRIOR, self._count - self._expected + TEXT_PRIOR
         self._factor = right / wrong * not_as_usual / as_usual
-
-
-def _sigmoid(log_odds: float) -> float:
-    return 1.0 / (1.0 + math.exp(-log_odds))
 
 
 MOST_MATCHES = 64  # the latest
