@@ -137,18 +137,6 @@ def check_overrides(overrides: Any) -> dict[str, Any]:
     return dict(overrides)
 
 
-def of_type(layer: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The config of layers of this type, as their tensors say; `ValueError` for layers of Llama with a window."""
-    if kind == "qwen3":
-        return {"model_type": kind, **layer}
-    if "sliding_attention" in (layer.get("layer_types") or ()):
-        raise ValueError(
-            "The draft is a Llama layer with a sliding window (layer_types), which transformers' Llama does not have, "
-            f"so it would see too much. {TRAIN}."
-        )
-    return {"model_type": kind, **{name: value for name, value in layer.items() if name not in OF_QWEN3}}
-
-
 def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
     """The config of the draft's layers, whose number tensors tell.
 
@@ -207,7 +195,8 @@ def read_model(
 
 
 def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
-    """The settings that config and tensors agree on; where a config may be silent, tensors say it."""
+    """The settings that config and tensors agree on; where a config may be silent, tensors say it. `ValueError` for
+    layers of Llama with a window."""
     layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d{1,4})\.", name))}
     size, vocab_size, num_reads = said["state_size"], said["layer"]["vocab_size"], said.get("num_reads")
     if num_reads is None:
@@ -220,9 +209,16 @@ def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Sett
         draft_vocab_size = head.shape[0]
     count = max(len(layers), 1)  # whatever config.json says: some files have one layer and say 40
     kind = "qwen3" if "decoder.layers.0.self_attn.q_norm.weight" in named else "llama"
-    layer = {**of_type(said["layer"], kind), "num_hidden_layers": count}
+    layer = {"model_type": kind, **said["layer"], "num_hidden_layers": count}
     if types := layer.get("layer_types"):
         layer["layer_types"] = types[:count]
+    if kind == "llama":
+        if "sliding_attention" in (types or ()):
+            raise ValueError(
+                "The draft is a Llama layer with a sliding window (layer_types), which transformers' Llama does not "
+                f"have, so it would see too much. {TRAIN}."
+            )
+        layer = {name: value for name, value in layer.items() if name not in OF_QWEN3}
     settings = {
         **said,
         "layer": layer,

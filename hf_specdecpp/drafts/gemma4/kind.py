@@ -75,7 +75,13 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
         )
     with as_described("Gemma 4 assistant"):
         config = CONFIG_MAPPING[kind].from_dict(_known(kind, raw))
-        _check_clusters(config)
+        # Clusters, if there are any, are equally large, and some of them are chosen.
+        count, chosen, tokens = config.num_centroids, config.centroid_intermediate_top_k, config.text_config.vocab_size
+        if config.use_ordered_embeddings and (not 1 <= chosen <= count or tokens % count):
+            raise ValueError(
+                f"vocab_size={tokens} tokens cannot lie in num_centroids={count} clusters of one size, of which "
+                f"centroid_intermediate_top_k={chosen} are read."
+            )
     named = dict(tensors)
     embeddings = named.pop(EMBEDDINGS, None)
     if config.tie_word_embeddings and embeddings is not None:
@@ -84,7 +90,7 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     depth = config.text_config.num_hidden_layers
     model = checkpoints.build(lambda: _bare(config), named, depth, source, "Gemma 4 assistant")
     if model.masked_embedding is not None:
-        model.masked_embedding.token_ordering = _checked_order(order, config.text_config.vocab_size, source)
+        model.masked_embedding.token_ordering = _checked_order(order, tokens, source)
     return model
 
 
@@ -119,16 +125,6 @@ def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
             f"{checks.CURE}"
         )
     return {**own, "text_config": {"model_type": usual, **layers}}
-
-
-def _check_clusters(config: Any) -> None:
-    """Raise `ValueError` unless clusters, if there are any, are equally large and some of them are chosen."""
-    count, chosen, tokens = config.num_centroids, config.centroid_intermediate_top_k, config.text_config.vocab_size
-    if config.use_ordered_embeddings and (not 1 <= chosen <= count or tokens % count):
-        raise ValueError(
-            f"vocab_size={tokens} tokens cannot lie in num_centroids={count} clusters of one size, of which "
-            f"centroid_intermediate_top_k={chosen} are read."
-        )
 
 
 def _checked_order(order: Tensor | None, count: int, source: str) -> Tensor:
