@@ -157,8 +157,15 @@ class SpecDecPPAssistant(AssistantModel):
         if (kind := ready_made(draft)) is not None:
             if parts.adapter is not None or parts.draft_vocab is not None:
                 raise ValueError(f"A {kind.name} draft is taken as it is: leave adapter and draft_vocab out.")
-            config, module = _as_is(kind, draft)
-            return cls.of_parts(config, None, Parts(module=module), target, options)
+            given: Any = draft if is_model(draft) else None
+            repository = Repository("" if given is not None else str(draft))
+            if given is None:
+                config = load_config(repository)
+            else:
+                name, commit = given.config.name_or_path or None, commit_of(given)
+                config = SpecDecPPConfig(draft_kind=kind.name, draft_id=name, draft_revision=commit)
+            parts = Parts(module=kind.load(config, repository, given))
+            return cls.of_parts(config, None, parts, target, options)
         target = None if target is None else causal_lm.base_model(target)
         model = load_draft(draft, None, target)
         config = SpecDecPPConfig(
@@ -309,14 +316,3 @@ def _parts(options: Options) -> Parts:
     folder = None if adapter is None else find_adapter(Repository(str(adapter)), None)
     ids = None if vocab is None else torch.as_tensor(vocab, dtype=torch.long)
     return Parts(folder, ids, merge=options.get("merge", True))
-
-
-def _as_is(kind: Kind, draft: CausalLM | str | Path) -> tuple[SpecDecPPConfig, Any]:
-    """Config and module of a draft that is taken as it is, of a model object or a repository."""
-    if is_model(draft):
-        named: Any = draft
-        name, commit = named.config.name_or_path or None, commit_of(named)
-        config = SpecDecPPConfig(draft_kind=kind.name, draft_id=name, draft_revision=commit)
-        return config, kind.load(config, Repository(""), draft)
-    config = load_config(repository := Repository(str(draft)))
-    return config, kind.load(config, repository)

@@ -76,23 +76,19 @@ def save(contents: Contents, folder: Path) -> None:
     if parts.draft_vocab is not None:
         save_tensors({"token_ids": parts.draft_vocab}, folder / DRAFT_VOCAB)
     if parts.adapter is not None:
-        _copy_adapter(parts.adapter, folder / ADAPTER_FOLDER)
+        # PEFT notes where the model was read from; a folder of this machine stays unnamed.
+        place, (config_name, weights_name) = folder / ADAPTER_FOLDER, ADAPTER_FILES
+        place.mkdir(exist_ok=True)
+        adapter = read_json(parts.adapter / config_name)
+        base = adapter.get("base_model_name_or_path")
+        adapter["base_model_name_or_path"] = public_name(base) if isinstance(base, str) else None
+        if parts.adapter.resolve() != place.resolve():
+            shutil.copyfile(parts.adapter / weights_name, place / weights_name)
+        save_text(json.dumps(adapter, indent=2) + "\n", place / config_name)
     # Last: a folder with a config is a complete one.
     save_text(config.to_json_string(), folder / CONFIG)
     if not (folder / CARD).exists():
         save_text(str(make_card(config, contents.head)), folder / CARD)
-
-
-def _copy_adapter(source: Path, place: Path) -> None:
-    """Copy an adapter's files. PEFT notes where the model was read from; a folder of this machine stays unnamed."""
-    place.mkdir(exist_ok=True)
-    config_name, weights_name = ADAPTER_FILES
-    config = read_json(source / config_name)
-    base = config.get("base_model_name_or_path")
-    config["base_model_name_or_path"] = public_name(base) if isinstance(base, str) else None
-    if source.resolve() != place.resolve():
-        shutil.copyfile(source / weights_name, place / weights_name)
-    save_text(json.dumps(config, indent=2) + "\n", place / config_name)
 
 
 def push(

@@ -149,11 +149,6 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
             "weights, which a draft may share with its target. Use one with bias='none' and the usual initialisation, "
             "or merge it, save that model (merge_and_unload) and make it an independent draft."
         )
-    _check_numbers(config, path)
-    return config
-
-
-def _check_numbers(config: dict[str, Any], path: Path) -> None:
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(name) or {}
         if not isinstance(pattern, dict) or not all(re.fullmatch(r"[\w.]+", key) for key in pattern):
@@ -168,6 +163,7 @@ def _check_numbers(config: dict[str, Any], path: Path) -> None:
         raise ValueError(f"{path} has ranks {ranks[:9]}; a rank is a whole number of at least 1. {AGAIN}")
     if not all(type(alpha) in (int, float) and abs(alpha) < 2**31 for alpha in alphas):
         raise ValueError(f"{path} has lora_alpha {alphas[:9]}; it must be a number. {AGAIN}")
+    return config
 
 
 def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path) -> Lora:

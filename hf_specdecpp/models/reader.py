@@ -27,7 +27,12 @@ class Reader(nn.Module):
 
     def __init__(self, model: CausalLM, owns_model: bool = False) -> None:
         super().__init__()
-        check_head_of(model)
+        head = model.get_output_embeddings()
+        if head is None or getattr(head, "weight", None) is None:
+            raise ValueError(
+                f"{type(model).__name__} has no LM head, so it cannot predict tokens. Load it with "
+                "AutoModelForCausalLM."
+            )
         self.owns_model = owns_model
         if owns_model:
             self.model = model
@@ -160,11 +165,3 @@ def as_wide_as(vocab_size: int, logits: Tensor) -> Tensor:
     """
     missing = vocab_size - logits.shape[-1]
     return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
-
-
-def check_head_of(model: CausalLM) -> None:
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "weight", None) is None:
-        raise ValueError(
-            f"{type(model).__name__} has no LM head, so it cannot predict tokens. Load it with AutoModelForCausalLM."
-        )

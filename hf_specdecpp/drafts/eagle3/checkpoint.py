@@ -91,7 +91,18 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
     check_fields({name: raw.get(name) for name in ABOVE}, ABOVE)
     said = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # the former is an older name
     check_fields({name: said.get(name) or None for name in FLAGS}, dict.fromkeys(FLAGS, bool))
-    ids, reads = _layer_ids(raw, eagle, is_nested), overrides.get("reads")
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
+    if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={ids!r} must list layers of the target in whole numbers, since the "
+            "draft reads their outputs. Correct it in config.json, or leave it out and say eagle3={'reads': [...]}."
+        )
+    if is_nested and ids and 0 in ids:
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={ids}: 0 is the target's embeddings in this dialect, and "
+            f"hf_specdecpp reads outputs of layers. {TRAIN}."
+        )
+    reads = overrides.get("reads")
     if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
         reads = [each - 1 for each in ids]
     reads_states = eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False
@@ -105,22 +116,6 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
         **{name: bool(said.get(name)) for name in FLAGS},
         **({} if reads_states else {"num_reads": 0}),
     }
-
-
-def _layer_ids(raw: Mapping[str, Any], eagle: Mapping[str, Any], is_nested: bool) -> list[int] | None:
-    """The target's layers as the config names them, if it does."""
-    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
-    if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
-        raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids={ids!r} must list layers of the target in whole numbers, since the "
-            "draft reads their outputs. Correct it in config.json, or leave it out and say eagle3={'reads': [...]}."
-        )
-    if is_nested and ids and 0 in ids:
-        raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids={ids}: 0 is the target's embeddings in this dialect, and "
-            f"hf_specdecpp reads outputs of layers. {TRAIN}."
-        )
-    return ids
 
 
 def check_overrides(overrides: Any) -> dict[str, Any]:
@@ -190,7 +185,14 @@ def read_model(
     or makes no sense, a tensor is missing, unknown or of another shape, or token ids make no sense."""
     said = read_config(raw, overrides)
     named = NAMES.here(tensors, source)
-    _refuse_relatives(named, 2 * said["layer"]["hidden_size"], source)
+    q, found = named.get("decoder.layers.0.self_attn.q_proj.weight"), checkpoints.relative_among(RELATIVES, named)
+    reads_both = q is not None and list(q.shape)[1:] == [2 * said["layer"]["hidden_size"]]
+    if found is None and not reads_both and "decoder.layers.0.hidden_norm.weight" not in named:
+        found = "a model of its own, which assist(model, ...) takes if it is a causal LM with the target's tokens"
+        if "reader.fc.weight" in named:
+            found = "a draft of EAGLE-1 or 2"
+    if found is not None:
+        raise ValueError(f"{source} is of {found}; it is no EAGLE-3 draft that hf_specdecpp can load. {TRAIN}.")
     return build(settings_of(said, named), tensors, source)
 
 
@@ -287,19 +289,6 @@ def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | 
             "again."
         )
     return None if count == vocab_size and torch.equal(ids, torch.arange(count)) else ids
-
-
-def _refuse_relatives(named: Mapping[str, Any], wide: int, source: str) -> None:
-    """Raise `ValueError` for other drafts, by their tensors; the attention of an EAGLE-3 layer is `wide`."""
-    q = named.get("decoder.layers.0.self_attn.q_proj.weight")
-    is_one = "decoder.layers.0.hidden_norm.weight" in named or (q is not None and list(q.shape)[1:] == [wide])
-    found = checkpoints.relative_among(RELATIVES, named)
-    if found is None and not is_one:
-        found = "a model of its own, which assist(model, ...) takes if it is a causal LM with the target's tokens"
-        if "reader.fc.weight" in named:
-            found = "a draft of EAGLE-1 or 2"
-    if found is not None:
-        raise ValueError(f"{source} is of {found}; it is no EAGLE-3 draft that hf_specdecpp can load. {TRAIN}.")
 
 
 def tensors_of(

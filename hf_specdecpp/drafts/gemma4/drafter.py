@@ -48,16 +48,6 @@ def heads_of(attention: Any) -> tuple[int, int]:
     return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
 
-def check_readable(cache: Any) -> None:
-    """Raise `ValueError` if the keys and values of a cache do not lie in the order of the text."""
-    if isinstance(cache, StaticCache) or (cache is not None and cache.offloading):
-        raise ValueError(
-            f"A Gemma 4 assistant reads the keys and values in the target's cache, which a {type(cache).__name__} "
-            "keeps in another order or on another device (cache_implementation='static' or 'offloaded'). Leave "
-            "cache_implementation unset."
-        )
-
-
 class Gemma4Draft(StateDraft):
     """Drafts with an assistant of transformers' class, on the device of the target that it has met (`kind.meet`).
 
@@ -187,7 +177,13 @@ class SharedReading(Reading):
         self._states: dict[int, Tensor] = {}  # `[embedding_size]`: its own after nodes of a tree, or of a chain after 0
 
     def share(self, text: SharedText) -> None:
-        check_readable(text.cache)
+        cache = text.cache
+        if isinstance(cache, StaticCache) or (cache is not None and cache.offloading):
+            raise ValueError(
+                f"A Gemma 4 assistant reads the keys and values in the target's cache, which a {type(cache).__name__} "
+                "keeps in another order or on another device (cache_implementation='static' or 'offloaded'). Leave "
+                "cache_implementation unset."
+            )
         self._text = text
 
     def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002

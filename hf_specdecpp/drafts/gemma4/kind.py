@@ -90,7 +90,16 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     depth = config.text_config.num_hidden_layers
     model = checkpoints.build(lambda: _bare(config), named, depth, source, "Gemma 4 assistant")
     if model.masked_embedding is not None:
-        model.masked_embedding.token_ordering = _checked_order(order, tokens, source)
+        ids = None if order is None or order.is_floating_point() or order.shape != (tokens,) else order.cpu().long()
+        if ids is None or not torch.equal(ids.sort().values, torch.arange(len(ids))):
+            found = "is missing"
+            if order is not None:
+                found = f"holds {order.numel()} numbers, {list(order.shape)} of {str(order.dtype)[6:]}"
+            raise ValueError(
+                f"{source}: {ORDER} {found}, and must list each of {tokens} token ids once, so that a cluster says "
+                "which tokens are its own. Download the repository again."
+            )
+        model.masked_embedding.token_ordering = ids
     return model
 
 
@@ -125,20 +134,6 @@ def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
             f"{checks.CURE}"
         )
     return {**own, "text_config": {"model_type": usual, **layers}}
-
-
-def _checked_order(order: Tensor | None, count: int, source: str) -> Tensor:
-    """The order of clusters, if it lists each of so many token ids once; else `ValueError`."""
-    ids = None if order is None or order.is_floating_point() or order.shape != (count,) else order.cpu().long()
-    if ids is None or not torch.equal(ids.sort().values, torch.arange(len(ids))):
-        found = "is missing"
-        if order is not None:
-            found = f"holds {order.numel()} numbers, {list(order.shape)} of {str(order.dtype)[6:]}"
-        raise ValueError(
-            f"{source}: {ORDER} {found}, and must list each of {count} token ids once, so that a cluster says "
-            "which tokens are its own. Download the repository again."
-        )
-    return ids
 
 
 def _misfit(model: CausalLM, target: CausalLM) -> str | None:

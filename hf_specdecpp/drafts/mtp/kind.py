@@ -99,7 +99,12 @@ def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: s
     if len(named) < count:
         logger.warning(f"{source!r} announces {count} multi-token layers ({name}) and holds {len(named)}, which draft.")
     found = {there: tensors[there] for layer in named for there in layer.values()}
-    _check_plain(found, source)
+    for there, tensor in found.items():
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise ValueError(
+                f"{source!r}: {there} holds {str(tensor.dtype)[6:]}, so its multi-token layers are quantised, "
+                "which is not read. Name a repository with them in bfloat16: assist(model, 'mtp', source=ID)."
+            )
     check_finite(found, source)
     return MtpLayers([{here: found[there] for here, there in layer.items()} for layer in named], source)
 
@@ -147,16 +152,6 @@ def _part(
             f"they compute is not known. {INSTEAD}."
         )
     return part
-
-
-def _check_plain(tensors: Mapping[str, Any], source: str) -> None:
-    """Raise `ValueError` for quantised tensors."""
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.element_size() == 1:
-            raise ValueError(
-                f"{source!r}: {name} holds {str(tensor.dtype)[6:]}, so its multi-token layers are quantised, "
-                "which is not read. Name a repository with them in bfloat16: assist(model, 'mtp', source=ID)."
-            )
 
 
 def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs: Any = None) -> Repository:
