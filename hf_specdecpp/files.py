@@ -164,7 +164,7 @@ class Weights(Mapping[str, Tensor]):
                 raise
             except (FileNotFoundError, EntryNotFoundError):
                 continue
-            return cls(source, path, _listed(path)) if name == INDEX else cls.at(path)
+            return cls.at(path) if name == CHECKPOINT else cls(source, path, _listed(path))
         return cls(source, None, {})
 
     @classmethod

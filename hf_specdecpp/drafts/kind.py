@@ -191,7 +191,7 @@ class Kind:
         describe: the draft in a few words, for messages, cards and reports, with a name for the target.
         own: its file in an assistant's repository, where something was trained beside an adapter.
         format: in which others publish such drafts.
-        is_named: whether `config.draft_id` must say where the draft is.
+        is_named: whether `config.draft_id` must say where the draft is, or nobody could load it again.
         export: writes the draft into a folder in a form that other engines serve; `ValueError` where it cannot be.
         unserved: why there is no such form, and what to do instead, in whole sentences. `{draft}`, `{target}` and
             `{output}` stand for what is described, its target and the folder.
@@ -238,14 +238,6 @@ class Kind:
         named, commit = (config.draft_id, config.draft_revision) if draft is None else (draft, None)
         source = Repository(str(named), commit, None, repository.hub_kwargs)
         return self.format.load(source, getattr(config, self.own.field) if self.own else None)
-
-    def check_storable(self, config: SpecDecPPConfig) -> None:
-        """Raise `ValueError` if nobody could load this draft again."""
-        if self.is_named and config.draft_id is None:
-            raise ValueError(
-                "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be "
-                "loaded. Save the draft, load it from there and build the assistant from that: assist(model, folder)."
-            )
 
 
 def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:

@@ -66,7 +66,11 @@ def save(contents: Contents, folder: Path) -> None:
     """Write a repository but for a `README.md` that is there; `ValueError` where nobody could load the draft again."""
     config = contents.described()
     kind = kind_of(config)
-    kind.check_storable(config)
+    if kind.is_named and config.draft_id is None:
+        raise ValueError(
+            "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be loaded. "
+            "Save the draft, load it from there and build the assistant from that: assist(model, folder)."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     if contents.head is not None:
         save_tensors(contents.head.state_dict(), folder / HEAD)

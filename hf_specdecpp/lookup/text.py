@@ -183,11 +183,9 @@ class Answers:
             return
         self._answers.append(array("i", answer))
         self.seen.extend((*answer, NOTHING))
-        if len(self.seen) > self.most:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        """Down to half of the room, so that this is seldom: all others are read again."""
+        if len(self.seen) <= self.most:
+            return
+        # Down to half of the room, so that this is seldom: all others are read again.
         kept = sum(len(answer) + 1 for answer in self._answers)
         while len(self._answers) > 1 and kept > self.most // 2:
             kept -= len(self._answers.popleft()) + 1
@@ -203,14 +201,11 @@ class Answers:
         """Add those of a file; `ValueError` if it holds no answers."""
         found = read_json(Path(file))
         answers = found.get("answers") if isinstance(found, dict) else None
-        if not isinstance(answers, list) or not all(map(_is_answer, answers)):
+        is_list = isinstance(answers, list) and all(isinstance(answer, list) for answer in answers)
+        if not is_list or not all(isinstance(each, int) and 0 <= each < MOST_ID for one in answers for each in one):
             raise ValueError(f"{file} holds no answers: a list of lists of token ids. It was not written by save().")
         for answer in answers:
             self.add(answer)
-
-
-def _is_answer(answer: object) -> bool:
-    return isinstance(answer, list) and all(isinstance(token, int) and 0 <= token < MOST_ID for token in answer)
 
 
 CONTEXT = 64  # tokens of the prompt's end that matches are looked for with, which is the longest match there

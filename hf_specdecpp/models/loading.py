@@ -190,13 +190,6 @@ def check_same_tokenizer(target: CausalLM, draft: CausalLM) -> None:
                 stacklevel=2,
             )
         return
-    check_same_tokens(ours, theirs, f"target {target_name!r}", f"draft {draft_name!r}")
-
-
-def check_same_tokens(
-    ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, our_name: str, their_name: str
-) -> None:
-    """Raise `ValueError` if an id stands for different tokens in the two tokenizers."""
     by_id = {index: token for token, index in _regular(ours).items()}
     different = [
         (index, by_id[index], token)
@@ -206,10 +199,10 @@ def check_same_tokens(
     if different:
         index, token, other = min(different)
         raise ValueError(
-            f"The {our_name} and the {their_name} have different tokenizers: {len(different)} ids stand for different "
-            f"tokens, the first being {index} ({token!r} against {other!r}). A draft proposes token ids, so they must "
-            "mean the same to both. Use a draft of the target's own family, or an early exit of the target: "
-            "SpecDecPPAssistant.from_early_exit(target, layers=4)."
+            f"The target {target_name!r} and the draft {draft_name!r} have different tokenizers: {len(different)} ids "
+            f"stand for different tokens, the first being {index} ({token!r} against {other!r}). A draft proposes "
+            "token ids, so they must mean the same to both. Use a draft of the target's own family, or an early exit "
+            "of the target: SpecDecPPAssistant.from_early_exit(target, layers=4)."
         )
 
 

@@ -82,25 +82,21 @@ def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
     elif settings.mask_token_id >= known:
         wrong = f"has the mask token {settings.mask_token_id}, and there are {known} embeddings"
     checkpoints.meet(model, target, name, wrong, BELONGS)
-    _drop_shared(model, target)
+    # Left out is what a file holds of its target, as those of `speculators` do: a copy would cost memory for nothing.
+    shared = {"own_embeddings": target.get_input_embeddings(), "own_head": target.get_output_embeddings()}
+    for own_name, part in OWN.items():
+        own, of_target = getattr(model, part), shared[own_name]
+        if own is None or is_quantised(of_target) or own.weight.shape != of_target.weight.shape:
+            continue
+        if torch.equal(own.weight, of_target.weight.to(own.weight)):
+            setattr(model, part, None)
+            dropped: dict[str, Any] = {own_name: False}
+            model.settings = replace(model.settings, **dropped)
     settings = model.settings
     if settings.scales_as_target:
         multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
         model.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)
     model.reader.meet(settings.reads, depth - 1 if settings.reads_normed else None)
-
-
-def _drop_shared(model: DFlashModel, target: CausalLM) -> None:
-    """Leave out what a file holds of its target, as those of `speculators` do: a copy would cost memory for nothing."""
-    theirs = {"own_embeddings": target.get_input_embeddings(), "own_head": target.get_output_embeddings()}
-    for name, part in OWN.items():
-        own, shared = getattr(model, part), theirs[name]
-        if own is None or is_quantised(shared) or own.weight.shape != shared.weight.shape:
-            continue
-        if torch.equal(own.weight, shared.weight.to(own.weight)):
-            setattr(model, part, None)
-            dropped: dict[str, Any] = {name: False}
-            model.settings = replace(model.settings, **dropped)
 
 
 def fields(raw: Config) -> dict[str, Any]:
