@@ -18,7 +18,6 @@ from hf_specdecpp.cli_options import BenchmarkConfig, ChatConfig, DemoConfig, Tr
 if TYPE_CHECKING:
     from hf_specdecpp.drafts.kind import SelfCheck
     from hf_specdecpp.hub.inspection import Report
-    from hf_specdecpp.serving import Exported
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -151,7 +150,14 @@ def export(
 
     with _failing(assistant), quiet_loading():
         exported = write(assistant, output, target)
-    _show_commands(exported, output, _console())
+    console = _console()
+    console.print(_text(f"Written: {output}"), soft_wrap=True)
+    for note in exported.notes:
+        console.print(Text("note     ", "yellow") + _text(note), soft_wrap=True)
+    for engine, commands in exported.commands.items():  # unbroken, on lines of their own, to be copied
+        console.print(Text(f"\n{engine}", "bold"))
+        for command in commands:
+            console.print(_text(command), soft_wrap=True)
 
 
 @app.command()
@@ -220,17 +226,6 @@ def _show(report: Report, console: Console) -> None:
         console.print(Text("warning  ", "yellow") + _text(trap))
     broken = sum(file.problem is not None for file in report.files)
     console.print(f"{broken} of {len(report.files)} files have problems." if broken else "All files are sound.")
-
-
-def _show_commands(exported: Exported, output: Path, console: Console) -> None:
-    """Commands stand on lines of their own, unbroken, to be copied."""
-    console.print(_text(f"Written: {output}"), soft_wrap=True)
-    for note in exported.notes:
-        console.print(Text("note     ", "yellow") + _text(note), soft_wrap=True)
-    for engine, commands in exported.commands.items():
-        console.print(Text(f"\n{engine}", "bold"))
-        for command in commands:
-            console.print(_text(command), soft_wrap=True)
 
 
 def _show_readings(found: SelfCheck, console: Console) -> None:
