@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_specdecpp.files import MOST_CONFIG_BYTES, load_tensors, read_json
+from hf_specdecpp.files import load_tensors, read_fields
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import copy_sharing
 from hf_specdecpp.models.quantised import is_quantised
@@ -134,9 +134,8 @@ def read_adapter(folder: Path) -> Adapter:
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
     """Parse an `adapter_config.json`; `ValueError` if it describes no ordinary LoRA, or a value is of a wrong kind."""
-    config = read_json(path, MOST_CONFIG_BYTES)
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+    config = read_fields(path)
+    if (kind := config.get("peft_type")) != "LORA":
         raise ValueError(f"{path} describes a {kind!r} adapter; a draft takes LoRA adapters only. Name another.")
     odd = {name: value for name, value in config.items() if name not in FIELDS and value}
     for name, harmless in (("bias", ("none", None)), ("init_lora_weights", HARMLESS_INITS)):
