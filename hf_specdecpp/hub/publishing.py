@@ -81,8 +81,9 @@ def save(contents: Contents, folder: Path) -> None:
         save_tensors({"token_ids": parts.draft_vocab}, folder / DRAFT_VOCAB)
     if parts.adapter is not None:
         # PEFT notes where the model was read from; a folder of this machine stays unnamed.
-        place, (config_name, weights_name) = folder / ADAPTER_FOLDER, ADAPTER_FILES
+        place = folder / ADAPTER_FOLDER
         place.mkdir(exist_ok=True)
+        config_name, weights_name = ADAPTER_FILES
         adapter = read_json(parts.adapter / config_name)
         base = adapter.get("base_model_name_or_path")
         adapter["base_model_name_or_path"] = public_name(base) if isinstance(base, str) else None

@@ -68,8 +68,8 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
     """
     text = target.config.get_text_config(decoder=True)
     size = text.hidden_size
-    wanted = {"eh_proj": [size, 2 * size], **dict.fromkeys(("enorm", "hnorm", "post_norm"), [size])}
-    for name, shape in wanted.items():
+    shapes = {"eh_proj": [size, 2 * size], **dict.fromkeys(("enorm", "hnorm", "post_norm"), [size])}
+    for name, shape in shapes.items():
         if f"{name}.weight" in tensors and (found := list(tensors[f"{name}.weight"].shape)) != shape:
             raise ValueError(
                 f"The multi-token layers of {source} have {name} of shape {found}, and {type(target).__name__} needs "
