@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hf_specdecpp.files import read_json, save_text
 
@@ -200,7 +201,7 @@ class Answers:
     def load(self, file: str | Path) -> None:
         """Add those of a file; `ValueError` if it holds no answers."""
         found = read_json(Path(file))
-        answers = found.get("answers") if isinstance(found, dict) else None
+        answers: Any = found.get("answers") if isinstance(found, dict) else None
         is_list = isinstance(answers, list) and all(isinstance(answer, list) for answer in answers)
         if not is_list or not all(isinstance(each, int) and 0 <= each < MOST_ID for one in answers for each in one):
             raise ValueError(f"{file} holds no answers: a list of lists of token ids. It was not written by save().")
