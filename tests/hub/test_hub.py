@@ -307,7 +307,7 @@ def test_errors_of_the_hub_pass_through(
     with pytest.raises(HfHubHTTPError, match="commits to branches only"):  # our Hub has no pull requests
         assistant.push_to_hub("org/head", create_pr=True)
     with pytest.raises(TypeError, match="comit_message"):
-        assistant.push_to_hub("org/head", comit_message="typo")
+        assistant.push_to_hub("org/head", comit_message="typo")  # type: ignore[call-arg]
     point_client_at(monkeypatch, hub, tmp_path / "cache")
     with pytest.raises(HfHubHTTPError, match="401"):
         assistant.push_to_hub("org/other")
