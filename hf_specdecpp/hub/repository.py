@@ -19,7 +19,7 @@ from hf_specdecpp.drafts.checkpoints import as_described, read_module
 from hf_specdecpp.drafts.kind import Kind, Parts
 from hf_specdecpp.drafts.known import draft_name, kind_of, recognise
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
-from hf_specdecpp.files import Repository, load_strict, load_tensors, read_fields
+from hf_specdecpp.files import MOST_CONFIG_BYTES, Repository, load_strict, load_tensors, read_json
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_tokenizer
@@ -106,14 +106,15 @@ def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
 
 def read_config(path: Path) -> tuple[Kind, dict[str, Any]]:
     """Parse a `config.json`, and find out which kind of draft it describes; `ValueError` if there is none."""
-    config = read_fields(path)
-    if (kind := recognise(config)) is None:
-        if config.get("model_type") == SpecDecPPConfig.model_type:
+    config = read_json(path, MOST_CONFIG_BYTES)
+    if not isinstance(config, dict) or (kind := recognise(config)) is None:
+        if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:
             kind_of(SpecDecPPConfig.from_dict(config))  # says what is wrong: the format, a type, or the kind
+        found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
         raise ValueError(
-            f"{path} has model_type {config.get('model_type')!r} and not 'specdecpp', so it is not of an hf_specdecpp "
-            "assistant. To use an ordinary model as the draft: assist(model, draft). To convert a released SpecDec++ "
-            "head: specdecpp inspect FOLDER --convert OUT."
+            f"{path} has model_type {found!r} and not 'specdecpp', so it is not of an hf_specdecpp assistant. To use "
+            "an ordinary model as the draft: assist(model, draft). To convert a released SpecDec++ head: "
+            "specdecpp inspect FOLDER --convert OUT."
         )
     return kind, config
 
