@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import Tensor
 
 from hf_specdecpp.assistant_model import AssistantModel
@@ -17,7 +18,7 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.kind import Kind, Loading, Parts, is_model
-from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, in_memory, kind_of, override, ready_made
+from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, kind_of, override, ready_made
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing
@@ -156,8 +157,15 @@ class SpecDecPPAssistant(AssistantModel):
         if (kind := ready_made(draft)) is not None:
             if parts.adapter is not None or parts.draft_vocab is not None:
                 raise ValueError(f"A {kind.name} draft is taken as it is: leave adapter and draft_vocab out.")
-            config, module = _as_is(kind, draft)
-            return cls.of_parts(config, None, Parts(module=module), target, options)
+            given: Any = draft if is_model(draft) else None
+            repository = Repository("" if given is not None else str(draft))
+            if given is None:
+                config = load_config(repository)
+            else:
+                name, commit = given.config.name_or_path or None, commit_of(given)
+                config = SpecDecPPConfig(draft_kind=kind.name, draft_id=name, draft_revision=commit)
+            parts = Parts(module=kind.load(config, repository, given))
+            return cls.of_parts(config, None, parts, target, options)
         target = None if target is None else causal_lm.base_model(target)
         model = load_draft(draft, None, target)
         config = SpecDecPPConfig(
@@ -268,9 +276,39 @@ class SpecDecPPAssistant(AssistantModel):
             raise NotADirectoryError(f"{str(folder)!r} is a file, and an assistant is stored in a folder. Name one.")
         publishing.save(self.contents(calibration), Path(folder))
 
-    def push_to_hub(self, repo_id: str, calibration: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Upload what `save_pretrained` writes. See `publishing.push` for the other arguments."""
-        return publishing.push(self.contents(calibration), repo_id, **kwargs)
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        calibration: bool = False,
+        *,
+        card: str | None = None,
+        commit_message: str | None = "Upload SpecDec++ assistant",
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+    ) -> CommitInfo:
+        """Upload what `save_pretrained` writes; further arguments are those of transformers' `push_to_hub`.
+
+        Args:
+            card: text of the model card; by default one that is there already is kept, or a new one is made.
+
+        Raises:
+            ValueError: the draft is a local folder, which nobody else has.
+            huggingface_hub errors: as they are.
+        """
+        return publishing.push(
+            self.contents(calibration),
+            repo_id,
+            card,
+            private,
+            token,
+            revision=revision,
+            create_pr=create_pr,
+            commit_message=commit_message,
+            commit_description=commit_description,
+        )
 
 
 def _parts(options: Options) -> Parts:
@@ -278,12 +316,3 @@ def _parts(options: Options) -> Parts:
     folder = None if adapter is None else find_adapter(Repository(str(adapter)), None)
     ids = None if vocab is None else torch.as_tensor(vocab, dtype=torch.long)
     return Parts(folder, ids, merge=options.get("merge", True))
-
-
-def _as_is(kind: Kind, draft: CausalLM | str | Path) -> tuple[SpecDecPPConfig, Any]:
-    """Config and module of a draft that is taken as it is, of a model object or a repository."""
-    if is_model(draft):
-        config, repository = in_memory(kind, draft), Repository("")
-    else:
-        config = load_config(repository := Repository(str(draft)))
-    return config, kind.stored.load(config, repository, draft if is_model(draft) else None)

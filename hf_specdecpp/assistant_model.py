@@ -111,8 +111,15 @@ class AssistantModel(PreTrainedModel):
         check_hash(target, self.config.vocab_hash, self.config.target_id)
         warn_of_drift(target, self.config.target_id, self.config.target_revision)
         if self.kind.rests_on == "target":
-            with self._made_for(target):
+            try:
                 self._draft_with(target)
+            except ValueError as error:
+                made_for, name = self.config.target_id, target.config.name_or_path
+                if made_for in (None, name):
+                    raise
+                raise ValueError(
+                    f"{error} This assistant was made for {made_for!r}, and the target is {name!r}."
+                ) from None
         elif (model := self.ready_drafter().model) is not None:
             check_same_tokenizer(target, model)
         attached.attach(self, target)
@@ -186,17 +193,6 @@ class AssistantModel(PreTrainedModel):
         where = ", ".join(targets) or "not attached"
         return f"{type(self).__name__}({draft}{head}, rule={self.speculation.rule!r}{tree}, {where})"
 
-    @contextmanager
-    def _made_for(self, target: CausalLM) -> Iterator[None]:
-        """What does not fit a target within is said together with whose assistant it is."""
-        made_for, name = self.config.target_id, target.config.name_or_path
-        try:
-            yield
-        except ValueError as error:
-            if made_for in (None, name):
-                raise
-            raise ValueError(f"{error} This assistant was made for {made_for!r}, and the target is {name!r}.") from None
-
     def _draft_with(self, target: CausalLM) -> None:
         if attached.is_attached(self, target):
             return
@@ -229,6 +225,7 @@ class AssistantModel(PreTrainedModel):
         drafter.check_unmoved(has_adapter=self.parts.adapter is not None)
         drafter.renew()
         drafter.capture_steps(self.speculation.graphs == "auto", self.speculation.compile)
+        lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}
         return DraftSetup(
             drafter=drafter,
             head=self.head,
@@ -240,14 +237,8 @@ class AssistantModel(PreTrainedModel):
             rates=self.config.acceptance_by_rank,
             vocab_size=self.config.vocab_size,
             is_independent=self.kind.rests_on == "draft",
-            trainable=self._trainable(),
+            trainable=frozenset(name for name, is_missing in lacks.items() if is_missing and self.kind.trainable),
         )
-
-    def _trainable(self) -> frozenset[str]:
-        if self.kind.trainable is None:
-            return frozenset()
-        lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}
-        return frozenset(name for name, is_missing in lacks.items() if is_missing)
 
     def start_generation(
         self,

@@ -18,7 +18,6 @@ from hf_specdecpp.cli_options import BenchmarkConfig, ChatConfig, DemoConfig, Tr
 if TYPE_CHECKING:
     from hf_specdecpp.drafts.kind import SelfCheck
     from hf_specdecpp.hub.inspection import Report
-    from hf_specdecpp.serving import Exported
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -111,14 +110,12 @@ def inspect(
     """Show what an assistant's or EAGLE-3 draft's repository holds and whether it is sound (exit code 1 if not)."""
     if convert is None and (tied, draft) != (None, None):
         raise typer.BadParameter("--tied, --untied and --draft say how to convert: they need --convert OUT.")
-    from huggingface_hub.errors import EntryNotFoundError
-
     from hf_specdecpp.files import Repository
     from hf_specdecpp.hub import conversion, inspection
     from hf_specdecpp.models.loading import quiet_loading
 
     repository = Repository(repo, revision, subfolder)
-    try:
+    with _failing(repo):
         if convert is not None:
             folder = repository.folder(conversion.PATTERNS)
             pins = {"draft": _pin(draft), "target": _pin(target)}
@@ -130,8 +127,6 @@ def inspect(
         name, commit = _pin(target)
         with quiet_loading():
             found = inspection.self_check(repository, name, commit) if name is not None and report.sound else None
-    except (ValueError, OSError, EntryNotFoundError) as error:
-        _fail(_about(error, repo))
     _show(report, _console())
     if found is not None:
         _show_readings(found, _console())
@@ -150,17 +145,19 @@ def export(
     ] = None,
 ) -> None:
     """Write the draft of an assistant as vLLM, SGLang and llama.cpp serve it, and say with which commands."""
-    from huggingface_hub.errors import EntryNotFoundError
-
     from hf_specdecpp.hub.exporting import export as write
     from hf_specdecpp.models.loading import quiet_loading
 
-    try:
-        with quiet_loading():
-            exported = write(assistant, output, target)
-    except (ValueError, OSError, EntryNotFoundError) as error:
-        _fail(_about(error, assistant))
-    _show_commands(exported, output, _console())
+    with _failing(assistant), quiet_loading():
+        exported = write(assistant, output, target)
+    console = _console()
+    console.print(_text(f"Written: {output}"), soft_wrap=True)
+    for note in exported.notes:
+        console.print(Text("note     ", "yellow") + _text(note), soft_wrap=True)
+    for engine, commands in exported.commands.items():  # unbroken, on lines of their own, to be copied
+        console.print(Text(f"\n{engine}", "bold"))
+        for command in commands:
+            console.print(_text(command), soft_wrap=True)
 
 
 @app.command()
@@ -187,24 +184,20 @@ def drafts(
 
 
 @contextmanager
-def _failing() -> Iterator[None]:
-    """Within, errors that have a cause outside the program are a line and exit code 1."""
+def _failing(repository: str | None = None) -> Iterator[None]:
+    """Within, errors that have a cause outside the program are a line and exit code 1. Of a `repository` that the Hub
+    does not know it says that it is no folder either."""
     try:
         yield
     except (ValueError, OSError) as error:
-        _fail(str(error))
+        is_said = repository is None or isinstance(error, FileNotFoundError) or Path(repository).is_dir()
+        _fail(str(error) if is_said else f"{error} There is no folder {repository!r} either.")
 
 
 def _fail(message: str) -> NoReturn:
     """One line to stderr and exit code 1."""
     _console(stderr=True).print(_text(f"Error: {' '.join(message.split())}"), soft_wrap=True)
     raise typer.Exit(1) from None
-
-
-def _about(error: Exception, name: str) -> str:
-    """An error in reading a repository; of one that the Hub does not know, that it is no folder either."""
-    is_said = isinstance(error, FileNotFoundError) or Path(name).is_dir()
-    return str(error) if is_said else f"{error} There is no folder {name!r} either."
 
 
 def _pin(model: str | None) -> tuple[str | None, str | None]:
@@ -233,17 +226,6 @@ def _show(report: Report, console: Console) -> None:
         console.print(Text("warning  ", "yellow") + _text(trap))
     broken = sum(file.problem is not None for file in report.files)
     console.print(f"{broken} of {len(report.files)} files have problems." if broken else "All files are sound.")
-
-
-def _show_commands(exported: Exported, output: Path, console: Console) -> None:
-    """Commands stand on lines of their own, unbroken, to be copied."""
-    console.print(_text(f"Written: {output}"), soft_wrap=True)
-    for note in exported.notes:
-        console.print(Text("note     ", "yellow") + _text(note), soft_wrap=True)
-    for engine, commands in exported.commands.items():
-        console.print(Text(f"\n{engine}", "bold"))
-        for command in commands:
-            console.print(_text(command), soft_wrap=True)
 
 
 def _show_readings(found: SelfCheck, console: Console) -> None:

@@ -283,9 +283,6 @@ class BenchmarkConfig(DraftChoice):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_new_tokens", "draws", "attempts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if any(temperature < 0.0 for temperature in self.temperatures) or not self.temperatures:
             raise ValueError(f"temperatures={self.temperatures} must be numbers of at least 0 (greedy).")
         if any(size < 1 for size in self.batch_size):
@@ -318,7 +315,10 @@ def options_of(cls: type) -> Callable[[Command], Command]:
         metadata = dict(field.metadata)
         hint = str | None if metadata.pop("parse", None) else hints[field.name]
         meaning = help_of[field.name].replace("`", "")
-        info = typer.Option(*_flags(field, hint), help=meaning[0].upper() + meaning[1:], **metadata)
+        names = dict.fromkeys((field.name, field.name.replace("_", "-")))
+        paired = hint == bool | None or (hint is bool and field.default is True)
+        flags = [f"--{name}/--no-{name}" if paired else f"--{name}" for name in names]
+        info = typer.Option(*flags, help=meaning[0].upper() + meaning[1:], **metadata)
         return inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=Annotated[hint, info]
         )
@@ -337,12 +337,6 @@ def settings_from(cls: type[Settings], options: dict[str, Any]) -> Settings:
     parsers = {each.name: each.metadata["parse"] for each in fields(cls) if "parse" in each.metadata}  # type: ignore[arg-type]
     given = {name: value for name, value in options.items() if value is not None}
     return cls(**{name: parsers[name](value) if name in parsers else value for name, value in given.items()})
-
-
-def _flags(field: Field[Any], hint: Any) -> list[str]:
-    names = dict.fromkeys((field.name, field.name.replace("_", "-")))
-    paired = hint == bool | None or (hint is bool and field.default is True)
-    return [f"--{name}/--no-{name}" if paired else f"--{name}" for name in names]
 
 
 def _default(field: Field[Any]) -> Any:

@@ -53,32 +53,28 @@ class Repository:
     def is_local(self) -> bool:
         return Path(self.name).is_dir()
 
-    def file(self, filename: str, folder: str | None = None) -> Path:
+    def file(self, filename: str) -> Path:
         """Local path of a file, downloaded if need be; `FileNotFoundError` where a folder lacks it, or Hub errors."""
-        subfolder = "/".join(part for part in (self.subfolder, folder) if part)
         if self.is_local:
-            path = Path(self.name, subfolder, filename)
+            path = Path(self.name, self.subfolder or "", filename)
             if not path.is_file():
                 raise FileNotFoundError(
                     f"{path} is missing, so {self.name!r} is not a complete assistant. Download or save it again."
                 )
             return path
-        place = subfolder or None
+        place: dict[str, Any] = {"subfolder": self.subfolder, "revision": self.revision}
         with found(self.full_name):
-            return Path(
-                hf_hub_download(self.name, filename, subfolder=place, revision=self.revision, **self.hub_kwargs)
-            )
+            return Path(hf_hub_download(self.name, filename, **place, **self.hub_kwargs))
 
     def folder(self, patterns: list[str]) -> Path:
         """Local folder with at least the files that match `patterns`, downloaded if need be; errors as above."""
         if self.is_local:
             root = Path(self.name)
         else:
-            wanted = ["/".join(part for part in (self.subfolder, pattern) if part) for pattern in patterns]
+            prefix = f"{self.subfolder}/" if self.subfolder else ""
+            wanted: dict[str, Any] = {"allow_patterns": [prefix + pattern for pattern in patterns]}
             with found(self.full_name):
-                root = Path(
-                    snapshot_download(self.name, revision=self.revision, allow_patterns=wanted, **self.hub_kwargs)
-                )
+                root = Path(snapshot_download(self.name, revision=self.revision, **wanted, **self.hub_kwargs))
         folder = root / (self.subfolder or "")
         if not folder.is_dir():
             raise FileNotFoundError(f"{self.name!r} has no folder {self.subfolder!r} with the files of an assistant.")
@@ -168,7 +164,7 @@ class Weights(Mapping[str, Tensor]):
                 raise
             except (FileNotFoundError, EntryNotFoundError):
                 continue
-            return cls(source, path, _listed(path)) if name == INDEX else cls.at(path)
+            return cls.at(path) if name == CHECKPOINT else cls(source, path, _listed(path))
         return cls(source, None, {})
 
     @classmethod

@@ -106,7 +106,10 @@ def write_plain_model(
     # An adapter of the LM head parts it from the embeddings that it was tied to.
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     model.config.tie_word_embeddings = head.weight is embeddings.weight
-    model.generation_config = _generation_config(model, to.num_tokens)
+    # The ends of texts, and how many tokens to draft: how a target samples is none of a draft's business.
+    ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    counts: dict[str, Any] = {"num_assistant_tokens": to.num_tokens, "num_assistant_tokens_schedule": "constant"}
+    model.generation_config = GenerationConfig(**ids, **counts)
     _save(model, to.folder)
     _copy_tokenizer(source, revision, to.folder)
     _check_reloaded(model, to.folder)
@@ -126,12 +129,6 @@ def _check_plain(model: CausalLM) -> None:
             f"{name} is quantised, so an adapter cannot be merged into its weights, nor would engines read a part of "
             "them alone. Name the model before quantisation with --target; engines can quantise what is exported."
         )
-
-
-def _generation_config(model: CausalLM, num_tokens: int) -> GenerationConfig:
-    """The ends of texts, and how many tokens to draft. How a target samples is none of a draft's business."""
-    ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return GenerationConfig(**ids, num_assistant_tokens=num_tokens, num_assistant_tokens_schedule="constant")
 
 
 def _save(model: CausalLM, folder: Path) -> None:

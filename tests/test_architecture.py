@@ -68,10 +68,9 @@ def test_rooms_have_at_most_a_dozen_files() -> None:
         assert len(names) <= MOST_FILES, f"{folder.relative_to(ROOT)}: {', '.join(names)}"
 
 
-# What is over the limits, and why or until when. Nothing may be added without a reason.
-SIGNATURES_OF_OTHERS = {"generation/doors/attached.py:_assisted_decoding"}  # transformers calls it
+# What is over the limits, and why. Nothing may be added without a reason.
+SIGNATURES_OF_OTHERS = {"generation/doors/attached.py:_assisted_decoding", "assistant.py:push_to_hub"}  # transformers'
 OPTIONS = {"cli.py:inspect", "estimation/acceptance_head.py:__init__"}  # a parameter each
-OVER = {"hub/publishing.py:push"}
 
 
 def test_files_and_functions_are_short_and_take_few_parameters() -> None:
@@ -87,4 +86,4 @@ def test_files_and_functions_are_short_and_take_few_parameters() -> None:
                 count = len([each for each in given if each.arg not in ("self", "cls")])
                 if count > 6 or (node.end_lineno or 0) - node.lineno >= 60:
                     found.add(f"{name}:{node.name}")
-    assert found <= SIGNATURES_OF_OTHERS | OPTIONS | OVER
+    assert found <= SIGNATURES_OF_OTHERS | OPTIONS

@@ -56,7 +56,7 @@ class Costs:
                 f"costs={values!r} must look like {{'draft': s, 'verify': [s1, s2, ...], 'overhead': s, 'read': s, "
                 "'branch': s, 'start': s}} in seconds; all but the first two may be missing. None measures them."
             )
-        return cls(**{**values, "verify": tuple(values["verify"])})
+        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "verify": list(self.verify)}

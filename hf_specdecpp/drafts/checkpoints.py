@@ -74,15 +74,19 @@ def relative_among(relatives: Sequence[Relative], tensors: Iterable[str]) -> str
     return next((each.what for each in relatives if re.search(each.tensors, names, re.MULTILINE)), None)
 
 
-def rotary_parameters(layers: Mapping[str, Any], cure: str, theta: float | None = None) -> dict[str, Any]:
-    """The rotary parameters of a draft's layers, as transformers takes them, of `rope_parameters`, or of `rope_theta`
-    and `rope_scaling`. They are its own, not a target's. `ValueError`, with a `cure`, if they make no sense, or a part
-    of each head only is rotated. `theta`: in the place of what stands there."""
-    rope = dict(mapping(layers, "rope_parameters") or mapping(layers, "rope_scaling"))
+def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: float | None = None) -> dict[str, Any]:
+    """What a config says of a draft's layers `but` some fields, in transformers' names; bounds are not checked yet.
+
+    The rotary parameters are the draft's own, not a target's: of `rope_parameters`, or of `rope_theta` and
+    `rope_scaling`. `ValueError`, with a `cure`, if they make no sense, or a part of each head only is rotated. `theta`:
+    in the place of what stands there.
+    """
+    names = [name for name in LAYER if name not in (*but, "rope_parameters") and config.get(name) is not None]
+    rope = dict(mapping(config, "rope_parameters") or mapping(config, "rope_scaling"))
     older, kind = rope.pop("type", None), rope.pop("rope_type", None)
-    found = rope.pop("rope_theta", None) or layers.get("rope_theta") or DEFAULT_THETA
+    found = rope.pop("rope_theta", None) or config.get("rope_theta") or DEFAULT_THETA
     found, kind = theta or found, kind or older or "default"
-    share = rope.pop("partial_rotary_factor", None) or layers.get("partial_rotary_factor") or 1.0
+    share = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     if share != 1.0:
         raise ValueError(
             f"The draft rotates a part of each head only (partial_rotary_factor={share}), which is not supported: it "
@@ -92,13 +96,8 @@ def rotary_parameters(layers: Mapping[str, Any], cure: str, theta: float | None 
         raise ValueError(f"The draft's rotary parameters make no sense: rope_theta={found!r}, {rope}. {cure}")
     if kind in ("mrope", "default") or "mrope_section" in rope:
         rope, kind = {}, "default"  # a draft's positions are those of text
-    return {"rope_type": kind, "rope_theta": found, **{name: rope[name] for name in ROPE if name in rope}}
-
-
-def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: float | None = None) -> dict[str, Any]:
-    """What a config says of a draft's layers `but` some fields, in transformers' names; bounds are not checked yet."""
-    names = [name for name in LAYER if name not in (*but, "rope_parameters") and config.get(name) is not None]
-    return {**{name: config[name] for name in names}, "rope_parameters": rotary_parameters(config, cure, theta)}
+    rotary = {"rope_type": kind, "rope_theta": found, **{name: rope[name] for name in ROPE if name in rope}}
+    return {**{name: config[name] for name in names}, "rope_parameters": rotary}
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""What others ask of a kind of draft (`Kind`): how its drafts are made, stored (`Stored`) and trained (`Trainable`).
+"""What others ask of a kind of draft (`Kind`): how its drafts are made and stored, in which form others publish them
+(`Format`), and how they are trained (`Trainable`).
 
 A kind is a value, whose functions are in its own file or folder. It holds nothing of an assistant. Nothing but
 safetensors and JSON is opened.
@@ -32,7 +33,7 @@ class Parts:
     Attributes:
         adapter: folder of its PEFT adapter.
         draft_vocab: `[n]` token ids that it may propose; `None` for all.
-        module: what else was trained of it (`Stored.load`).
+        module: what else was trained of it (`Kind.load`).
         merge: merge the adapter into the weights, or into copies of them.
     """
 
@@ -59,7 +60,7 @@ class Loading:
     hub_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-# Stored. --------------------------------------------------------------------------------------------------------------
+# Stored, here and by others. ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -155,61 +156,6 @@ class Format:
         return self.read(raw, weights.all(), str(weights.index), *otherwise)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """What is stored of a draft beside its adapter and its vocabulary, and what others serve.
-
-    Attributes:
-        own: its file, where something was trained beside an adapter.
-        format: in which others publish such drafts.
-        is_named: whether `config.draft_id` must say where the draft is.
-        export: writes the draft into a folder in a form that other engines serve; `ValueError` where it cannot be.
-        unserved: why there is no such form, and what to do instead, in whole sentences. `{draft}`, `{target}` and
-            `{output}` stand for what is described, its target and the folder.
-    """
-
-    own: OwnFile | None = None
-    format: Format | None = None
-    is_named: bool = False
-    export: Callable[[SpecDecPPConfig, Parts, Destination], Exported] | None = None
-    unserved: str = ""
-
-    def own_of(self, config: SpecDecPPConfig) -> OwnFile | None:
-        """The draft's file in the assistant's repository, if it has one there: what others publish stays elsewhere."""
-        return self.own if config.draft_id is None else None
-
-    def load(self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None) -> Any:
-        """What was trained of the draft beside an adapter, in the assistant's repository, or in `draft` in the place of
-        what the config names; `None` where that is nothing. `ValueError` if a file is damaged, or not what is
-        described."""
-        if self.format is not None and is_model(draft):
-            return self.format.of_model(draft)
-        if (own := self.own_of(config)) is not None:
-            if (arguments := getattr(config, own.field)) is None:
-                raise ValueError(
-                    f"config.json does not describe ({own.field}) what is in {own.name}. Save the assistant again."
-                )
-            return own.read(arguments, repository.file(own.name))
-        if self.format is None:
-            return None
-        if draft is None and config.draft_id is None:
-            raise ValueError(
-                "config.json names no repository with the draft (draft_id). Write its Hub id there, or say where it "
-                "is: draft=ID_OR_FOLDER."
-            )
-        named, commit = (config.draft_id, config.draft_revision) if draft is None else (draft, None)
-        source = Repository(str(named), commit, None, repository.hub_kwargs)
-        return self.format.load(source, getattr(config, self.own.field) if self.own else None)
-
-    def check_storable(self, config: SpecDecPPConfig) -> None:
-        """Raise `ValueError` if nobody could load this draft again."""
-        if self.is_named and config.draft_id is None:
-            raise ValueError(
-                "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be "
-                "loaded. Save the draft, load it from there and build the assistant from that: assist(model, folder)."
-            )
-
-
 # Kinds. ---------------------------------------------------------------------------------------------------------------
 
 
@@ -243,8 +189,13 @@ class Kind:
             assistant is attached; or `"nothing"`.
         draft: the draft of an assistant. One that rests on the target is made of `Loading.target`. `ValueError` if its
             parts do not go together, or do not fit the target.
-        words: the draft in a few words, with a name for the target.
-        stored: what an assistant's repository has of it, and in which repositories others publish it.
+        describe: the draft in a few words, for messages, cards and reports, with a name for the target.
+        own: its file in an assistant's repository, where something was trained beside an adapter.
+        format: in which others publish such drafts.
+        is_named: whether `config.draft_id` must say where the draft is, or nobody could load it again.
+        export: writes the draft into a folder in a form that other engines serve; `ValueError` where it cannot be.
+        unserved: why there is no such form, and what to do instead, in whole sentences. `{draft}`, `{target}` and
+            `{output}` stand for what is described, its target and the folder.
         trainable: how it is trained; `None` where it is not.
         cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once), and
             `"training"` where it is not `trainable`.
@@ -253,14 +204,41 @@ class Kind:
     name: str
     rests_on: Literal["draft", "target", "nothing"]
     draft: Callable[[SpecDecPPConfig, Parts, Loading], Draft]
-    words: Callable[[SpecDecPPConfig, str], str]
-    stored: Stored
+    describe: Callable[..., str]
+    own: OwnFile | None = None
+    format: Format | None = None
+    is_named: bool = False
+    export: Callable[[SpecDecPPConfig, Parts, Destination], Exported] | None = None
+    unserved: str = ""
     trainable: Trainable | None = None
     cannot: Mapping[Literal["replays", "training"], str] = field(default_factory=dict)
 
-    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        """The draft in a few words, for messages, cards and reports."""
-        return self.words(config, target)
+    def own_of(self, config: SpecDecPPConfig) -> OwnFile | None:
+        """The draft's file in the assistant's repository, if it has one there: what others publish stays elsewhere."""
+        return self.own if config.draft_id is None else None
+
+    def load(self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None) -> Any:
+        """What was trained of the draft beside an adapter, in the assistant's repository, or in `draft` in the place of
+        what the config names; `None` where that is nothing. `ValueError` if a file is damaged, or not what is
+        described."""
+        if self.format is not None and is_model(draft):
+            return self.format.of_model(draft)
+        if (own := self.own_of(config)) is not None:
+            if (arguments := getattr(config, own.field)) is None:
+                raise ValueError(
+                    f"config.json does not describe ({own.field}) what is in {own.name}. Save the assistant again."
+                )
+            return own.read(arguments, repository.file(own.name))
+        if self.format is None:
+            return None
+        if draft is None and config.draft_id is None:
+            raise ValueError(
+                "config.json names no repository with the draft (draft_id). Write its Hub id there, or say where it "
+                "is: draft=ID_OR_FOLDER."
+            )
+        named, commit = (config.draft_id, config.draft_revision) if draft is None else (draft, None)
+        source = Repository(str(named), commit, None, repository.hub_kwargs)
+        return self.format.load(source, getattr(config, self.own.field) if self.own else None)
 
 
 def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:

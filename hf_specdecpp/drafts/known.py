@@ -10,19 +10,16 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.conditioned import CONDITIONED
 from hf_specdecpp.drafts.dflash.kind import DFLASH
 from hf_specdecpp.drafts.eagle3.kind import EAGLE3
-from hf_specdecpp.drafts.early_exit import EARLY_EXIT
 from hf_specdecpp.drafts.gemma4.kind import GEMMA4
-from hf_specdecpp.drafts.independent import INDEPENDENT
 from hf_specdecpp.drafts.kind import Kind, raw_config
-from hf_specdecpp.drafts.lookup import LOOKUP
 from hf_specdecpp.drafts.mtp.kind import MTP, repository_of
+from hf_specdecpp.drafts.plain import EARLY_EXIT, INDEPENDENT, LOOKUP
 from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.provenance import commit_of
 
 KINDS: tuple[Kind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, DFLASH, EAGLE3, GEMMA4, MTP, LOOKUP)
 BY_NAME = {kind.name: kind for kind in KINDS}
-FORMATS = [(kind, form) for kind in KINDS if (form := kind.stored.format) is not None]
+FORMATS = [(kind, form) for kind in KINDS if (form := kind.format) is not None]
 TRAINED = {**BY_NAME, "block": DFLASH}  # names that `specdecpp train --draft` takes
 
 
@@ -53,7 +50,7 @@ def recognise(raw: Mapping[str, Any]) -> Kind | None:
 def read_config(raw: dict[str, Any], kind: Kind, source: Repository, commit: str | None) -> SpecDecPPConfig:
     """The config of an assistant that a `config.json` of this kind describes, an assistant's or one of others;
     `ValueError` if it is damaged, or of a newer format. `source` and `commit`: where it is from."""
-    form = kind.stored.format
+    form = kind.format
     if form is None or raw.get("model_type") == SpecDecPPConfig.model_type:
         config: SpecDecPPConfig = SpecDecPPConfig.from_dict(raw)
         return config
@@ -67,14 +64,14 @@ def published(kind: Kind, source: Repository, commit: str | None, **fields: Any)
 
 def override(config: SpecDecPPConfig, values: Any) -> None:
     """Read a draft of others otherwise than its own config says; `ValueError` where there is nothing to override."""
-    stored = kind_of(config).stored
-    check = None if config.draft_id is None or stored.format is None else stored.format.check_overrides
-    if check is None or stored.own is None:
+    kind = kind_of(config)
+    check = None if config.draft_id is None or kind.format is None else kind.format.check_overrides
+    if check is None or kind.own is None:
         raise ValueError(
             f"eagle3={values} says how an EAGLE-3 draft that others trained is to be read, and this assistant drafts "
             f"with {describe(config)}. Leave it out."
         )
-    setattr(config, stored.own.field, check(values))
+    setattr(config, kind.own.field, check(values))
 
 
 def describe(config: SpecDecPPConfig) -> str:
@@ -114,10 +111,4 @@ def multi_token_layers(
     """
     repository = repository_of(target, source, hub_kwargs)
     config = published(MTP, repository, repository.commit(repository.file("config.json")))
-    return config, MTP.stored.load(config, repository)
-
-
-def in_memory(kind: Kind, draft: CausalLM) -> SpecDecPPConfig:
-    """The config of an assistant with a model object as its draft."""
-    named = draft.config.name_or_path or None
-    return SpecDecPPConfig(draft_kind=kind.name, draft_id=named, draft_revision=commit_of(draft))
+    return config, MTP.load(config, repository)

@@ -131,7 +131,10 @@ class AcceptanceHead(nn.Module):
             self.from_embedding = nn.Linear(self.embedding_size, rank, bias=False)
             from_scalars = nn.Linear(32, 1)
             self.from_scalars = nn.Sequential(nn.Linear(NUM_SCALARS, 32), nn.SiLU(), from_scalars)
-            self.register_buffer("most", _most_scalars(siblings), persistent=False)
+            most = torch.full((NUM_SCALARS,), math.inf)  # that it has seen of the earlier siblings
+            if siblings is not None:
+                most[SIBLING_MASS], most[NUM_SIBLINGS] = float(siblings > 1), siblings - 1
+            self.register_buffer("most", most, persistent=False)
             for layer in (self.output, from_scalars):
                 nn.init.zeros_(layer.weight)
                 nn.init.zeros_(layer.bias)
@@ -209,14 +212,6 @@ class AcceptanceHead(nn.Module):
         # `.to(dtype)`, `.half()` and pipelines cast whole models; a head in half precision is a worse judge.
         device = fn(torch.empty(0, device=self.output.weight.device)).device
         return super()._apply(lambda tensor: tensor.to(device), recurse)
-
-
-def _most_scalars(siblings: int | None) -> Tensor:
-    """`[6]`, the largest scalars that a head fitted on so many siblings has seen of the earlier siblings."""
-    most = torch.full((NUM_SCALARS,), math.inf)
-    if siblings is not None:
-        most[SIBLING_MASS], most[NUM_SIBLINGS] = float(siblings > 1), siblings - 1
-    return most
 
 
 def _log_odds(log_probability: Tensor) -> Tensor:

@@ -44,12 +44,12 @@ def convert(folder: Path, out: Path, tied: bool | None = None, **models: str | N
     raw: Any = files.read_json(folder / CONFIG, files.MOST_CONFIG_BYTES) if (folder / CONFIG).is_file() else None
     is_ours = not isinstance(raw, dict) or raw.get("model_type") == SpecDecPPConfig.model_type
     kind = None if is_ours else recognise(raw)
-    if kind is not None and kind.stored.format is not None:
+    if kind is not None and kind.format is not None:
         if tied is not None or any(models.values()):
             raise ValueError(
                 f"{folder} is of a draft: --tied, --draft and --target are for SpecDec++ heads. Leave them out."
             )
-        _convert_draft(kind.stored.format, raw, folder, out)
+        _convert_draft(kind.format, raw, folder, out)
         return
     head = read_released_head(folder, tied)
     config = SpecDecPPConfig(
@@ -94,12 +94,27 @@ def read_released_head(folder: Path, tied: bool | None = None) -> AcceptanceHead
     size, depth = _read_sizes(folder / CONFIG)
     path = _find_weights(folder)
     tensors = _load_pickle(path) if path.name == PICKLE else _load_with_aliases(path)
-    if depth > 1:
-        tied = _add_missing_blocks(tensors, depth, tied, path)
+    stored = [i for i in range(depth) if all(name in tensors for name in _block(i))]
+    missing = [i for i in range(depth) if not any(name in tensors for name in _block(i))]
+    if stored and missing and f"model.{depth}.weight" in tensors and tied is not False:
+        if tied is None:
+            raise ValueError(
+                f"{path} has blocks {stored} of {depth} and does not say what the others are. If one block is used "
+                f"{depth} times, as in the released SpecDec++ code, say so: --tied (tied=True). Otherwise the file is "
+                "incomplete."
+            )
+        for i in missing:
+            tensors.update(zip(_block(i), (tensors[name] for name in _block(stored[0])), strict=True))
     tensors = _check_fit(tensors, size, depth, path)
-    if depth > 1:
-        tied = _recognise(tensors, depth, tied, path)
-    head = AcceptanceHead(size, num_blocks=depth, tied=bool(tied))
+    pairs = [pair for i in range(1, depth) for pair in zip(_block(0), _block(i), strict=True)]
+    differences = [float((tensors[name] - tensors[first]).abs().max()) for first, name in pairs]
+    if tied and any(differences):
+        raise ValueError(
+            f"{path} has {depth} different blocks (by up to {max(differences):.3g}), so they are not tied, and keeping "
+            "one would change the head. Leave --tied (tied=True) out."
+        )
+    is_tied = depth > 1 and not any(differences) if tied is None else tied
+    head = AcceptanceHead(size, num_blocks=depth, tied=is_tied)
     ours = {name: name.replace("blocks.", "model.").replace("output.", f"model.{depth}.") for name in head.state_dict()}
     head.load_state_dict({name: tensors[theirs] for name, theirs in ours.items()})
     return head
@@ -161,22 +176,6 @@ def _block(i: int) -> tuple[str, str]:
     return f"model.{i}.linear.weight", f"model.{i}.linear.bias"
 
 
-def _add_missing_blocks(tensors: dict[str, Tensor], depth: int, tied: bool | None, path: Path) -> bool | None:
-    """Give blocks that are not in the file the tensors of one that is, if they are known to be tied."""
-    stored = [i for i in range(depth) if all(name in tensors for name in _block(i))]
-    missing = [i for i in range(depth) if not any(name in tensors for name in _block(i))]
-    if not stored or not missing or f"model.{depth}.weight" not in tensors or tied is False:
-        return tied
-    if tied is None:
-        raise ValueError(
-            f"{path} has blocks {stored} of {depth} and does not say what the others are. If one block is used {depth} "
-            "times, as in the released SpecDec++ code, say so: --tied (tied=True). Otherwise the file is incomplete."
-        )
-    for i in missing:
-        tensors.update(zip(_block(i), (tensors[name] for name in _block(stored[0])), strict=True))
-    return True
-
-
 def _check_fit(tensors: dict[str, Tensor], size: int, depth: int, path: Path) -> dict[str, Tensor]:
     """The tensors in float32, if they are those of a head with `depth` blocks of width `size`."""
     shapes = {name: [size, size][: 2 - j] for i in range(depth) for j, name in enumerate(_block(i))}
@@ -197,16 +196,3 @@ def _check_fit(tensors: dict[str, Tensor], size: int, depth: int, path: Path) ->
     tensors = {name: tensor.detach().float() for name, tensor in tensors.items()}
     files.check_finite(tensors, path)
     return tensors
-
-
-def _recognise(tensors: dict[str, Tensor], depth: int, tied: bool | None, path: Path) -> bool:
-    """Whether all blocks are equal, and what the user said about it if they said something."""
-    pairs = [pair for i in range(1, depth) for pair in zip(_block(0), _block(i), strict=True)]
-    differences = [float((tensors[name] - tensors[first]).abs().max()) for first, name in pairs]
-    equal = not any(differences)
-    if tied and not equal:
-        raise ValueError(
-            f"{path} has {depth} different blocks (by up to {max(differences):.3g}), so they are not tied, and keeping "
-            "one would change the head. Leave --tied (tied=True) out."
-        )
-    return equal if tied is None else tied

@@ -5,9 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.drafts.known import kind_of
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import load_config, load_parts
@@ -26,11 +24,23 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
         OSError, huggingface_hub errors: `output` is taken, or a file is missing or cannot be reached or written.
     """
     output = Path(output)
-    check_free(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(
+            f"{output} is there already and is not an empty folder; a draft beside other files could be taken for "
+            "theirs. Choose a new folder."
+        )
     repository = Repository(str(assistant))
     config = load_config(repository)
+    kind, named = kind_of(config), config.target_id if target is None else str(target)
+    if kind.format is not None and kind.format.served_by is not None and config.draft_id is not None:
+        raise ValueError(
+            f"This assistant drafts with {kind.describe(config)}, which nobody changed here, so nothing is exported: "
+            f"{kind.format.served_by.replace('TARGET', named or 'TARGET')}."
+        )
+    if kind.export is None:
+        described = {"draft": kind.describe(config), "target": named or "TARGET", "output": output}
+        raise ValueError(kind.unserved.format(**described))
     _, parts = load_parts(repository, config)
-    named = config.target_id if target is None else str(target)
     revision = config.target_revision if named == config.target_id else None
     # Beside its place, on the same disk, so that the finished folder only has to be renamed.
     beside = next(parent for parent in output.absolute().parents if parent.is_dir())
@@ -40,7 +50,7 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
         speculation = SpeculationConfig.from_dict(config.speculation)
         is_fixed = speculation.rule == "fixed" and speculation.tree is None
         to = Destination(folder, output, named, revision, speculation.num_tokens if is_fixed else USUAL_TOKENS)
-        exported = _written(config, parts, to)
+        exported = kind.export(config, parts, to)
         exported.notes.append(
             f"Engines draft a fixed number of tokens, here {to.num_tokens}, and take no stopping rule, acceptance head "
             f"or calibration: these stay in {assistant}. Try one token more and less."
@@ -50,26 +60,3 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
             output.rmdir()  # some systems rename onto no folder; one that was filled in the meantime stays
         folder.rename(output)
     return exported
-
-
-def _written(config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-    """What was written of a draft; `ValueError` where no engine serves it, with the reason and what to do instead."""
-    kind, target = kind_of(config), to.target or "TARGET"
-    form, export = kind.stored.format, kind.stored.export
-    if form is not None and form.served_by is not None and config.draft_id is not None:
-        raise ValueError(
-            f"This assistant drafts with {kind.describe(config)}, which nobody changed here, so nothing is exported: "
-            f"{form.served_by.replace('TARGET', target)}."
-        )
-    if export is None:
-        raise ValueError(kind.stored.unserved.format(draft=kind.describe(config), target=target, output=to.output))
-    return export(config, parts, to)
-
-
-def check_free(output: Path) -> None:
-    """Raise `FileExistsError` unless a folder is new or empty."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(
-            f"{output} is there already and is not an empty folder; a draft beside other files could be taken for "
-            "theirs. Choose a new folder."
-        )

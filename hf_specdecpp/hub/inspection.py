@@ -25,7 +25,7 @@ from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.loading import load_model, load_tokenizer
 
 ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
-MODULES = [kind.stored.own.name for kind in KINDS if kind.stored.own is not None]
+MODULES = [kind.own.name for kind in KINDS if kind.own is not None]
 PATTERNS = [CONFIG, HEAD, *MODULES, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
@@ -79,13 +79,13 @@ def self_check(repository: Repository, target_id: str, revision: str | None = No
     """How well the draft of a repository guesses what a target says, and whether it is read rightly."""
     config = load_config(repository)
     kind = kind_of(config)
-    form = kind.stored.format
+    form = kind.format
     if form is None or form.self_check is None:
         raise ValueError(
             f"--target without --convert checks how a draft that others trained is to be read, and this one, "
             f"{kind.describe(config)}, can be read in one way only. Measure it: specdecpp bench."
         )
-    module = kind.stored.load(config, repository)
+    module = kind.load(config, repository)
     return form.self_check(config, module, load_model(target_id, revision), load_tokenizer(target_id, revision))
 
 
@@ -106,17 +106,16 @@ def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> 
 
 def _expected(report: Report, folder: Path) -> list[tuple[str, bool, Callable[[], str]]]:
     """Files, whether the config promises them, and how to read those that it does."""
-    promised = SpecDecPPConfig() if report.config is None else report.config
-    own_file = kind_of(promised).stored.own_of(promised)
+    here, promised = Repository(str(folder)), report.config or SpecDecPPConfig()
+    own_file, modules = kind_of(promised).own_of(promised), MODULES
     own = None if own_file is None else own_file.name
-    modules = MODULES
     if report.is_foreign:
         own = INDEX if (folder / INDEX).is_file() and not (folder / CHECKPOINT).is_file() else CHECKPOINT
         modules = [*MODULES, own]
     return [
-        (HEAD, promised.head is not None, lambda: _size(repository.load_head(Repository(str(folder)), promised))),
-        *((name, name == own, partial(_read_module, report, folder)) for name in modules),
-        (DRAFT_VOCAB, promised.draft_vocab_size is not None, lambda: _read_draft_vocab(promised, folder)),
+        (HEAD, promised.head is not None, lambda: _size(repository.load_head(here, promised))),
+        *((name, name == own, lambda: _read_module(report, here, promised)) for name in modules),
+        (DRAFT_VOCAB, promised.draft_vocab_size is not None, lambda: _read_draft_vocab(promised, here)),
         (ADAPTER_CONFIG, bool(promised.adapter), lambda: _read_adapter_config(folder / ADAPTER_CONFIG)),
         (ADAPTER, bool(promised.adapter), lambda: _read_adapter(folder / ADAPTER_FOLDER)),
     ]
@@ -135,11 +134,10 @@ def _read_config(report: Report, folder: Path) -> str:
     return "of a draft that others trained" if report.is_foreign else f"format {config.format_version}"
 
 
-def _read_module(report: Report, folder: Path) -> str:
-    config = report.config or SpecDecPPConfig()
-    stored = kind_of(config).stored
-    module = stored.load(config, Repository(str(folder)))
-    report.facts = {} if stored.format is None else stored.format.facts(module)
+def _read_module(report: Report, here: Repository, config: SpecDecPPConfig) -> str:
+    kind = kind_of(config)
+    module = kind.load(config, here)
+    report.facts = {} if kind.format is None else kind.format.facts(module)
     return _size(module)
 
 
@@ -147,10 +145,9 @@ def _size(module: nn.Module) -> str:
     return f"{sum(parameter.numel() for parameter in module.parameters()):,} parameters"
 
 
-def _read_draft_vocab(config: SpecDecPPConfig, folder: Path) -> str:
-    ids = repository.load_draft_vocab(Repository(str(folder)), config).tolist()
-    end = config.vocab_size or float("inf")
-    if not ids or len(set(ids)) < len(ids) or not all(isinstance(i, int) and 0 <= i < end for i in ids):
+def _read_draft_vocab(config: SpecDecPPConfig, here: Repository) -> str:
+    ids, end = repository.load_draft_vocab(here, config), config.vocab_size or float("inf")
+    if not len(ids) or len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= end:
         raise ValueError(
             f"It does not hold distinct whole numbers from 0 up to the target's vocab_size ({config.vocab_size}), so "
             "they are not its token ids. Make it again."
@@ -170,9 +167,8 @@ def _read_adapter(folder: Path) -> str:
         adapters.read_adapter_config(folder / ADAPTER_FILES[0])
     except (ValueError, OSError):  # reported with that file
         return _read_any(folder / ADAPTER_FILES[1])
-    adapter = adapters.read_adapter(folder)
-    numbers = sum(lora.a.numel() + lora.b.numel() for lora in adapter.loras.values())
-    return f"{numbers:,} numbers for {len(adapter.loras)} modules"
+    loras = adapters.read_adapter(folder).loras
+    return f"{sum(lora.a.numel() + lora.b.numel() for lora in loras.values()):,} numbers for {len(loras)} modules"
 
 
 def _read_any(path: Path) -> str:

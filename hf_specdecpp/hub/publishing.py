@@ -51,7 +51,7 @@ class Contents:
         config = copy.deepcopy(self.config)
         config.head = self.head.to_config() if self.head is not None else None
         parts = self.parts
-        if parts.module is not None and (own := kind_of(config).stored.own_of(config)) is not None:
+        if parts.module is not None and (own := kind_of(config).own_of(config)) is not None:
             setattr(config, own.field, parts.module.to_config())
         config.adapter = parts.adapter is not None
         config.draft_vocab_size = len(parts.draft_vocab) if parts.draft_vocab is not None else None
@@ -65,51 +65,50 @@ class Contents:
 def save(contents: Contents, folder: Path) -> None:
     """Write a repository but for a `README.md` that is there; `ValueError` where nobody could load the draft again."""
     config = contents.described()
-    stored = kind_of(config).stored
-    stored.check_storable(config)
+    kind = kind_of(config)
+    if kind.is_named and config.draft_id is None:
+        raise ValueError(
+            "The draft is a model in memory without a Hub id or folder, so the saved assistant could not be loaded. "
+            "Save the draft, load it from there and build the assistant from that: assist(model, folder)."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     if contents.head is not None:
         save_tensors(contents.head.state_dict(), folder / HEAD)
     parts = contents.parts
-    if parts.module is not None and (own := stored.own_of(config)) is not None:
+    if parts.module is not None and (own := kind.own_of(config)) is not None:
         save_tensors(own.tensors(parts.module), folder / own.name)
     if parts.draft_vocab is not None:
         save_tensors({"token_ids": parts.draft_vocab}, folder / DRAFT_VOCAB)
     if parts.adapter is not None:
-        _copy_adapter(parts.adapter, folder / ADAPTER_FOLDER)
+        # PEFT notes where the model was read from; a folder of this machine stays unnamed.
+        place = folder / ADAPTER_FOLDER
+        place.mkdir(exist_ok=True)
+        config_name, weights_name = ADAPTER_FILES
+        adapter = read_json(parts.adapter / config_name)
+        base = adapter.get("base_model_name_or_path")
+        adapter["base_model_name_or_path"] = public_name(base) if isinstance(base, str) else None
+        if parts.adapter.resolve() != place.resolve():
+            shutil.copyfile(parts.adapter / weights_name, place / weights_name)
+        save_text(json.dumps(adapter, indent=2) + "\n", place / config_name)
     # Last: a folder with a config is a complete one.
     save_text(config.to_json_string(), folder / CONFIG)
     if not (folder / CARD).exists():
         save_text(str(make_card(config, contents.head)), folder / CARD)
 
 
-def _copy_adapter(source: Path, place: Path) -> None:
-    """Copy an adapter's files. PEFT notes where the model was read from; a folder of this machine stays unnamed."""
-    place.mkdir(exist_ok=True)
-    config_name, weights_name = ADAPTER_FILES
-    config = read_json(source / config_name)
-    base = config.get("base_model_name_or_path")
-    config["base_model_name_or_path"] = public_name(base) if isinstance(base, str) else None
-    if source.resolve() != place.resolve():
-        shutil.copyfile(source / weights_name, place / weights_name)
-    save_text(json.dumps(config, indent=2) + "\n", place / config_name)
-
-
 def push(
     contents: Contents,
     repo_id: str,
-    *,
-    commit_message: str = "Upload SpecDec++ assistant",
+    card: str | None = None,
     private: bool | None = None,
     token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    card: str | None = None,
+    **commit: Any,
 ) -> CommitInfo:
     """Upload the assistant's repository to the Hub. A card that is there already is kept, unless the text of one is
     given.
 
-    A target that was read from a folder is named without the folders above it. Arguments are as in `huggingface_hub`.
+    A target that was read from a folder is named without the folders above it. `commit`: arguments of
+    `huggingface_hub.upload_folder`.
 
     Raises:
         ValueError: the draft is a local folder, which nobody else has.
@@ -124,7 +123,7 @@ def push(
     api = HfApi(token=token)
     repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     # Somebody may have written more into the card than we would.
-    kept = [CARD] if card is None and api.file_exists(repo, CARD, revision=revision) else None
+    kept = [CARD] if card is None and api.file_exists(repo, CARD, revision=commit.get("revision")) else None
     with tempfile.TemporaryDirectory() as folder:
         if card is not None:
             save_text(card, Path(folder, CARD))
@@ -134,14 +133,7 @@ def push(
         if config.target_id is not None:
             stored = {**read_json(Path(folder, CONFIG)), "target_id": public_name(config.target_id)}
             save_text(json.dumps(stored, indent=2) + "\n", Path(folder, CONFIG))
-        return api.upload_folder(
-            repo_id=repo,
-            folder_path=folder,
-            commit_message=commit_message,
-            revision=revision,
-            create_pr=create_pr,
-            ignore_patterns=kept,
-        )
+        return api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept, **commit)
 
 
 # The card -------------------------------------------------------------------------------------------------------------
@@ -154,6 +146,8 @@ def make_card(
     made the assistant (`training.card.results`); `None` without one."""
     ids = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
     bases = [Repository(name).name for name in ids]
+    sets = {} if training is None else training["evaluation"]["sets"]
+    reports = [(name, at, report) for name, temperatures in sets.items() for at, report in temperatures.items()]
     data = ModelCardData(
         library_name="hf_specdecpp",
         base_model=bases or None,
@@ -161,24 +155,24 @@ def make_card(
         tags=["speculative-decoding", "assisted-generation", "specdecpp"],
         pipeline_tag="text-generation",
         model_name="SpecDec++ assistant" if training else None,
-        eval_results=list(_eval_results(training["evaluation"])) if training else None,
+        eval_results=list(_eval_results(reports)) if training else None,
     )
     config = copy.deepcopy(config)
     for name in ("target_id", "draft_id"):
         if (model := getattr(config, name)) is not None:
             setattr(config, name, public_name(model))
-    shown: dict[str, Any] = {}
-    if training is not None:
-        reports = _reports(training["evaluation"])
-        shown["tables"] = [(name, at, report, _rows(report)) for name, at, report in reports]
-    shown |= {
-        "draft": describe(config),
-        "is_independent": kind_of(config).rests_on == "draft",
-        "opening": opening((training or {}).get("speed")),
-        "unhelped": unhelped(training),
-    }
     return ModelCard.from_template(
-        data, template_path=str(TEMPLATE), config=config, head=head, training=training, number=number, **shown
+        data,
+        template_path=str(TEMPLATE),
+        config=config,
+        head=head,
+        training=training,
+        number=number,
+        draft=describe(config),
+        is_independent=kind_of(config).rests_on == "draft",
+        opening=opening((training or {}).get("speed")),
+        unhelped=unhelped(training),
+        tables=[(name, at, report, _rows(report)) for name, at, report in reports],
     )
 
 
@@ -239,13 +233,6 @@ def number(value: float | None, digits: int = 3, percent: bool = False) -> str:
     return f"{100 * value:.0f} %" if percent else f"{value:,.{digits}f}"
 
 
-def _reports(evaluation: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Each set and temperature with what was measured there."""
-    for name, temperatures in evaluation["sets"].items():
-        for temperature, report in temperatures.items():
-            yield name, temperature, report
-
-
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """A row for each estimator and rule: how well it judges, and what it discards beside the best fixed length."""
     best = report["equal_verification"]["at_best"]
@@ -261,9 +248,9 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     yield (f"fixed length {best['length']}", NONE, NONE, NONE, number(best["discard_rate"]), NONE)
 
 
-def _eval_results(evaluation: dict[str, Any]) -> Iterator[EvalResult]:
+def _eval_results(reports: list[tuple[str, str, dict[str, Any]]]) -> Iterator[EvalResult]:
     """Of each set and temperature the draft's acceptance and the head's row, for the card's model-index."""
-    for name, temperature, report in _reports(evaluation):
+    for name, temperature, report in reports:
         measured = {"mean_acceptance": report["mean_acceptance"], **report["estimators"]["head"]}
         for metric in ("mean_acceptance", "auc", "ece", "binary_kl"):
             value = measured[metric]

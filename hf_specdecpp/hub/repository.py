@@ -59,17 +59,17 @@ def load_parts(
 ) -> tuple[AcceptanceHead | None, Parts]:
     """Head, and what the config promises of the draft, which may be a copy elsewhere; errors as below."""
     kind = kind_of(config)
-    if draft is not None and not kind.stored.is_named and config.draft_id is None:  # no copy can take its place
+    if draft is not None and not kind.is_named and config.draft_id is None:  # no copy can take its place
         raise ValueError(f"This assistant drafts with {kind.describe(config)}, so draft= must be left out.")
     head = load_head(repository, config) if config.head is not None else None
     draft_vocab = load_draft_vocab(repository, config) if config.draft_vocab_size is not None else None
-    module = kind.stored.load(config, repository, draft)
+    module = kind.load(config, repository, draft)
     return head, Parts(find_adapter(repository) if config.adapter else None, draft_vocab, module)
 
 
 def find_adapter(repository: Repository, folder: str | None = ADAPTER_FOLDER) -> Path:
     """Folder with both adapter files. peft would fall back to a pickle without the safetensors file; we do not."""
-    paths = [repository.file(name, folder) for name in ADAPTER_FILES]
+    paths = [repository.file(f"{folder}/{name}" if folder else name) for name in ADAPTER_FILES]
     load_tensors(paths[1])
     return paths[0].parent
 

@@ -86,13 +86,7 @@ def by_estimate(estimates: Sequence[float], drafting: float) -> int:
     """
     if not estimates or estimates[0] <= drafting:
         return 0
-    survival, count = 1.0, 0
-    for estimate in estimates:
-        survival *= estimate
-        if survival < LEAST_SURVIVAL:
-            break
-        count += 1
-    return count
+    return int((np.cumprod(estimates) >= LEAST_SURVIVAL).sum())
 
 
 ASSUMED = 8.0  # candidates that `USUAL_ACCEPTANCE` counts for

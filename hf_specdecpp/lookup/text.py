@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hf_specdecpp.files import read_json, save_text
 
@@ -56,9 +57,9 @@ class LookupRates:
     def __init__(self) -> None:
         first, further = PRIOR_OF_LENGTH
         classes = [first + further * length + share for length in range(len(LENGTHS) + 1) for share in PRIOR_OF_SHARE]
-        self._prior = [_sigmoid(each) for each in classes]
+        self.odds = [math.exp(each) for each in classes]
+        self._prior = [odds / (1.0 + odds) for odds in self.odds]
         self.right, self.judged = [0.0] * NUM_CLASSES, [0.0] * NUM_CLASSES
-        self.odds = [prior / (1.0 - prior) for prior in self._prior]
 
     def observe(self, of: int, was_right: bool) -> None:
         """Take note of what a token was for which one of this class could have been looked up."""
@@ -93,10 +94,6 @@ class TextRates:
         right, wrong = self._right + TEXT_PRIOR, self._count - self._right + TEXT_PRIOR
         as_usual, not_as_usual = self._expected + TEXT_PRIOR, self._count - self._expected + TEXT_PRIOR
         self._factor = right / wrong * not_as_usual / as_usual
-
-
-def _sigmoid(log_odds: float) -> float:
-    return 1.0 / (1.0 + math.exp(-log_odds))
 
 
 MOST_MATCHES = 64  # the latest
@@ -187,11 +184,9 @@ class Answers:
             return
         self._answers.append(array("i", answer))
         self.seen.extend((*answer, NOTHING))
-        if len(self.seen) > self.most:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        """Down to half of the room, so that this is seldom: all others are read again."""
+        if len(self.seen) <= self.most:
+            return
+        # Down to half of the room, so that this is seldom: all others are read again.
         kept = sum(len(answer) + 1 for answer in self._answers)
         while len(self._answers) > 1 and kept > self.most // 2:
             kept -= len(self._answers.popleft()) + 1
@@ -206,15 +201,12 @@ class Answers:
     def load(self, file: str | Path) -> None:
         """Add those of a file; `ValueError` if it holds no answers."""
         found = read_json(Path(file))
-        answers = found.get("answers") if isinstance(found, dict) else None
-        if not isinstance(answers, list) or not all(map(_is_answer, answers)):
+        answers: Any = found.get("answers") if isinstance(found, dict) else None
+        is_list = isinstance(answers, list) and all(isinstance(answer, list) for answer in answers)
+        if not is_list or not all(isinstance(each, int) and 0 <= each < MOST_ID for one in answers for each in one):
             raise ValueError(f"{file} holds no answers: a list of lists of token ids. It was not written by save().")
         for answer in answers:
             self.add(answer)
-
-
-def _is_answer(answer: object) -> bool:
-    return isinstance(answer, list) and all(isinstance(token, int) and 0 <= token < MOST_ID for token in answer)
 
 
 CONTEXT = 64  # tokens of the prompt's end that matches are looked for with, which is the longest match there

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_specdecpp.files import MOST_CONFIG_BYTES, load_tensors, read_json
+from hf_specdecpp.files import load_tensors, read_fields
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import copy_sharing
 from hf_specdecpp.models.quantised import is_quantised
@@ -134,9 +134,8 @@ def read_adapter(folder: Path) -> Adapter:
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
     """Parse an `adapter_config.json`; `ValueError` if it describes no ordinary LoRA, or a value is of a wrong kind."""
-    config = read_json(path, MOST_CONFIG_BYTES)
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+    config = read_fields(path)
+    if (kind := config.get("peft_type")) != "LORA":
         raise ValueError(f"{path} describes a {kind!r} adapter; a draft takes LoRA adapters only. Name another.")
     odd = {name: value for name, value in config.items() if name not in FIELDS and value}
     for name, harmless in (("bias", ("none", None)), ("init_lora_weights", HARMLESS_INITS)):
@@ -149,11 +148,6 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
             "weights, which a draft may share with its target. Use one with bias='none' and the usual initialisation, "
             "or merge it, save that model (merge_and_unload) and make it an independent draft."
         )
-    _check_numbers(config, path)
-    return config
-
-
-def _check_numbers(config: dict[str, Any], path: Path) -> None:
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(name) or {}
         if not isinstance(pattern, dict) or not all(re.fullmatch(r"[\w.]+", key) for key in pattern):
@@ -168,6 +162,7 @@ def _check_numbers(config: dict[str, Any], path: Path) -> None:
         raise ValueError(f"{path} has ranks {ranks[:9]}; a rank is a whole number of at least 1. {AGAIN}")
     if not all(type(alpha) in (int, float) and abs(alpha) < 2**31 for alpha in alphas):
         raise ValueError(f"{path} has lora_alpha {alphas[:9]}; it must be a number. {AGAIN}")
+    return config
 
 
 def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path) -> Lora:

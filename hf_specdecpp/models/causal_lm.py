@@ -86,22 +86,13 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 def num_bytes(model: nn.Module) -> int:
     """Of its parameters and buffers, those that are shared once."""
-    sizes = {}
-    for module in modules_of(model):
-        for each in (*module._parameters.values(), *module._buffers.values()):
-            if each is not None:
-                sizes[id(each)] = each.nelement() * each.element_size()
-    return sum(sizes.values())
+    parts = (each for module in modules_of(model) for each in (*module._parameters.values(), *module._buffers.values()))
+    return sum({id(each): each.nbytes for each in parts if each is not None}.values())
 
 
 def devices_of(model: nn.Module) -> set[torch.device]:
     """Where the parameters of a model lie."""
-    devices = set()
-    for module in modules_of(model):
-        for each in module._parameters.values():
-            if each is not None:
-                devices.add(each.device)
-    return devices
+    return {each.device for module in modules_of(model) for each in module._parameters.values() if each is not None}
 
 
 def has_compiled_forward(module: nn.Module) -> bool:

@@ -77,7 +77,9 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
             for attribute in LAYER_NUMBERS:
                 if isinstance(getattr(module, attribute, None), int):
                     setattr(module, attribute, place)
-    for config in _configs(copied):
+    found = [m.config for m in copied.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)]
+    both = (*found, *(config.get_text_config(decoder=True) for config in found))
+    for config in {id(each): each for each in both}.values():  # modules of one model share them
         _choose_layers(config, chosen, len(stack))
     return copied.eval()
 
@@ -116,15 +118,6 @@ def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList
         f"hf_specdecpp does not find the {depth} layers of {type(target).__name__}, so it cannot exit early from it. "
         "Use an independent draft."
     )
-
-
-def _configs(model: CausalLM) -> list[PreTrainedConfig]:
-    """Every config object below `model`, each once (modules of one model share them)."""
-    found = {
-        id(m.config): m.config for m in model.modules() if isinstance(getattr(m, "config", None), PreTrainedConfig)
-    }
-    text = {id(c.get_text_config(decoder=True)): c.get_text_config(decoder=True) for c in found.values()}
-    return list({**found, **text}.values())
 
 
 def per_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:

@@ -180,26 +180,16 @@ def check_same_tokenizer(target: CausalLM, draft: CausalLM) -> None:
     if ours is None or theirs is None:
         sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
         if sizes[0] != sizes[1]:
-            is_padding = abs(sizes[0] - sizes[1]) <= PADDING
+            means = "is more than padding explains, so they hardly use the same tokenizer"
+            if abs(sizes[0] - sizes[1]) <= PADDING:
+                means = "is harmless padding if both use the same tokenizer"
             warnings.warn(
-                f"The target has {sizes[0]} token ids and the draft {sizes[1]}. "
-                + (
-                    "That is harmless padding if both use the same tokenizer"
-                    if is_padding
-                    else "That is more than padding explains, so they hardly use the same tokenizer"
-                )
-                + ", which could not be checked because no tokenizer files were found beside the models. If almost "
-                "nothing is accepted, the tokenizers differ.",
+                f"The target has {sizes[0]} token ids and the draft {sizes[1]}. That {means}, which could not be "
+                "checked because no tokenizer files were found beside the models. If almost nothing is accepted, the "
+                "tokenizers differ.",
                 stacklevel=2,
             )
         return
-    check_same_tokens(ours, theirs, f"target {target_name!r}", f"draft {draft_name!r}")
-
-
-def check_same_tokens(
-    ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, our_name: str, their_name: str
-) -> None:
-    """Raise `ValueError` if an id stands for different tokens in the two tokenizers."""
     by_id = {index: token for token, index in _regular(ours).items()}
     different = [
         (index, by_id[index], token)
@@ -209,10 +199,10 @@ def check_same_tokens(
     if different:
         index, token, other = min(different)
         raise ValueError(
-            f"The {our_name} and the {their_name} have different tokenizers: {len(different)} ids stand for different "
-            f"tokens, the first being {index} ({token!r} against {other!r}). A draft proposes token ids, so they must "
-            "mean the same to both. Use a draft of the target's own family, or an early exit of the target: "
-            "SpecDecPPAssistant.from_early_exit(target, layers=4)."
+            f"The target {target_name!r} and the draft {draft_name!r} have different tokenizers: {len(different)} ids "
+            f"stand for different tokens, the first being {index} ({token!r} against {other!r}). A draft proposes "
+            "token ids, so they must mean the same to both. Use a draft of the target's own family, or an early exit "
+            "of the target: SpecDecPPAssistant.from_early_exit(target, layers=4)."
         )
 
 

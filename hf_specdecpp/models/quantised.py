@@ -82,12 +82,9 @@ def quantised_activations(model: nn.Module) -> str | None:
 
 def multiplies_in_half(model: nn.Module) -> bool:
     """Whether products round as in half precision, whatever the dtype: 4 bits of bitsandbytes on some CPUs."""
-    dtypes = {
-        dtype
-        for layer in model.modules()
-        if _is_of(layer, "bitsandbytes")
-        for dtype in (getattr(vars(layer).get("quant_state"), "dtype", None), getattr(layer, "compute_dtype", None))
-    }
+    layers = [layer for layer in model.modules() if _is_of(layer, "bitsandbytes")]
+    dtypes = {getattr(vars(layer).get("quant_state"), "dtype", None) for layer in layers}
+    dtypes |= {getattr(layer, "compute_dtype", None) for layer in layers}
     return bool(dtypes & {torch.bfloat16, torch.float16})
 
 

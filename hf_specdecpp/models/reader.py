@@ -9,15 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.models.causal_lm import (
-    CausalLM,
-    cache_argument,
-    inner_decoder,
-    longest_text,
-    num_embeddings,
-    positions_of,
-    trying,
-)
+from hf_specdecpp.models import causal_lm
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_embeddings, positions_of, trying
 from hf_specdecpp.models.quantised import sizes_of
 
 
@@ -34,7 +27,12 @@ class Reader(nn.Module):
 
     def __init__(self, model: CausalLM, owns_model: bool = False) -> None:
         super().__init__()
-        check_head_of(model)
+        head = model.get_output_embeddings()
+        if head is None or getattr(head, "weight", None) is None:
+            raise ValueError(
+                f"{type(model).__name__} has no LM head, so it cannot predict tokens. Load it with "
+                "AutoModelForCausalLM."
+            )
         self.owns_model = owns_model
         if owns_model:
             self.model = model
@@ -43,12 +41,12 @@ class Reader(nn.Module):
         self.text_config = model.config.get_text_config(decoder=True)
         # What each step needs is looked up once: on small models the ways there take as long as the products.
         object.__setattr__(self, "_decoder", inner_decoder(model))
-        self._cache_argument = cache_argument(self._decoder)
+        self._cache_argument = causal_lm.cache_argument(self._decoder)
         self._scale = getattr(self.text_config, "logit_scale", None)  # Cohere
         divisors = ("logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
         self._divisor = next((each for name in divisors if (each := getattr(self.text_config, name, None))), None)
         self._cap = getattr(self.text_config, "final_logit_softcapping", None)  # Gemma 2 and later
-        self._longest = longest_text(model)
+        self._longest = causal_lm.longest_text(model)
         self._check_logits()
 
     @property
@@ -167,11 +165,3 @@ def as_wide_as(vocab_size: int, logits: Tensor) -> Tensor:
     """
     missing = vocab_size - logits.shape[-1]
     return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
-
-
-def check_head_of(model: CausalLM) -> None:
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "weight", None) is None:
-        raise ValueError(
-            f"{type(model).__name__} has no LM head, so it cannot predict tokens. Load it with AutoModelForCausalLM."
-        )

@@ -220,7 +220,7 @@ class TrainingConfig(Section):
     @property
     def own_files(self) -> list[str]:
         """The file in `work` with what is trained beside an adapter or in its place, if there is something."""
-        return [] if self.kind.stored.own is None else [self.kind.stored.own.name]
+        return [] if self.kind.own is None else [self.kind.own.name]
 
     @property
     def independent_draft(self) -> str | None:

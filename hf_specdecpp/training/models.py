@@ -198,7 +198,7 @@ def load_own(kind: Kind, work: Path) -> Any:
 
 def own_file(kind: Kind) -> OwnFile:
     """The file with what is trained of a draft beside an adapter; `ValueError` where there is no such thing."""
-    if (own := kind.stored.own) is None:
+    if (own := kind.own) is None:
         raise ValueError(f"A draft of the kind {kind.name} has no layers of its own.")
     return own
 

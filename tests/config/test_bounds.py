@@ -13,8 +13,8 @@ from hf_specdecpp.config.checks import LAYER, ROPE, check_fields, check_layers
 from hf_specdecpp.config.speculation import REMOVED, Decisions
 from hf_specdecpp.drafts.dflash.config import BOUNDS as DFLASH
 from hf_specdecpp.drafts.dflash.config import DFlashSettings
-from hf_specdecpp.drafts.eagle3.config import BOUNDS as EAGLE3
-from hf_specdecpp.drafts.eagle3.config import Eagle3Settings
+from hf_specdecpp.drafts.eagle3.model import BOUNDS as EAGLE3
+from hf_specdecpp.drafts.eagle3.model import Eagle3Settings
 from hf_specdecpp.drafts.gemma4.kind import TEXT
 
 TABLES = {"LAYER": LAYER, "ROPE": ROPE, "DFLASH": DFLASH, "EAGLE3": EAGLE3, "TEXT": TEXT}

@@ -348,7 +348,7 @@ def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path / "first")
     expected = drafted_by(assistant, target)
     assistant.save_pretrained(tmp_path / "stored")
-    own = assistant.kind.stored.own_of(assistant.config)
+    own = assistant.kind.own_of(assistant.config)
     files = {path.name for path in (tmp_path / "stored").iterdir()}
     assert files == {"README.md", "config.json", *([own.name] if own else [])}, "what others trained stays where it is"
     assistant.detach()

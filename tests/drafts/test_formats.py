@@ -74,7 +74,7 @@ def parts(assistant: SpecDecPPAssistant) -> dict[str, Any]:
 
 
 def test_every_format_is_here() -> None:
-    recognised = {kind.name for kind in KINDS if (form := kind.stored.format) is not None and form.is_whole}
+    recognised = {kind.name for kind in KINDS if (form := kind.format) is not None and form.is_whole}
     assert {case.kind for case in CASES.values()} == recognised
 
 
@@ -120,7 +120,7 @@ def test_inspected(name: str, tmp_path: Path) -> None:
 
 @ALL
 def test_exported_only_where_it_was_changed(name: str, tmp_path: Path) -> None:
-    form = BY_NAME[CASES[name].kind].stored.format
+    form = BY_NAME[CASES[name].kind].format
     assert form is not None
     if form.served_by is not None:
         with pytest.raises(ValueError, match=f"nobody changed here, so nothing is exported: {form.served_by}"):

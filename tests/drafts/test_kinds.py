@@ -113,13 +113,13 @@ def test_what_training_asks_for() -> None:
     assert asked == ["early_exit", "conditioned", "dflash", "independent"]
     for kind in KINDS:
         assert (kind.trainable is None) == ("training" in kind.cannot), "what is not trained says why"
-        assert kind.trainable is None or not kind.trainable.own_layers or kind.stored.own is not None
+        assert kind.trainable is None or not kind.trainable.own_layers or kind.own is not None
 
 
 def test_only_drafts_of_others_can_be_misread() -> None:
     for kind in KINDS:
         config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=[0], draft_id="org/draft")
-        form = kind.stored.format
+        form = kind.format
         assert (form is not None) == (kind.name in ("eagle3", "dflash", "gemma4", "mtp"))
         assert (form is not None and form.check_overrides is not None) == (kind.name == "eagle3")
         if form is not None and form.check_overrides is not None:
@@ -133,10 +133,10 @@ def test_only_drafts_of_others_can_be_misread() -> None:
 
 def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
     for kind in KINDS:
-        stored, form = kind.stored, kind.stored.format
+        form = kind.format
         serves_its_own = form is not None and form.served_by is not None
-        assert stored.export is not None or stored.unserved or serves_its_own
-        assert stored.export is None or not (stored.unserved or serves_its_own)
+        assert kind.export is not None or kind.unserved or serves_its_own
+        assert kind.export is None or not (kind.unserved or serves_its_own)
 
 
 def test_one_price_makes_the_rule_draft_the_whole_block() -> None:

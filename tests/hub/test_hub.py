@@ -250,7 +250,7 @@ def test_private_and_branch(hub: HubServer, assistant: SpecDecPPAssistant) -> No
     with pytest.raises(RevisionNotFoundError):
         assistant.push_to_hub("org/mine", revision="no-such-branch")
     with pytest.raises(TypeError, match="comit_message"):
-        assistant.push_to_hub("org/mine", comit_message="typo")
+        assistant.push_to_hub("org/mine", comit_message="typo")  # type: ignore[call-arg]
 
 
 def test_saving_over_an_old_assistant(target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path) -> None:

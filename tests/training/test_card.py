@@ -229,7 +229,7 @@ def test_the_guide_names_the_files_that_stages_leave(run: TrainingConfig, card: 
     named = {stage: re.findall(r"`([^`]+)`", cell) for stage, cell in rows}
     assert (list(named), named.pop("card")) == (list(STAGES), ["my-assistant/"])
     taught = [kind for kind in KINDS if kind.trainable is not None and "be trained" not in kind.trainable.cannot]
-    of_others = {DRAFT_VOCAB, *(kind.stored.own.name for kind in taught if kind.stored.own is not None)}
+    of_others = {DRAFT_VOCAB, *(kind.own.name for kind in taught if kind.own is not None)}
     for stage, names in named.items():
         assert names, stage
         for name in set(names) - of_others:

@@ -15,7 +15,7 @@ from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import Names, own_reader, target_of
 from hf_specdecpp.drafts.dflash.config import DFlashSettings, looks_like_one, read_settings, refuse_relatives
 from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
-from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, Stored, Trainable, pinned
+from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, Trainable, pinned
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.loading import outside
 from hf_specdecpp.models.quantised import is_quantised, sizes_of
@@ -82,7 +82,16 @@ def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
     elif settings.mask_token_id >= known:
         wrong = f"has the mask token {settings.mask_token_id}, and there are {known} embeddings"
     checkpoints.meet(model, target, name, wrong, BELONGS)
-    _drop_shared(model, target)
+    # Left out is what a file holds of its target, as those of `speculators` do: a copy would cost memory for nothing.
+    shared = {"own_embeddings": target.get_input_embeddings(), "own_head": target.get_output_embeddings()}
+    for own_name, part in OWN.items():
+        own, of_target = getattr(model, part), shared[own_name]
+        if own is None or is_quantised(of_target) or own.weight.shape != of_target.weight.shape:
+            continue
+        if torch.equal(own.weight, of_target.weight.to(own.weight)):
+            setattr(model, part, None)
+            dropped: dict[str, Any] = {own_name: False}
+            model.settings = replace(model.settings, **dropped)
     settings = model.settings
     if settings.scales_as_target:
         multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
@@ -90,30 +99,17 @@ def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
     model.reader.meet(settings.reads, depth - 1 if settings.reads_normed else None)
 
 
-def _drop_shared(model: DFlashModel, target: CausalLM) -> None:
-    """Leave out what a file holds of its target, as those of `speculators` do: a copy would cost memory for nothing."""
-    theirs = {"own_embeddings": target.get_input_embeddings(), "own_head": target.get_output_embeddings()}
-    for name, part in OWN.items():
-        own, shared = getattr(model, part), theirs[name]
-        if own is None or is_quantised(shared) or own.weight.shape != shared.weight.shape:
-            continue
-        if torch.equal(own.weight, shared.weight.to(own.weight)):
-            setattr(model, part, None)
-            dropped: dict[str, Any] = {name: False}
-            model.settings = replace(model.settings, **dropped)
-
-
 def fields(raw: Config) -> dict[str, Any]:
     """What a config says of an assistant, of which transformers compares the size."""
     return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
 
 
-def words(config: SpecDecPPConfig, target: str) -> str:
+def words(config: SpecDecPPConfig, target: str = "the target") -> str:
     return f"DFlash blocks, which read states of {target}" if config.draft_id is None else f"DFlash {pinned(config)}"
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> DFlashDraft:
-    meet(parts.module, how.target, words(config, "the target"))
+    meet(parts.module, how.target, words(config))
     return DFlashDraft(parts.module, how.target)
 
 
@@ -122,20 +118,18 @@ DFLASH = Kind(
     name="dflash",
     rests_on="target",
     draft=draft_of,
-    words=words,
-    stored=Stored(
-        own=OwnFile("dflash.safetensors", "dflash", own_reader(DFlashSettings, build, TITLE), tensors_of),
-        format=Format(  # the original dialect, that of transformers, and that of speculators
-            read_model,
-            looks_like_one,
-            fields=fields,
-            module=DFlashModel,
-            served_by="vLLM and SGLang serve it from its own repository, with the method dflash",
-        ),
-        unserved="This assistant drafts with DFlash blocks that were trained here: their first row proposes, too, no "
-        "row sees a later one, and engines have not been tried with such blocks, so nothing is exported. They serve "
-        "EAGLE-3 drafts: specdecpp train --draft eagle3.",
+    describe=words,
+    own=OwnFile("dflash.safetensors", "dflash", own_reader(DFlashSettings, build, TITLE), tensors_of),
+    format=Format(  # the original dialect, that of transformers, and that of speculators
+        read_model,
+        looks_like_one,
+        fields=fields,
+        module=DFlashModel,
+        served_by="vLLM and SGLang serve it from its own repository, with the method dflash",
     ),
+    unserved="This assistant drafts with DFlash blocks that were trained here: their first row proposes, too, no "
+    "row sees a later one, and engines have not been tried with such blocks, so nothing is exported. They serve "
+    "EAGLE-3 drafts: specdecpp train --draft eagle3.",
     trainable=Trainable(
         own_layers=True,
         cannot={

@@ -1,5 +1,6 @@
 """The DFlash draft (arXiv 2602.06036): Qwen3 layers in which the rows of a block attend to the target's states
-(`DFlashModel`), that model as one generation sees it (`DFlashDraft`), and its side of a text (`BlockReading`)."""
+(`DFlashModel`), that model as one generation sees it (`DFlashDraft`), and its side of a text (`BlockReading`), or of
+captured rounds (`BlockSteps`)."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
+from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.draft import Reading, StateDraft
+from hf_specdecpp.drafting.round_steps import RoundSteps, Unrolled, Window
 from hf_specdecpp.drafts.dflash.config import DFlashSettings
-from hf_specdecpp.drafts.dflash.steps import BlockSteps
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import StateReader
@@ -316,3 +318,70 @@ class BlockReading(Reading):
             self._found = draft.logits(hidden, self.vocab_size), hidden
             self._pending, self.unread, self.passes = [], 0, 1
         return self._found
+
+
+class BlockSteps(RoundSteps):
+    """As `BlockReading`: one pass over the block after the text's last token, which all levels of a round are drawn
+    from. The cache holds the verified tokens; the block's rows lie behind the window's and are not kept.
+    """
+
+    def __init__(self, draft: Any, vocab_size: int) -> None:
+        super().__init__(draft, vocab_size, id(draft.model), draft.reads.width)
+        self.draft, self.model = draft, draft.model
+        self.num_layers, self.most = len(self.model.layers), draft.settings.places
+
+    def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - one for all
+        draft, states = self.draft, window.states
+        if states is None:
+            raise ValueError("A DFlash draft reads the target's states, and none were handed over.")
+        block = draft.block_after(window.tokens.gather(1, window.last[:, None])).to(self.dtype)
+        count, size = states.shape[1], block.shape[1]
+        places = self._places(count, size, window.last)
+        rows = _Rows(cache, places, count, size)
+        cache.begin_pass(count + size)
+        positions = cache.length[:, None] + places
+        if cache.prompt is not None:
+            positions = positions + cache.prompt.offset
+        hidden = self.model.through(block, self.model.reader(states), positions, rows.mask, rows.extended)
+        hidden = hidden[:, -draft.settings.places :]
+        logits, width = draft.logits(hidden, self.vocab_size), 1
+        for place in range(hidden.shape[1]):
+            own = slice(place, place + 1)
+            level = yield logits[:, own].expand(-1, width, -1), hidden[:, own].expand(-1, width, -1)
+            width = level.tokens.shape[1]
+
+    def _places(self, count: int, size: int, last: Tensor) -> Tensor:
+        """`[texts, count + size]`, where the rows of the window and of the block stand after the cache: the block's
+        first row after `last`, whatever dummies lie between."""
+        span = torch.arange(count + size, device=last.device)
+        return torch.where(span < count, span, span - count + last[:, None] + 1)
+
+
+class _Rows:
+    """All rows of a cache in a pass over a window of `count` and a block of `size` rows, at these `places`."""
+
+    def __init__(self, cache: RoomCache, places: Tensor, count: int, size: int) -> None:
+        self.cache, self.size = cache, size
+        begin = cache.length[:, None]
+        rows = torch.arange(cache.room, device=places.device) - begin  # negative: what was held
+        own = rows - count
+        self.is_block = (own >= 0) & (own < size)
+        first = places[:, count, None]  # of the block: as many tokens of the window are no dummies
+        self.is_text = rows < first
+        if cache.prompt is not None:
+            self.is_text = self.is_text & cache.prompt.shown
+        self.keys = torch.where(own >= 0, own + first, rows)
+        self.queries = places[:, count:]
+
+    def mask(self, view: tuple[int | None, bool], _keys: Tensor) -> Tensor:
+        reach, is_causal = view
+        back = self.queries[..., None] - self.keys[:, None]
+        seen = (self.is_text | self.is_block)[:, None].expand_as(back)
+        if is_causal:
+            seen = seen & (back >= 0)
+        return (seen if reach is None else seen & (back.abs() <= reach))[:, None]
+
+    def extended(self, place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        layer: Any = self.cache.layers[place]
+        both: tuple[Tensor, Tensor] = layer.update(keys, values)
+        return both

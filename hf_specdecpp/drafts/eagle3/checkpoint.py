@@ -1,4 +1,5 @@
-"""Make an EAGLE-3 draft of the tensors of a checkpoint (`read_model`), whose names differ by dialect."""
+"""Make an EAGLE-3 draft of a checkpoint (`read_model`): of its `config.json`, in either dialect (`read_config`), and of
+its tensors, whose names differ by dialect, too."""
 
 from __future__ import annotations
 
@@ -10,12 +11,147 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from hf_specdecpp.config import checks
+from hf_specdecpp.config.checks import Bounds, check_fields, check_values, shown
 from hf_specdecpp.drafts import checkpoints
-from hf_specdecpp.drafts.checkpoints import Names, relative_among
-from hf_specdecpp.drafts.eagle3.config import NUM_USUAL, RELATIVES, TRAIN, Eagle3Settings, of_type, read_config
-from hf_specdecpp.drafts.eagle3.model import Eagle3Model
+from hf_specdecpp.drafts.checkpoints import DEFAULT_THETA, SPECULATORS, Names, Relative, mapping
+from hf_specdecpp.drafts.eagle3.model import LAYER_CONFIGS, NUM_USUAL, Eagle3Model, Eagle3Settings
 
 logger = logging.get_logger("hf_specdecpp")
+
+# Configs. -------------------------------------------------------------------------------------------------------------
+
+OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+ABOVE: dict[str, Bounds] = {"target_hidden_size": checks.SIZE, "draft_vocab_size": checks.TOKENS}  # beside the layers
+RELATIVES = (
+    Relative("Medusa heads", "medusa", {"medusa_num_heads"}, r"^(medusa_head|heads|blocks|lm_heads|\d+)\.\d+\."),
+    Relative("Hydra heads", "hydra", {"hydra_num_heads"}),
+    Relative("P-EAGLE", "peagle", {"parallel_drafting", "mask_token_id", "ptd_token_id", "pard_token"}, "mask_hidden"),
+    Relative(
+        "an EAGLE-3 draft with an MLA layer (DeepSeek's attention)",
+        "deepseek|(?-i:MLA)",
+        {"kv_lora_rank"},
+        "kv_[ab]_proj",
+    ),
+    Relative(
+        "an EAGLE-3 draft with a mixture of experts",
+        r"/\w*moe",
+        {"num_experts", "num_local_experts", "n_routed_experts"},
+        r"\.experts\.|mlp\.gate\.weight",
+    ),
+    Relative("a quantised EAGLE-3 draft", fields={"quantization_config", "compression_config"}),
+)
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# What somebody may know better than a config: `from_pretrained(..., eagle3={...})`. The names are those of the settings
+# and of their layers; `own_embeddings=False` takes the target's where the file has some.
+OVERRIDES: dict[str, Any] = {
+    **dict.fromkeys((*FLAGS, "own_embeddings"), bool),
+    "rope_theta": float,
+    "reads": list[int],
+}
+TRAIN = "Train a draft of this package for the target (specdecpp train), or look for an EAGLE-3 head of it"
+
+
+def looks_like_one(raw: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of an EAGLE-3 checkpoint, or of a relative that is refused by name.
+
+    Of EAGLE's own first drafts it says nothing but that a Llama has one layer.
+    """
+    return is_marked(raw) or (raw.get("model_type") in tuple(LAYER_CONFIGS) and raw.get("num_hidden_layers") == 1)
+
+
+def is_marked(raw: Mapping[str, Any]) -> bool:
+    """The same where a config says so itself; a causal LM of one layer does not."""
+    marks = {SPECULATORS, "draft_vocab_size", "eagle_config", "medusa_num_heads", "hydra_num_heads"}
+    names = str(raw.get("architectures")).lower()
+    return bool(marks & set(raw)) or any(name in names for name in ("eagle", "medusa", "hydra"))
+
+
+def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a `config.json` says before its tensors are looked at: arguments of `Eagle3Settings`. `ValueError` if it is
+    of a relative that is not supported, or a value is missing or makes no sense.
+
+    `layer` is without the number of layers, and perhaps of the other type; `num_reads` is 0 where the final state alone
+    is read, else there is none: tensors tell both.
+
+    Args:
+        overrides: of its values (`OVERRIDES`).
+    """
+    overrides = check_overrides(overrides or {})
+    is_nested = SPECULATORS in raw
+    inner = mapping(raw, "transformer_layer_config") if is_nested else raw
+    eagle = mapping(raw, "eagle_config")
+    if (
+        found := checkpoints.relative_by(RELATIVES, raw, "eagle3", "transformer_layer_config", "eagle_config")
+    ) is not None:
+        raise ValueError(f"This repository holds {found}, which hf_specdecpp cannot draft with. {TRAIN}.")
+    place = "transformer_layer_config." if is_nested else ""
+    check_fields({name: inner.get(name) for name in NEEDED}, checks.LAYER, place, NEEDED)
+    check_fields({name: raw.get(name) for name in ABOVE}, ABOVE)
+    said = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # the former is an older name
+    check_fields({name: said.get(name) or None for name in FLAGS}, dict.fromkeys(FLAGS, bool))
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
+    if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={ids!r} must list layers of the target in whole numbers, since the "
+            "draft reads their outputs. Correct it in config.json, or leave it out and say eagle3={'reads': [...]}."
+        )
+    if is_nested and ids and 0 in ids:
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={ids}: 0 is the target's embeddings in this dialect, and "
+            f"hf_specdecpp reads outputs of layers. {TRAIN}."
+        )
+    reads = overrides.get("reads")
+    if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
+        reads = [each - 1 for each in ids]
+    reads_states = eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False
+    return {
+        "layer": _layer(raw, inner, overrides.get("rope_theta")),
+        "layer_ids": ids,
+        "reads": reads,
+        "state_size": raw.get("target_hidden_size") or inner["hidden_size"],
+        "draft_vocab_size": raw.get("draft_vocab_size"),
+        "own_embeddings": overrides.get("own_embeddings", True),
+        **{name: bool(said.get(name)) for name in FLAGS},
+        **({} if reads_states else {"num_reads": 0}),
+    }
+
+
+def check_overrides(overrides: Any) -> dict[str, Any]:
+    """The overrides, if they are known and make sense; else `ValueError`."""
+    if not isinstance(overrides, dict):
+        raise ValueError(f"eagle3={shown(overrides)} must be a mapping.")
+    if unknown := sorted(set(map(str, overrides)) - set(OVERRIDES)):
+        raise ValueError(f"eagle3 has {', '.join(unknown)}, which is not known. It may have {', '.join(OVERRIDES)}.")
+    check_values(overrides, OVERRIDES, "eagle3.")
+    if (theta := overrides.get("rope_theta")) is not None and theta <= 0:
+        raise ValueError(f"eagle3.rope_theta={theta} must be above 0. Most drafts have {DEFAULT_THETA:.0f}.")
+    if (reads := overrides.get("reads")) is not None and (not reads or min(reads) < 0):
+        raise ValueError(f"eagle3.reads={reads} must list layers of the target, counted from 0.")
+    return dict(overrides)
+
+
+def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
+    """The config of the draft's layers, whose number tensors tell.
+
+    Where a flat config's architecture is a Llama's, its `model_type`, and windows, may be the target's.
+    """
+    said = inner.get("model_type")
+    is_its_own = said in (None, *LAYER_CONFIGS)
+    is_flat_llama = inner is raw and isinstance(said, str) and "llama" in str(raw.get("architectures")).lower()
+    if not is_its_own and not is_flat_llama:
+        raise ValueError(
+            f"The draft has layers of type {said!r}; EAGLE-3 drafts with 'llama' and 'qwen3' layers are supported. "
+            f"{TRAIN}."
+        )
+    cure = "Say what rope_theta it was trained with: eagle3={'rope_theta': 10000.0}."
+    layer = checkpoints.layers_of(inner, ("num_hidden_layers", *(() if is_its_own else OF_QWEN3)), cure, theta)
+    check_fields(layer, checks.LAYER)
+    return layer
+
+
+# Tensors. -------------------------------------------------------------------------------------------------------------
 
 # Names that mean the same, in order: what stands in the file, what it is called here.
 # Example: `midlayer.self_attn.q_proj.weight` is `decoder.layers.0.self_attn.q_proj.weight`.
@@ -49,12 +185,20 @@ def read_model(
     or makes no sense, a tensor is missing, unknown or of another shape, or token ids make no sense."""
     said = read_config(raw, overrides)
     named = NAMES.here(tensors, source)
-    _refuse_relatives(named, 2 * said["layer"]["hidden_size"], source)
+    q, found = named.get("decoder.layers.0.self_attn.q_proj.weight"), checkpoints.relative_among(RELATIVES, named)
+    reads_both = q is not None and list(q.shape)[1:] == [2 * said["layer"]["hidden_size"]]
+    if found is None and not reads_both and "decoder.layers.0.hidden_norm.weight" not in named:
+        found = "a model of its own, which assist(model, ...) takes if it is a causal LM with the target's tokens"
+        if "reader.fc.weight" in named:
+            found = "a draft of EAGLE-1 or 2"
+    if found is not None:
+        raise ValueError(f"{source} is of {found}; it is no EAGLE-3 draft that hf_specdecpp can load. {TRAIN}.")
     return build(settings_of(said, named), tensors, source)
 
 
 def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
-    """The settings that config and tensors agree on; where a config may be silent, tensors say it."""
+    """The settings that config and tensors agree on; where a config may be silent, tensors say it. `ValueError` for
+    layers of Llama with a window."""
     layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d{1,4})\.", name))}
     size, vocab_size, num_reads = said["state_size"], said["layer"]["vocab_size"], said.get("num_reads")
     if num_reads is None:
@@ -67,9 +211,16 @@ def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Sett
         draft_vocab_size = head.shape[0]
     count = max(len(layers), 1)  # whatever config.json says: some files have one layer and say 40
     kind = "qwen3" if "decoder.layers.0.self_attn.q_norm.weight" in named else "llama"
-    layer = {**of_type(said["layer"], kind), "num_hidden_layers": count}
+    layer = {"model_type": kind, **said["layer"], "num_hidden_layers": count}
     if types := layer.get("layer_types"):
         layer["layer_types"] = types[:count]
+    if kind == "llama":
+        if "sliding_attention" in (types or ()):
+            raise ValueError(
+                "The draft is a Llama layer with a sliding window (layer_types), which transformers' Llama does not "
+                f"have, so it would see too much. {TRAIN}."
+            )
+        layer = {name: value for name, value in layer.items() if name not in OF_QWEN3}
     settings = {
         **said,
         "layer": layer,
@@ -138,19 +289,6 @@ def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | 
             "again."
         )
     return None if count == vocab_size and torch.equal(ids, torch.arange(count)) else ids
-
-
-def _refuse_relatives(named: Mapping[str, Any], wide: int, source: str) -> None:
-    """Raise `ValueError` for other drafts, by their tensors; the attention of an EAGLE-3 layer is `wide`."""
-    q = named.get("decoder.layers.0.self_attn.q_proj.weight")
-    is_one = "decoder.layers.0.hidden_norm.weight" in named or (q is not None and list(q.shape)[1:] == [wide])
-    found = relative_among(RELATIVES, named)
-    if found is None and not is_one:
-        found = "a model of its own, which assist(model, ...) takes if it is a causal LM with the target's tokens"
-        if "reader.fc.weight" in named:
-            found = "a draft of EAGLE-1 or 2"
-    if found is not None:
-        raise ValueError(f"{source} is of {found}; it is no EAGLE-3 draft that hf_specdecpp can load. {TRAIN}.")
 
 
 def tensors_of(

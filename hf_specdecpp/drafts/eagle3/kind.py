@@ -11,19 +11,11 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import LAYER
 from hf_specdecpp.drafts.checkpoints import own_reader, target_of
 from hf_specdecpp.drafts.conditioned import NO_LATE_VERDICTS, NO_REPLAYS
-from hf_specdecpp.drafts.eagle3.checkpoint import TITLE, build, read_model, tensors_of
-from hf_specdecpp.drafts.eagle3.config import (
-    FLAGS,
-    OF_QWEN3,
-    Eagle3Settings,
-    check_overrides,
-    is_marked,
-    looks_like_one,
-    read_config,
-)
+from hf_specdecpp.drafts.eagle3 import checkpoint
+from hf_specdecpp.drafts.eagle3.checkpoint import FLAGS, OF_QWEN3, build, tensors_of
 from hf_specdecpp.drafts.eagle3.meeting import GOOD, TEXT, better, compare, meanings, meet, usual_reads
-from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
-from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, SelfCheck, Stored, Trainable, pinned
+from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model, Eagle3Settings
+from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, SelfCheck, Trainable, pinned
 from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config
@@ -34,7 +26,7 @@ WRITTEN = [name for name in LAYER if name not in (*OF_QWEN3, "rope_parameters")]
 
 def self_check(config: SpecDecPPConfig, module: Any, target: CausalLM, tokenizer: Any) -> SelfCheck:
     """How well the draft guesses what `target` says, as it is read and in each other way (`Format.self_check`)."""
-    meet(module, target, words(config, "the target"))
+    meet(module, target, words(config))
     found = compare(module, target, tokenizer(TEXT, return_tensors="pt")["input_ids"])
     best = better(found)
     remarks = []
@@ -52,7 +44,7 @@ def self_check(config: SpecDecPPConfig, module: Any, target: CausalLM, tokenizer
 
 def fields(raw: Config) -> dict[str, Any]:
     """What a config says of an assistant; `ValueError` if it is damaged."""
-    read_config(raw)
+    checkpoint.read_config(raw)
     return {"target_id": target_of(raw)}
 
 
@@ -155,7 +147,7 @@ def notes(settings: Eagle3Settings, reads: list[int], depth: int) -> list[str]:
     return found
 
 
-def words(config: SpecDecPPConfig, target: str) -> str:
+def words(config: SpecDecPPConfig, target: str = "the target") -> str:
     if config.draft_id is None:
         return f"an EAGLE-3 layer, which reads states of {target}"
     otherwise = ", ".join(f"{name}={value}" for name, value in (config.eagle3 or {}).items())
@@ -163,7 +155,7 @@ def words(config: SpecDecPPConfig, target: str) -> str:
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Eagle3Drafter:
-    meet(parts.module, how.target, name := words(config, "the target"))
+    meet(parts.module, how.target, name := words(config))
     drafter = Eagle3Drafter(parts.module, how.target)
     drafter.suspect = None if config.draft_id is None else name
     return drafter
@@ -174,22 +166,20 @@ EAGLE3 = Kind(
     name="eagle3",
     rests_on="target",
     draft=draft_of,
-    words=words,
-    stored=Stored(
-        own=OwnFile("eagle3.safetensors", "eagle3", own_reader(Eagle3Settings, build, TITLE), tensors_of),
-        format=Format(  # the original dialect, and that of speculators
-            read_model,
-            looks_like_one,
-            is_marked,
-            fields,
-            facts,
-            check_overrides,
-            self_check,
-            Eagle3Model,
-            no_model="an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files",
-        ),
-        export=export,
+    describe=words,
+    own=OwnFile("eagle3.safetensors", "eagle3", own_reader(Eagle3Settings, build, checkpoint.TITLE), tensors_of),
+    format=Format(  # the original dialect, and that of speculators
+        checkpoint.read_model,
+        checkpoint.looks_like_one,
+        checkpoint.is_marked,
+        fields,
+        facts,
+        checkpoint.check_overrides,
+        self_check,
+        Eagle3Model,
+        no_model="an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files",
     ),
+    export=export,
     trainable=Trainable(
         own_layers=True,
         cannot={

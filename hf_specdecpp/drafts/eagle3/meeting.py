@@ -17,8 +17,7 @@ from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import DEFAULT_THETA
 from hf_specdecpp.drafts.eagle3.checkpoint import build, tensors_of
-from hf_specdecpp.drafts.eagle3.config import Eagle3Settings
-from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
+from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model, Eagle3Settings
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, trying
 from hf_specdecpp.models.loading import outside, tokenizer_of
 from hf_specdecpp.models.reader import Reader

@@ -33,10 +33,6 @@ class SharedRows:
     masks: dict[str, Tensor | None]
     position: Tensor
 
-    def of_queries(self, count: int) -> dict[str, Tensor | None]:
-        """The masks for so many queries."""
-        return {kind: None if each is None else each.expand(-1, -1, count, -1) for kind, each in self.masks.items()}
-
 
 def sources(config: Any) -> dict[str, int]:
     """The target's layer whose keys and values the draft's layers of each kind read: the last that has its own.
@@ -50,16 +46,6 @@ def sources(config: Any) -> dict[str, int]:
 def heads_of(attention: Any) -> tuple[int, int]:
     """How many heads of keys a layer attends to, and how many numbers they have."""
     return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
-
-
-def check_readable(cache: Any) -> None:
-    """Raise `ValueError` if the keys and values of a cache do not lie in the order of the text."""
-    if isinstance(cache, StaticCache) or (cache is not None and cache.offloading):
-        raise ValueError(
-            f"A Gemma 4 assistant reads the keys and values in the target's cache, which a {type(cache).__name__} "
-            "keeps in another order or on another device (cache_implementation='static' or 'offloaded'). Leave "
-            "cache_implementation unset."
-        )
 
 
 class Gemma4Draft(StateDraft):
@@ -149,8 +135,10 @@ class Gemma4Draft(StateDraft):
             those that a further step reads.
         """
         inputs = self.model.pre_projection(torch.cat((self.embed(tokens), states), dim=-1))
+        count = tokens.shape[1]
+        masks = {kind: None if each is None else each.expand(-1, -1, count, -1) for kind, each in seen.masks.items()}
         hidden = self.model.model(
-            inputs_embeds=inputs, attention_mask=seen.of_queries(inputs.shape[1]), position_ids=seen.position,
+            inputs_embeds=inputs, attention_mask=masks, position_ids=seen.position,
             shared_kv_states=seen.rows, use_cache=False,
         ).last_hidden_state[0]  # fmt: skip
         return self._logits(hidden).float(), hidden, self.model.post_projection(hidden)
@@ -189,7 +177,13 @@ class SharedReading(Reading):
         self._states: dict[int, Tensor] = {}  # `[embedding_size]`: its own after nodes of a tree, or of a chain after 0
 
     def share(self, text: SharedText) -> None:
-        check_readable(text.cache)
+        cache = text.cache
+        if isinstance(cache, StaticCache) or (cache is not None and cache.offloading):
+            raise ValueError(
+                f"A Gemma 4 assistant reads the keys and values in the target's cache, which a {type(cache).__name__} "
+                "keeps in another order or on another device (cache_implementation='static' or 'offloaded'). Leave "
+                "cache_implementation unset."
+            )
         self._text = text
 
     def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002

@@ -19,7 +19,7 @@ from hf_specdecpp.config.checks import Bounds, check_fields, check_layers, shown
 from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import as_described, mapping
 from hf_specdecpp.drafts.gemma4.drafter import Gemma4Draft, heads_of, sources
-from hf_specdecpp.drafts.kind import Format, Kind, Loading, Parts, Stored, pinned
+from hf_specdecpp.drafts.kind import Format, Kind, Loading, Parts, pinned
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_processes
 from hf_specdecpp.models.early_exit import layer_stack
 
@@ -75,7 +75,13 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
         )
     with as_described("Gemma 4 assistant"):
         config = CONFIG_MAPPING[kind].from_dict(_known(kind, raw))
-        _check_clusters(config)
+        # Clusters, if there are any, are equally large, and some of them are chosen.
+        count, chosen, tokens = config.num_centroids, config.centroid_intermediate_top_k, config.text_config.vocab_size
+        if config.use_ordered_embeddings and (not 1 <= chosen <= count or tokens % count):
+            raise ValueError(
+                f"vocab_size={tokens} tokens cannot lie in num_centroids={count} clusters of one size, of which "
+                f"centroid_intermediate_top_k={chosen} are read."
+            )
     named = dict(tensors)
     embeddings = named.pop(EMBEDDINGS, None)
     if config.tie_word_embeddings and embeddings is not None:
@@ -84,7 +90,16 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     depth = config.text_config.num_hidden_layers
     model = checkpoints.build(lambda: _bare(config), named, depth, source, "Gemma 4 assistant")
     if model.masked_embedding is not None:
-        model.masked_embedding.token_ordering = _checked_order(order, config.text_config.vocab_size, source)
+        ids = None if order is None or order.is_floating_point() or order.shape != (tokens,) else order.cpu().long()
+        if ids is None or not torch.equal(ids.sort().values, torch.arange(len(ids))):
+            found = "is missing"
+            if order is not None:
+                found = f"holds {order.numel()} numbers, {list(order.shape)} of {str(order.dtype)[6:]}"
+            raise ValueError(
+                f"{source}: {ORDER} {found}, and must list each of {tokens} token ids once, so that a cluster says "
+                "which tokens are its own. Download the repository again."
+            )
+        model.masked_embedding.token_ordering = ids
     return model
 
 
@@ -121,30 +136,6 @@ def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, "text_config": {"model_type": usual, **layers}}
 
 
-def _check_clusters(config: Any) -> None:
-    """Raise `ValueError` unless clusters, if there are any, are equally large and some of them are chosen."""
-    count, chosen, tokens = config.num_centroids, config.centroid_intermediate_top_k, config.text_config.vocab_size
-    if config.use_ordered_embeddings and (not 1 <= chosen <= count or tokens % count):
-        raise ValueError(
-            f"vocab_size={tokens} tokens cannot lie in num_centroids={count} clusters of one size, of which "
-            f"centroid_intermediate_top_k={chosen} are read."
-        )
-
-
-def _checked_order(order: Tensor | None, count: int, source: str) -> Tensor:
-    """The order of clusters, if it lists each of so many token ids once; else `ValueError`."""
-    ids = None if order is None or order.is_floating_point() or order.shape != (count,) else order.cpu().long()
-    if ids is None or not torch.equal(ids.sort().values, torch.arange(len(ids))):
-        found = "is missing"
-        if order is not None:
-            found = f"holds {order.numel()} numbers, {list(order.shape)} of {str(order.dtype)[6:]}"
-        raise ValueError(
-            f"{source}: {ORDER} {found}, and must list each of {count} token ids once, so that a cluster says "
-            "which tokens are its own. Download the repository again."
-        )
-    return ids
-
-
 def _misfit(model: CausalLM, target: CausalLM) -> str | None:
     config, own = target.config.get_text_config(decoder=True), model.config.get_text_config()
     if not config.model_type.startswith("gemma4_"):
@@ -176,14 +167,14 @@ def facts(module: Any) -> dict[str, str]:
     }
 
 
-def words(config: SpecDecPPConfig, target: str) -> str:
+def words(config: SpecDecPPConfig, target: str = "the target") -> str:
     if config.draft_id is None:
         return f"a Gemma 4 assistant, which reads the cache of {target}"
     return f"Gemma 4 assistant {pinned(config)}"
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Gemma4Draft:
-    name, target = words(config, "the target"), how.target
+    name, target = words(config), how.target
     checkpoints.meet(parts.module, target, name, _misfit(parts.module, target), BELONGS)
     drafter = Gemma4Draft(parts.module, target)
     drafter.suspect = None if config.draft_id is None else name
@@ -195,17 +186,15 @@ GEMMA4 = Kind(
     name="gemma4",
     rests_on="target",
     draft=draft_of,
-    words=words,
-    stored=Stored(
-        format=Format(
-            read_model,
-            looks_like_one,
-            fields=fields,
-            facts=facts,
-            served_by="engines that serve such assistants read its own repository",
-        ),
-        is_named=True,
+    describe=words,
+    format=Format(
+        read_model,
+        looks_like_one,
+        fields=fields,
+        facts=facts,
+        served_by="engines that serve such assistants read its own repository",
     ),
+    is_named=True,
     cannot={
         "replays": "a recorded text has one q a place, but an assistant's depends on where the round began",
         "training": "Gemma 4 assistants are loaded, not trained: load one, or train with draft: eagle3",

@@ -17,7 +17,7 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.checkpoints import mapping, renamed
 from hf_specdecpp.drafts.conditioned import NO_REPLAYS
-from hf_specdecpp.drafts.kind import Format, Kind, Loading, Parts, Stored, pinned
+from hf_specdecpp.drafts.kind import Format, Kind, Loading, Parts, pinned
 from hf_specdecpp.drafts.mtp.model import POST_NORM, MtpDraft, one_layer
 from hf_specdecpp.files import Repository, check_finite
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -99,7 +99,12 @@ def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: s
     if len(named) < count:
         logger.warning(f"{source!r} announces {count} multi-token layers ({name}) and holds {len(named)}, which draft.")
     found = {there: tensors[there] for layer in named for there in layer.values()}
-    _check_plain(found, source)
+    for there, tensor in found.items():
+        if not tensor.is_floating_point() or tensor.element_size() == 1:
+            raise ValueError(
+                f"{source!r}: {there} holds {str(tensor.dtype)[6:]}, so its multi-token layers are quantised, "
+                "which is not read. Name a repository with them in bfloat16: assist(model, 'mtp', source=ID)."
+            )
     check_finite(found, source)
     return MtpLayers([{here: found[there] for here, there in layer.items()} for layer in named], source)
 
@@ -149,16 +154,6 @@ def _part(
     return part
 
 
-def _check_plain(tensors: Mapping[str, Any], source: str) -> None:
-    """Raise `ValueError` for quantised tensors."""
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.element_size() == 1:
-            raise ValueError(
-                f"{source!r}: {name} holds {str(tensor.dtype)[6:]}, so its multi-token layers are quantised, "
-                "which is not read. Name a repository with them in bfloat16: assist(model, 'mtp', source=ID)."
-            )
-
-
 def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs: Any = None) -> Repository:
     """The repository with a target's multi-token layers: `source`, or its own; `ValueError` if that is none."""
     name = source or target.config.name_or_path
@@ -170,7 +165,7 @@ def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs
     return Repository(str(name), None if source else commit_of(target), None, hub_kwargs or {})
 
 
-def words(config: SpecDecPPConfig, target: str) -> str:
+def words(config: SpecDecPPConfig, target: str = "the target") -> str:
     return f"multi-token layers of {target if config.draft_id is None else pinned(config)}"
 
 
@@ -187,19 +182,17 @@ MTP = Kind(
     name="mtp",
     rests_on="target",
     draft=draft_of,
-    words=words,
-    stored=Stored(
-        format=Format(
-            read_layers,
-            no_model="transformers drops multi-token layers when it loads one. Give the folder or Hub id of its files",
-            served_by="engines read them from the target itself, as `vllm serve TARGET --speculative-config "
-            """'{"method":"mtp","num_speculative_tokens":1}'` does""",
-            is_whole=False,
-            most_config_bytes=MOST_BYTES,
-            cure="Name a repository that has them: assist(model, 'mtp', source=ID).",
-        ),
-        is_named=True,
+    describe=words,
+    format=Format(
+        read_layers,
+        no_model="transformers drops multi-token layers when it loads one. Give the folder or Hub id of its files",
+        served_by="engines read them from the target itself, as `vllm serve TARGET --speculative-config "
+        """'{"method":"mtp","num_speculative_tokens":1}'` does""",
+        is_whole=False,
+        most_config_bytes=MOST_BYTES,
+        cure="Name a repository that has them: assist(model, 'mtp', source=ID).",
     ),
+    is_named=True,
     cannot={
         "replays": NO_REPLAYS,
         "training": "multi-token layers are those of the target's checkpoint: take them as they are (assist), or "

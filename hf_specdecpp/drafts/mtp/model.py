@@ -66,8 +66,15 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
     The target's embeddings, LM head and rotary frequencies are shared. The layer is of the target's own class, and its
     tensors are renamed and put together (experts) as transformers does it with the target's.
     """
-    _check_sizes(tensors, target, source)
     text = target.config.get_text_config(decoder=True)
+    size = text.hidden_size
+    shapes = {"eh_proj": [size, 2 * size], **dict.fromkeys(("enorm", "hnorm", "post_norm"), [size])}
+    for name, shape in shapes.items():
+        if f"{name}.weight" in tensors and (found := list(tensors[f"{name}.weight"].shape)) != shape:
+            raise ValueError(
+                f"The multi-token layers of {source} have {name} of shape {found}, and {type(target).__name__} needs "
+                f"{shape}. They are of another model: name the repository of this one."
+            )
     if (reason := why_no_early_exit(target, text)) is not None:
         raise ValueError(f"{type(target).__name__} {reason}. Use an independent draft.")
     model = with_layers(target, [_like(text, place)])
@@ -139,17 +146,6 @@ def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, target: CausalLM, s
             "hf_specdecpp does not know: use another draft (specdecpp drafts lists some)."
         )
     return loaded
-
-
-def _check_sizes(tensors: Tensors, target: CausalLM, source: str) -> None:
-    size = target.config.get_text_config(decoder=True).hidden_size
-    wanted = {"eh_proj": [size, 2 * size], **dict.fromkeys(("enorm", "hnorm", "post_norm"), [size])}
-    for name, shape in wanted.items():
-        if f"{name}.weight" in tensors and (found := list(tensors[f"{name}.weight"].shape)) != shape:
-            raise ValueError(
-                f"The multi-token layers of {source} have {name} of shape {found}, and {type(target).__name__} needs "
-                f"{shape}. They are of another model: name the repository of this one."
-            )
 
 
 def _norm(like: nn.Module, weight: Tensor) -> nn.Module:

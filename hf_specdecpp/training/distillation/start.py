@@ -154,4 +154,4 @@ def layer_from(kind: Kind, start: str) -> Any:
             f"distill.start_from={start!r} has a draft of the kind {found.name}, and {kind.name} is trained. Name the "
             "work_dir of a run of the same kind, or the repository of such a draft."
         )
-    return kind.stored.load(config, repository)
+    return kind.load(config, repository)
