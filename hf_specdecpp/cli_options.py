@@ -283,6 +283,9 @@ class BenchmarkConfig(DraftChoice):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("max_new_tokens", "draws", "attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if any(temperature < 0.0 for temperature in self.temperatures) or not self.temperatures:
             raise ValueError(f"temperatures={self.temperatures} must be numbers of at least 0 (greedy).")
         if any(size < 1 for size in self.batch_size):

@@ -92,11 +92,7 @@ def drafting(
         scores.append(draft.scores)
         if rule.looks_at_nothing and draft.token.device.type != "cpu":  # from which each read waits
             continue
-        if rule.looks_at_nothing:
-            token, stops = int(draft.token), False
-        else:
-            token, signal = _to_host(draft.token, rule.signal(draft))
-            stops = rule.stops(signal)
+        token, stops = (int(draft.token), False) if rule.looks_at_nothing else _ask(rule, draft)
         tokens.append(token)
         if token in eos_token_ids or (stops and len(tokens) >= rule.min_tokens):
             break
@@ -138,10 +134,11 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Ten
     return [chains[place] for place in range(len(rows))]
 
 
-def _to_host(token: Tensor, signal: Tensor | None) -> tuple[int, float | None]:
-    """Both numbers with one wait for the device."""
+def _ask(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
+    """The token that was drawn, and whether the rule stops there. Both are read with one wait for the device."""
+    token, signal = draft.token, rule.signal(draft)
     if signal is None or token.device.type == "cpu":
-        return int(token), None if signal is None else float(signal)
+        return int(token), rule.stops(None if signal is None else float(signal))
     dtype = widest(token.device)
     values = torch.stack((token.to(dtype), signal.to(token.device, dtype))).tolist()
-    return int(values[0]), values[1]
+    return int(values[0]), rule.stops(values[1])

@@ -86,6 +86,8 @@ class DistillConfig(Section):
         unroll (candidates): the steps of a round that a draft is taught to go on for on its own states.
         fusion_learning_rate: the rate of a conditioned draft's fusion, which begins with maps that a higher rate
             destroys.
+        fusion_rank (dimensions): the rank of a conditioned draft's fusion: a low one keeps the repository of a wide
+            target small; full by default.
         loss: `"kl"`: KL(p || q); `"tv"`: the total variation, which is the chance of a rejection; `"kl+tv"`: the first
             and twice the second.
         bf16: mixed precision: float32 weights, bfloat16 products.
@@ -106,6 +108,7 @@ class DistillConfig(Section):
     max_length: int = _at_least(2, 1024)
     unroll: int = _at_least(1, 4)
     fusion_learning_rate: float = _above_zero(5e-5)
+    fusion_rank: int | None = _at_least(1, None)
     loss: Literal["kl", "tv", "kl+tv"] = "kl"
     bf16: bool = False
     start_from: str | None = None

@@ -104,7 +104,8 @@ def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
     types = layer_types(config, config.num_hidden_layers)
     kinds: dict[str, Any] = dict.fromkeys(types)
     missing = len(kinds)
-    for kind, layer in zip(types, cache.layers, strict=False):
+    layers: list[Any] = cache.layers
+    for kind, layer in zip(types, layers, strict=False):
         if kinds[kind] is None and layer.keys is not None:  # else it is new, or shares another layer's keys
             kinds[kind] = layer
             missing -= 1

@@ -109,9 +109,10 @@ def test_training_that_does_not_help_leaves_the_fitted_fusion(tmp_path: Any, mon
         torch.testing.assert_close(tensor, fitted[0][name].half().float())
 
 
-def test_the_fusion_begins_as_the_targets_own_input() -> None:
-    """It is the least-squares solution, but for the ridge."""
-    target, fusion = quiet_later_layers(tiny("llama")), Fusion(32, 32, [1]).double()
+@pytest.mark.parametrize("rank", [None, 16])
+def test_the_fusion_begins_as_the_targets_own_input(rank: int | None) -> None:
+    """A full map is the least-squares solution, but for the ridge; one with a rank is better than its mean."""
+    target, fusion = quiet_later_layers(tiny("llama")), Fusion(32, 32, [1], rank).double()
     texts = [prompt(40, seed) for seed in range(40)]
     least_squares.fit(fusion, target, 2, texts)
     pairs = [inputs_and_wanted(target, ids) for ids in texts]
@@ -121,7 +122,7 @@ def test_the_fusion_begins_as_the_targets_own_input() -> None:
         found = fusion(inputs[:, :32], inputs[:, 32:])
     error, least = (float((each - wanted).square().mean()) for each in (found, best))
     assert least < 0.9 * float(wanted.var())
-    assert error < 1.01 * least
+    assert error < (1.01 * least if rank is None else 0.97 * float(wanted.var()))
 
 
 def inputs_and_wanted(target: CausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -317,7 +317,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     distillation.run(first)
     for name, message in (
         ("rank", "Set layers and distill.rank as in that run"),
-        ("reads", "Set reads as in that run"),
+        ("reads", "Set reads and distill.fusion_rank as in that run"),
     ):
         config = goes_on(prepare(tmp_path / name, "conditioned", answers=8), first)
         config.distill.rank, config.reads = (3, [0, 1]) if name == "rank" else (8, [1])

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_specdecpp.config.checks import ROPE
 from hf_specdecpp.drafts.conditioned import Fusion
@@ -162,4 +162,11 @@ def fit(fusion: Fusion, target: CausalLM, layer: int, texts: Iterable[Tensor]) -
         usual = is_usual(wanted[1:])
         squares += known[usual].T @ known[usual]
         products += known[usual].T @ wanted[1:][usual]
-    fusion.fuse.weight.copy_(solved(squares, products))  # type: ignore[operator]
+    solution = solved(squares, products)
+    if isinstance(fusion.fuse, nn.Linear):
+        fusion.fuse.weight.copy_(solution)
+    elif isinstance(fusion.fuse, nn.Sequential) and fusion.rank is not None:
+        first, second = fusion.fuse
+        outputs, inner = low_rank(solution, squares, fusion.rank)
+        first.weight.copy_(inner)  # type: ignore[operator]
+        second.weight.copy_(outputs)  # type: ignore[operator]

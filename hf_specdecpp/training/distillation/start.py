@@ -109,7 +109,7 @@ def _layer(lesson: Lesson, vocab: Tensor | None, earlier: Eagle3Model | None) ->
 
 def _initial_fusion(lesson: Lesson) -> Fusion:
     config, target = lesson.config, lesson.target
-    fusion = Fusion.untrained(target, reads_of(config, target))
+    fusion = Fusion.untrained(target, reads_of(config, target), config.distill.fusion_rank)
     if config.distill.start_from is None:
         first = check_layers(layers_of(config, target), depth_of(target))[0]
         least_squares.fit(fusion, target, first, lesson.texts_to_fit_on("the fusion"))
@@ -138,7 +138,7 @@ def start_from(student: Student, work: Path, kind: Kind) -> None:
         if fusion.to_config() != student.fusion.to_config():
             raise ValueError(
                 f"The fusion in {work} is of {fusion.to_config()}, this draft's of {student.fusion.to_config()}. Set "
-                "reads as in that run."
+                "reads and distill.fusion_rank as in that run."
             )
         student.fusion.load_state_dict(fusion.state_dict())
 
