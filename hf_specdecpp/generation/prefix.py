@@ -15,7 +15,7 @@ from hf_specdecpp.generation.refusals import LateRefusalError, gives_positions
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, input_device, longest_text
 from hf_specdecpp.models.checks import frequency_changes
 from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.trees.attention import tree_inputs
+from hf_specdecpp.trees.attention import tree_mask
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 
@@ -201,9 +201,8 @@ class Prefix(TargetText):
         position = inputs["position_ids"][..., 0]
         ancestors, depths = ancestors.to(self._device), depths.to(self._device)
         shown = self.shown if self.is_masked else None
-        in_tree = tree_inputs(self.target, self.text.cache, ancestors, depths, self.rows, shown)
-        in_tree["position_ids"] = in_tree["position_ids"] + (position - self.rows)[..., None]
-        return inputs | in_tree
+        mask = tree_mask(self.target, self.text.cache, ancestors, depths, self.rows, shown)
+        return inputs | {"attention_mask": mask, "position_ids": position[..., None] + depths}
 
     def forward(self, states: TargetStates, inputs: dict[str, Any], count: int) -> Any:
         if states.are_read:

@@ -69,9 +69,21 @@ def tree_inputs(
     Returns:
         `attention_mask`: `[1, 1, n_query, kv]`, bool where the attention implementation is sdpa and additive in the
         model's dtype where it is eager; or a dict of such masks by layer type where layers differ.
-        `position_ids`: `[1, n_query]`, where the root's is `num_prefix`: after masked tokens and images, and where a
-        model has positions in several dimensions, the caller adds to them.
+        `position_ids`: `[1, n_query]`, where the root's is `num_prefix`.
     """
+    mask = tree_mask(model, cache, ancestors, depths, num_prefix, prefix_mask)
+    return {"attention_mask": mask, "position_ids": (num_prefix + depths[-ancestors.shape[0] :])[None]}
+
+
+def tree_mask(
+    model: CausalLM,
+    cache: Cache,
+    ancestors: Tensor,
+    depths: Tensor,
+    num_prefix: int,
+    prefix_mask: Tensor | None = None,
+) -> Any:
+    """The mask of `tree_inputs`, for who has positions: they are others after masked tokens and images."""
     config = model.config.get_text_config(decoder=True)
     num_queries = ancestors.shape[0]
     if num_queries < ancestors.shape[1]:
@@ -93,10 +105,7 @@ def tree_inputs(
             places = torch.cat((text, num_prefix + depths))
             seen &= _near(config, kind, places[-num_queries:], places, padding)
         masks[kind] = as_mask(nn.functional.pad(seen, (0, unused)) if unused else seen, model)
-    return {
-        "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-        "position_ids": (num_prefix + depths[-num_queries:])[None],
-    }
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def _kinds(config: Any, cache: Cache) -> dict[str, Any]:

@@ -115,6 +115,7 @@ def test_a_cache_is_carried_on_and_goes_back_after_an_interruption(length: int) 
     def carried_on(assistant: Any = None, layer: Any = None) -> Tensor:
         options = {**PLAIN, "past_key_values": DynamicCache(config=target.config), "assistant_model": assistant}
         text = target.generate(PROMPT, **options, max_new_tokens=length)
+        assert options["past_key_values"].get_seq_length() == text.shape[1] - 1, "what was pending has been read"
         if layer is not None:
             handle = layer.register_forward_pre_hook(lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
