@@ -21,6 +21,7 @@ from hf_specdecpp.sampling.randomness import TorchRandomness
 
 VOCAB, DOORS = 24, ["attached", "unattached"]
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 8, 5, 6]])
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
 
 
 class FavoursTheNextId(transformers.LogitsProcessor):
@@ -76,32 +77,19 @@ class Ear:
             self.rounds.append((self.text, candidates.tolist(), torch.stack(self.drawn), q))
 
 
-def pair() -> tuple[Any, Any]:
-    target = tiny("llama", vocab_size=VOCAB, num_hidden_layers=1)
-    return target, partly_agreeing(target, mix=0.8)
-
-
-def assistant_for(target: Any, draft: Any, door: str) -> SpecDecPPAssistant:
-    speculation = SpeculationConfig(rule="fixed", num_tokens=3)
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
-    if door == "unattached":
-        assistant.detach(target)  # it has then seen the target's vocabulary size, which transformers asks for
-    return assistant
-
-
-def generate(target: Any, assistant: SpecDecPPAssistant, **options: Any) -> Tensor:
-    torch.manual_seed(1)
-    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 14, "pad_token_id": 0, **options}
-    return target.generate(PROMPT, assistant_model=assistant, **settings)
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every candidate's q sees its own prefix: the emitted text, then the candidates before it."""
-    (target, draft), ear = pair(), Ear(monkeypatch)
-    assert generate(target, assistant_for(target, draft, door), **OPTIONS[name]).shape[1] > PROMPT.shape[1]
+    target, ear = tiny("llama", vocab_size=VOCAB, num_hidden_layers=1), Ear(monkeypatch)
+    draft, speculation = partly_agreeing(target, mix=0.8), SpeculationConfig(rule="fixed", num_tokens=3)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
+    if door == "unattached":
+        assistant.detach(target)  # it has then seen the target's vocabulary size, which transformers asks for
+    torch.manual_seed(1)
+    settings = {**SAMPLED, "max_new_tokens": 14, **OPTIONS[name]}
+    assert target.generate(PROMPT, assistant_model=assistant, **settings).shape[1] > PROMPT.shape[1]
     assert len(ear.rounds) >= 3
     assert any(len(candidates) == 3 for _, candidates, _, _ in ear.rounds)
     for text, candidates, distributions, q in ear.rounds:
@@ -115,9 +103,8 @@ def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, door: str, m
 
 def draft_distribution(draft: Any, prefix: Tensor, **options: Any) -> Tensor:
     """q after `prefix`, by one step of plain `generate()` on the draft."""
-    settings = {"do_sample": True, "top_k": 0, "max_length": prefix.shape[1] + 20, "pad_token_id": 0, **options}
-    settings |= {"return_dict_in_generate": True, "output_scores": True}
+    settings = {**SAMPLED, "max_length": prefix.shape[1] + 20, **options, "return_dict_in_generate": True}
     mask = torch.ones_like(prefix)  # else transformers takes every token 0 for padding
     first = transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(prefix.shape[1] + 1)])
-    output = draft.generate(prefix, attention_mask=mask, stopping_criteria=first, **settings)
+    output = draft.generate(prefix, attention_mask=mask, stopping_criteria=first, output_scores=True, **settings)
     return output.scores[0][0].softmax(dim=-1)
