@@ -18,13 +18,13 @@ import torch
 from support.dflash_files import DEPTH, Checkpoint
 from support.exact_distribution import Tokens, exact_distribution, is_caught, worst_error
 from support.models import tiny
-from support.stand_ins import TextReading, point_mass
+from support.stand_ins import TextReading
 from support.toy_rounds import VERIFIERS, Models, ToyRound, draft_chain
 from support.toy_trees import ToyTree
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from hf_specdecpp.drafting.chain import next_step
+from hf_specdecpp.drafting.chain import next_step, point_mass
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.drafts.dflash.kind import meet, read_model
@@ -57,7 +57,7 @@ class Tables(Models):
         rows = [self.at(("place", *text[len(ROOT) :], place))[1] for place in range(3)]  # type: ignore[arg-type]
         if self.kind == "block":
             return rows, 1
-        return [point_mass(int(row.argmax()), vocab_size) for row in rows], 0
+        return [point_mass(int(row.argmax()), vocab_size, row.device).double() for row in rows], 0
 
     def begun(self, prefix: Tokens) -> tuple[Any, Tensor]:
         """A session in the round after `prefix`, and its text."""
