@@ -1,6 +1,5 @@
 """Stopping rules: each against its formula, and the SpecDec++ round against a transcription of the authors' loop."""
 
-import math
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 from hf_specdecpp import AcceptanceHead, SpeculationConfig
 from hf_specdecpp.drafting.chain import Step
 from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
+from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.setup import make_rule
 
 VOCAB = 3
@@ -104,34 +103,6 @@ def test_rounds_are_the_authors(h: float, bounds: tuple[int, int], scenario: str
             return authors_round(models, head, randomness, h, bounds)
 
         assert exact_distribution(ours) == exact_distribution(theirs)
-
-
-@pytest.mark.parametrize("probability", [0.05, 0.4, 0.8])
-def test_a_round_that_stops_has_one_unjudged_candidate(probability: float) -> None:
-    """The verdict on a candidate comes with the forward that has already drawn the next one."""
-    judged = []
-
-    class After:
-        inputs = "after"
-
-        def estimate(self, step: DraftStep) -> Tensor | None:
-            if step.index == 0:
-                return None
-            judged.append(step.index - 1)
-            return torch.tensor(probability)
-
-    models = Models("plain", VOCAB, 0)
-    rule = make_rule(SpeculationConfig(rule="threshold", threshold=0.7), After())
-    chain = draft_chain(steps_of(models), rule, Replay([]), max_tokens=20)
-    needed = math.floor(math.log(0.3) / math.log(probability)) + 1  # verdicts until 1 - probability^n > 0.7
-    assert judged == list(range(needed))
-    assert len(chain.candidates) == needed + 1 == len(models.rows)
-
-
-def test_the_first_forward_judges_nothing_before_but_its_own_candidate() -> None:
-    """A token head can stop after the first candidate: one draft forward less than the paper's."""
-    models, rule = Models("plain", VOCAB, 0), rule_for(rule="threshold", threshold=0.0)
-    assert (len(draft_chain(steps_of(models), rule, Replay([]), max_tokens=20)), len(models.rows)) == (1, 1)
 
 
 @pytest.mark.parametrize(("room", "length"), [(0, 0), (1, 1), (3, 3), (9, 5)])

@@ -21,11 +21,9 @@ from support.toy_rounds import RULES, SCENARIOS, VERIFIERS, Models, ToyRound
 from torch import Tensor
 
 from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
-from hf_specdecpp.sampling.verification import as_tests, carried, token_weights, verify_block, weights_of
+from hf_specdecpp.sampling.verification import as_tests, verify_block
 
 TOLERANCE = 1e-12
-# The example of docs/verification.md: a draft that says the same at both places, and what the target says there.
-Q = torch.tensor([[0.8, 0.2], [0.8, 0.2]], dtype=torch.float64)
 
 
 class Block(ToyRound):
@@ -125,13 +123,6 @@ def test_at_once_decides_as_the_readable_versions_do() -> None:
                 assert outcomes(f"{verifier}, at once", models, candidates) == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_the_example_of_the_documentation() -> None:
-    assert carried(torch.tensor([2.0, 0.5, 0.5, 4.0, 1.0])).tolist() == pytest.approx([1, 1, 0.5, 0.25, 1, 1])
-    assert token_weights(torch.tensor([0.5, 2.0])).tolist() == [0.5, 0.0, 0.5]
-    assert weights_of(torch.tensor([1.0, 0.5, 0.25])).tolist() == [0.375, 0.375, 0.25]
-    assert as_tests(torch.tensor([0.375, 0.375, 0.25])).tolist() == [1.0, 0.5, 0.25]
-
-
 def test_logits_that_are_not_numbers_are_an_error() -> None:
     p = torch.full((2, 3), float("nan"))
     for verifier in VERIFIERS.values():
@@ -141,9 +132,9 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
 
 def test_a_block_of_which_nothing_is_left_falls_back_to_p() -> None:
     """Rounding can reject a candidate although p equals q, which leaves nothing to draw from."""
-    rejecting = Answering([False, True])
-    verify_block([1], Q, Q[:1], rejecting)
-    assert torch.equal(rejecting.drawn_from[0], Q[0])
+    rejecting, q = Answering([False, True]), torch.tensor([[0.8, 0.2], [0.8, 0.2]], dtype=torch.float64)
+    verify_block([1], q, q[:1], rejecting)
+    assert torch.equal(rejecting.drawn_from[0], q[0])
 
 
 @pytest.mark.takes(2)

@@ -4,15 +4,11 @@ In float64, where a pass over several tokens and passes over one token round ali
 bug. The drafts agree with their targets in part, and each test asserts that rounds with no, with some and with all
 candidates accepted occurred, since that is where implementations go wrong."""
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 from support.models import FAMILIES, Rounds, assistant_for, prompt, tiny
-from torch import Tensor
-
-from hf_specdecpp.models.causal_lm import CausalLM
 
 # Without the second, random models soon fall into a loop, which every draft guesses.
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 200, "no_repeat_ngram_size": 6, "do_sample": False}
@@ -23,33 +19,17 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> Rounds:
-    return Rounds(monkeypatch)
-
-
-@lru_cache
-def target_of(family: str) -> CausalLM:
-    return tiny(family)
-
-
-@lru_cache
-def plain_text(family: str) -> Tensor:
-    text = target_of(family).generate(PROMPT, **ARGUMENTS)
-    assert text[0, 20:].unique().numel() > 8, "a constant text would prove nothing"
-    return text
-
-
 @pytest.mark.every(13)
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_independent_draft(family: str, rule: str, attached: bool, rounds: Rounds) -> None:
-    target = target_of(family)
+def test_independent_draft(family: str, rule: str, attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rounds = tiny(family), Rounds(monkeypatch)
+    plain = target.generate(PROMPT, **ARGUMENTS)
+    assert plain[0, 20:].unique().numel() > 8, "a constant text would prove nothing"
     assistant = assistant_for(target, attached, **RULES[rule])
     text = target.generate(PROMPT, assistant_model=assistant, **ARGUMENTS)
-    assistant.detach()
-    assert torch.equal(text, plain_text(family))
+    assert torch.equal(text, plain)
     rounds.assert_all_kinds()
     assert assistant.stats.complete is attached
 

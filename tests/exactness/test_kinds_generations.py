@@ -19,16 +19,8 @@ from support.gemma4_files import FULL, SLIDING, Variant, target_for
 from support.models import random_layer, tiny, told
 from support.mtp_files import Files
 from support.stock_rounds import VOCAB
-from support.whole_generations import (
-    NEW_TOKENS,
-    Enumerate,
-    as_if_of_all,
-    assert_caught,
-    assert_exactly_p,
-    change_chains,
-    hotter,
-    tell_another_q,
-)
+from support.whole_generations import NEW_TOKENS, Enumerate, assert_caught, assert_exactly_p, change_drafts
+from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -112,9 +104,20 @@ def test_two_layers_go_on_by_themselves(enumerate_torch: Enumerate) -> None:
 # Mutants. -------------------------------------------------------------------------------------------------------------
 
 
-def warmer(chain: Any) -> Any:
-    chain.distributions = {node: hotter(row).softmax(-1) for node, row in chain.scores.items()}
-    return chain
+def telling(change: Callable[[Tensor], Tensor]) -> Callable[[DraftTree], DraftTree]:
+    """Chains and trees are drawn from q, and the one of changed scores is told."""
+
+    def told_another(tree: DraftTree) -> DraftTree:
+        tree.distributions.clear()
+        tree.scores = {node: change(row) for node, row in tree.scores.items()}
+        return tree
+
+    return told_another
+
+
+HOTTER = telling(lambda scores: scores * 0.7)
+AS_IF_OF_ALL = telling(lambda scores: scores.where(scores.isfinite(), scores[scores.isfinite()].mean()))
+WITHOUT_ITS_OWN_TEMPERATURE = telling(lambda scores: scores * TEMPERATURES["early exit, colder"])
 
 
 def of_the_next(chain: Any) -> Any:
@@ -137,30 +140,16 @@ def not_the_likeliest(chain: DraftTree) -> DraftTree:
     return chain
 
 
-def without_its_own_temperature(scores: torch.Tensor) -> torch.Tensor:
-    return scores * TEMPERATURES["early exit, colder"]
-
-
-@pytest.mark.every(3, takes=2)
+@pytest.mark.every(3, takes=4)
 @pytest.mark.parametrize(("name", "shape", "mutate"), [
-    *product(("eagle3, some", "gemma4, clusters"), ("chain, block", "dyspec, block"), (as_if_of_all, hotter)),
-    ("mtp", "dyspec, block", hotter),
-    ("early exit, colder", "chain, block", without_its_own_temperature),
+    *product(("eagle3, some", "gemma4, clusters"), ("chain, block", "dyspec, block"), (AS_IF_OF_ALL, HOTTER)),
+    ("mtp", "dyspec, block", HOTTER),
+    ("early exit, colder", "chain, block", WITHOUT_ITS_OWN_TEMPERATURE),
+    ("gemma4, all", "chain, token", not_the_likeliest),
+    *product([name for name in PAIRS if name[:3] == "mtp"], ["chain, token"], (HOTTER, of_the_next, unlikely)),
 ])  # fmt: skip
-def test_another_q_that_is_told_is_caught(
+def test_mutants_are_caught(
     name: str, shape: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tell_another_q(monkeypatch, mutate)
+    change_drafts(monkeypatch, mutate)
     assert_caught(*pair(name, **SHAPES[shape]), enumerate_torch)
-
-
-@pytest.mark.every(5, takes=4)
-@pytest.mark.parametrize(("name", "mutate"), [
-    ("gemma4, all", not_the_likeliest),
-    *((name, mutate) for name in PAIRS if name[:3] == "mtp" for mutate in (warmer, of_the_next, unlikely)),
-])  # fmt: skip
-def test_changed_chains_are_caught(
-    name: str, mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    change_chains(monkeypatch, mutate)
-    assert_caught(*pair(name, **SHAPES["chain, token"]), enumerate_torch)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from support.models import partly_agreeing, tiny
+from support.watchers import heard
 from torch import Tensor
 from torch.testing import assert_close
 from transformers.generation import utils as transformers_generation
@@ -20,6 +21,7 @@ from hf_specdecpp.sampling.randomness import TorchRandomness
 
 VOCAB, DOORS = 24, ["attached", "unattached"]
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 8, 5, 6]])
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
 
 
 class FavoursTheNextId(transformers.LogitsProcessor):
@@ -53,54 +55,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class Ear:
     """Listens to what the draft draws from and to what the verifier of either door is told about it.
 
-    `rounds`: (candidates, the distributions that they were drawn from, the verifier's q), one a round."""
+    `rounds`: (the text, candidates, the distributions that they were drawn from, the verifier's q), one a round."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rounds: list[tuple[list[int], Tensor, Tensor]] = []
+        self.rounds: list[tuple[Tensor, list[int], Tensor, Tensor]] = []
         self.drawn: list[Tensor] = []
-        categorical, draft = TorchRandomness.categorical, SpecDecPPCandidateGenerator.propose
-        verify_ours, verify_theirs = verification.verify_sampled, transformers_generation._speculative_sampling
+        heard(monkeypatch, SpecDecPPCandidateGenerator, "propose", self.start_round)
+        heard(monkeypatch, TorchRandomness, "categorical", lambda _, probs: self.drawn.append(probs.clone()))
+        heard(monkeypatch, verification, "verify_sampled", lambda candidates, p, q, *_: self.note(candidates, q))
+        heard(monkeypatch, transformers_generation, "_speculative_sampling", self.hear_theirs)
 
-        def hear_draw(randomness: TorchRandomness, probs: Tensor) -> Tensor:
-            self.drawn.append(probs.clone())
-            return categorical(randomness, probs)
+    def start_round(self, _: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.text = input_ids
+        self.drawn.clear()  # the target's own draws of the last round
 
-        def start_round(generator: SpecDecPPCandidateGenerator, *args: Any, **kwargs: Any) -> Any:
-            self.drawn.clear()  # the target's own draws of the last round
-            return draft(generator, *args, **kwargs)
+    def hear_theirs(self, ids: Tensor, scores: Tensor, count: int, *args: Any, **kwargs: Any) -> None:
+        self.note(ids[0, -count:], scores[0].softmax(dim=-1))
 
-        def hear_ours(candidates: Tensor, p: Tensor, q: Tensor, *args: Any) -> tuple[int, int]:
-            if len(candidates):
-                self.rounds.append((candidates.tolist(), torch.stack(self.drawn), q))
-            return verify_ours(candidates, p, q, *args)
-
-        def hear_theirs(ids: Tensor, scores: Tensor, count: int, *args: Any, **kwargs: Any) -> Any:
-            self.rounds.append((ids[0, -count:].tolist(), torch.stack(self.drawn), scores[0].softmax(dim=-1)))
-            return verify_theirs(ids, scores, count, *args, **kwargs)
-
-        monkeypatch.setattr(TorchRandomness, "categorical", hear_draw)
-        monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", start_round)
-        monkeypatch.setattr(verification, "verify_sampled", hear_ours)
-        monkeypatch.setattr(transformers_generation, "_speculative_sampling", hear_theirs)
-
-
-def pair() -> tuple[Any, Any]:
-    target = tiny("llama", vocab_size=VOCAB, num_hidden_layers=1)
-    return target, partly_agreeing(target, mix=0.8)
-
-
-def assistant_for(target: Any, draft: Any, door: str) -> SpecDecPPAssistant:
-    speculation = SpeculationConfig(rule="fixed", num_tokens=3)
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
-    if door == "unattached":
-        assistant.detach(target)  # it has then seen the target's vocabulary size, which transformers asks for
-    return assistant
-
-
-def generate(target: Any, assistant: SpecDecPPAssistant, **options: Any) -> Tensor:
-    torch.manual_seed(1)
-    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 14, "pad_token_id": 0, **options}
-    return target.generate(PROMPT, assistant_model=assistant, **settings)
+    def note(self, candidates: Tensor, q: Tensor) -> None:
+        if len(candidates):
+            self.rounds.append((self.text, candidates.tolist(), torch.stack(self.drawn), q))
 
 
 @pytest.mark.every(3)
@@ -108,20 +82,17 @@ def generate(target: Any, assistant: SpecDecPPAssistant, **options: Any) -> Tens
 @pytest.mark.parametrize("name", OPTIONS)
 def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every candidate's q sees its own prefix: the emitted text, then the candidates before it."""
-    (target, draft), ear = pair(), Ear(monkeypatch)
-    texts, heard = [], SpecDecPPCandidateGenerator.propose
-
-    def hear_text(generator: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        chain = heard(generator, input_ids, *args, **kwargs)
-        if len(chain):
-            texts.append(input_ids)
-        return chain
-
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", hear_text)
-    assert generate(target, assistant_for(target, draft, door), **OPTIONS[name]).shape[1] > PROMPT.shape[1]
-    assert len(texts) == len(ear.rounds) >= 3
-    assert any(len(candidates) == 3 for candidates, _, _ in ear.rounds)
-    for text, (candidates, distributions, q) in zip(texts, ear.rounds, strict=True):
+    target, ear = tiny("llama", vocab_size=VOCAB, num_hidden_layers=1), Ear(monkeypatch)
+    draft, speculation = partly_agreeing(target, mix=0.8), SpeculationConfig(rule="fixed", num_tokens=3)
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
+    if door == "unattached":
+        assistant.detach(target)  # it has then seen the target's vocabulary size, which transformers asks for
+    torch.manual_seed(1)
+    settings = {**SAMPLED, "max_new_tokens": 14, **OPTIONS[name]}
+    assert target.generate(PROMPT, assistant_model=assistant, **settings).shape[1] > PROMPT.shape[1]
+    assert len(ear.rounds) >= 3
+    assert any(len(candidates) == 3 for _, candidates, _, _ in ear.rounds)
+    for text, candidates, distributions, q in ear.rounds:
         assert len(candidates) == len(distributions) == len(q)
         assert_close(q, distributions, rtol=1e-6, atol=0.0)  # a softmax of the same numbers; zeros are exactly zero
         assert all(float(row[token]) > 0.0 for token, row in zip(candidates, q, strict=True))
@@ -132,15 +103,8 @@ def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, door: str, m
 
 def draft_distribution(draft: Any, prefix: Tensor, **options: Any) -> Tensor:
     """q after `prefix`, by one step of plain `generate()` on the draft."""
-    settings = {"do_sample": True, "top_k": 0, "max_length": prefix.shape[1] + 20, "pad_token_id": 0, **options}
+    settings = {**SAMPLED, "max_length": prefix.shape[1] + 20, **options, "return_dict_in_generate": True}
     mask = torch.ones_like(prefix)  # else transformers takes every token 0 for padding
-    first = transformers.MaxLengthCriteria(prefix.shape[1] + 1)
-    output = draft.generate(
-        prefix,
-        attention_mask=mask,
-        stopping_criteria=transformers.StoppingCriteriaList([first]),
-        return_dict_in_generate=True,
-        output_scores=True,
-        **settings,
-    )
+    first = transformers.StoppingCriteriaList([transformers.MaxLengthCriteria(prefix.shape[1] + 1)])
+    output = draft.generate(prefix, attention_mask=mask, stopping_criteria=first, output_scores=True, **settings)
     return output.scores[0][0].softmax(dim=-1)

@@ -6,13 +6,14 @@ Mutants: q is told as it was before it was mixed; or as the table has it once it
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from support.models import assistant_for, assistant_of, partly_agreeing, tiny, told
 from support.stand_ins import BlockDraft
 from support.stock_rounds import VOCAB
+from support.watchers import heard
 from support.whole_generations import Enumerate, assert_caught, assert_exactly_p
 from torch import Tensor
 
@@ -75,35 +76,27 @@ def test_with_a_draft_vocabulary_and_a_temperature(enumerate_torch: Enumerate) -
 def tell_q_again(monkeypatch: pytest.MonkeyPatch, again: Again) -> None:
     """Let chains and trees be drawn from q, and tell what `again` makes of the processing, the text, a path, the token
     that was drawn after it, and the draft's own logits there."""
-    propose, one = SpecDecPPCandidateGenerator.propose, MixedProcessing
+    propose = SpecDecPPCandidateGenerator.propose
     own: dict[tuple[int, ...], Tensor] = {}
-    own_one, own_each = one.one, one.after_each
 
-    def note(self: MixedProcessing, input_ids: Tensor, candidates: Any, scores: Tensor) -> Tensor:
+    def note(_: MixedProcessing, input_ids: Tensor, candidates: Any, scores: Tensor) -> None:
         own[tuple(map(int, candidates))] = scores
-        return own_one(self, input_ids, candidates, scores)
 
-    def note_each(self: MixedProcessing, input_ids: Tensor, paths: Any, scores: Tensor) -> Tensor:
+    def note_each(_: MixedProcessing, input_ids: Tensor, paths: Any, scores: Tensor) -> None:
         own.update(zip(map(tuple, paths), scores, strict=True))
-        return own_each(self, input_ids, paths, scores)
-
-    def told(generator: SpecDecPPCandidateGenerator, text: Tensor, path: list[int], drawn: int) -> Tensor:
-        with monkeypatch.context() as patch:
-            patch.setattr(one, "one", own_one)
-            processing: Any = generator.draft_processing
-            scores = again(processing, text, path, drawn, own[tuple(path)])
-            return scores if again is truly else scores.clamp_min(-10.0)  # what was drawn has some q
 
     def tell(self: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        drafted = propose(self, input_ids, *args, **kwargs)
+        drafted, processing = propose(self, input_ids, *args, **kwargs), cast(MixedProcessing, self.draft_processing)
         drafted.distributions.clear()
         for node in drafted.scores:
             if children := drafted.children[node]:
-                drafted.scores[node] = told(self, input_ids, drafted.path(node), drafted.tokens[children[0]])
+                path = drafted.path(node)
+                told: Any = again(processing, input_ids, path, drafted.tokens[children[0]], own[tuple(path)])
+                drafted.scores[node] = told if again is truly else told.clamp_min(-10.0)  # what was drawn has some q
         return drafted
 
-    monkeypatch.setattr(one, "one", note)
-    monkeypatch.setattr(one, "after_each", note_each)
+    heard(monkeypatch, MixedProcessing, "one", note)
+    heard(monkeypatch, MixedProcessing, "after_each", note_each)
     monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", tell)
 
 

@@ -127,7 +127,7 @@ def weights_in_place(target: CausalLM) -> None:
 def test_a_changed_target_is_captured_anew(change: Callable[[CausalLM], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """But for weights that are written to in place, which graphs read. Unnoticed, the text would be the old one's.
 
-    `tests/captured/test_copies.py` has all changes that are noticed."""
+    `tests/captured/test_capture.py` has all changes that are noticed."""
     for looks in (True, False):
         target, assistant = made(kind="independent", **CHAIN)
         with monkeypatch.context() as patch:

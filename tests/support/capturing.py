@@ -13,6 +13,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 from support.models import Rounds, assistant_of, prompt
 from support.pretend_graph import pretend_graphs
+from support.watchers import heard
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -61,20 +62,15 @@ class Drawn(Rounds):
     def __init__(self, monkeypatch: Any) -> None:
         super().__init__(monkeypatch)
         self.trees: list[Any] = []
-        saw, told = SpecDecPPCandidateGenerator.saw, SpecDecPPCandidateGenerator.note_captured
+        heard(monkeypatch, SpecDecPPCandidateGenerator, "note_captured", self.note_whole)
+        heard(monkeypatch, SpecDecPPCandidateGenerator, "saw", self.note)
 
-        def note_whole(generator: Any, tree: DraftTree, path: list[int], estimates: Any) -> None:
-            self.outcomes.append((len(tree), len(path)))
-            told(generator, tree, path, estimates)
+    def note_whole(self, _: Any, tree: DraftTree, path: list[int], estimates: Any) -> None:
+        self.outcomes.append((len(tree), len(path)))
 
-        monkeypatch.setattr(SpecDecPPCandidateGenerator, "note_captured", note_whole)
-
-        def note(generator: Any, tree: DraftTree, path: list[int], length: int) -> None:
-            if not tree.is_chain:
-                self.trees.append((list(tree.tokens), list(tree.parents), list(path)))
-            saw(generator, tree, path, length)
-
-        monkeypatch.setattr(SpecDecPPCandidateGenerator, "saw", note)
+    def note(self, _: Any, tree: DraftTree, path: list[int], length: int) -> None:
+        if not tree.is_chain:
+            self.trees.append((list(tree.tokens), list(tree.parents), list(path)))
 
 
 def drawn(target: CausalLM, assistant: SpecDecPPAssistant, sampled: bool) -> tuple[list[Tensor], list[Any]]:

@@ -1,4 +1,4 @@
-"""Files of drafts that others trained: written, changed, spread over several."""
+"""Files of drafts that others trained: their layers, written, changed, spread over several."""
 
 import json
 import re
@@ -6,10 +6,47 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from support.formulas import EPSILON
+
 WEIGHTS = "model.safetensors"
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 32, 4, 2, 8, 48  # of the layers of drafts
+
+
+class Numbers:
+    """Random tensors in float64, the same for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64) * 0.3
+
+    def norm(self, size: int) -> Tensor:
+        return 1 + self.random(size)
+
+    def layer(self, name: str, inputs: int = HIDDEN, head_dim: int = HEAD_DIM, norms: bool = True) -> dict[str, Tensor]:
+        """A decoder layer, whose attention reads `inputs` numbers, and by `norms` normalises queries and keys."""
+        attention, width, kv = f"{name}.self_attn", HEADS * head_dim, KV_HEADS * head_dim
+        rows = {"q": width, "k": kv, "v": kv}
+        found = {f"{attention}.{part}_proj.weight": self.random(count, inputs) for part, count in rows.items()}
+        found[f"{attention}.o_proj.weight"] = self.random(HIDDEN, width)
+        found |= {f"{attention}.{part}_norm.weight": self.norm(head_dim) for part in "qk" if norms}
+        for part, shape in (("gate", (MLP, HIDDEN)), ("up", (MLP, HIDDEN)), ("down", (HIDDEN, MLP))):
+            found[f"{name}.mlp.{part}_proj.weight"] = self.random(*shape)
+        return found | {f"{name}.{norm}_layernorm.weight": self.norm(HIDDEN) for norm in ("input", "post_attention")}
+
+
+def layer_config(num_layers: int, head_dim: int = HEAD_DIM) -> dict[str, Any]:
+    """What a config says of such layers."""
+    return {
+        "hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": num_layers, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": head_dim, "hidden_act": "silu", "rms_norm_eps": EPSILON,
+        "max_position_embeddings": 2048,
+    }  # fmt: skip
 
 
 def written(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
@@ -14,10 +13,10 @@ from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.drafts.known import DFLASH, read_config
 from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
-from support.checkpoints import written
+from support.checkpoints import HIDDEN, Numbers, layer_config, written
 from support.models import tiny, told
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, EPSILON, DEPTH = 32, 4, 2, 8, 48, 12, 1e-6, 4
+VOCAB, DEPTH = 12, 4
 MASK = 11
 DIALECTS = ["original", "transformers", "speculators"]
 WINDOWED, FULL = "sliding_attention", "full_attention"
@@ -44,44 +43,20 @@ class Checkpoint:
 
     def tensors(self, dialect: str = "original") -> dict[str, Tensor]:
         """By the names of the dialect, float64."""
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.3
-
-        def norm(size: int) -> Tensor:
-            return 1 + random(size)
-
+        numbers = Numbers(self.seed)
         fc, context_norm = "fc.weight", "hidden_norm.weight"
         if dialect == "transformers":
             fc, context_norm = "encoder.fc.weight", "encoder.output_norm_enc.weight"
-        found = {
-            fc: random(HIDDEN, len(self.reads) * HIDDEN), context_norm: norm(HIDDEN), "norm.weight": norm(HIDDEN),
-        }  # fmt: skip
+        found = {fc: numbers.random(HIDDEN, len(self.reads) * HIDDEN), context_norm: numbers.norm(HIDDEN)}
+        found["norm.weight"] = numbers.norm(HIDDEN)
         for layer in range(len(self.layer_types)):
-            name, width, kv = f"layers.{layer}", HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-            found |= {
-                f"{name}.self_attn.q_proj.weight": random(width, HIDDEN),
-                f"{name}.self_attn.k_proj.weight": random(kv, HIDDEN),
-                f"{name}.self_attn.v_proj.weight": random(kv, HIDDEN),
-                f"{name}.self_attn.o_proj.weight": random(HIDDEN, width),
-                f"{name}.self_attn.q_norm.weight": norm(HEAD_DIM),
-                f"{name}.self_attn.k_norm.weight": norm(HEAD_DIM),
-                f"{name}.mlp.gate_proj.weight": random(MLP, HIDDEN),
-                f"{name}.mlp.up_proj.weight": random(MLP, HIDDEN),
-                f"{name}.mlp.down_proj.weight": random(HIDDEN, MLP),
-                f"{name}.input_layernorm.weight": norm(HIDDEN),
-                f"{name}.post_attention_layernorm.weight": norm(HIDDEN),
-            }
+            found |= numbers.layer(f"layers.{layer}")
         return found
 
     def config(self, dialect: str = "original") -> dict[str, Any]:
         """Its `config.json`. The ids count what comes out of layers; those of speculators what goes into them."""
         layer = {
-            "hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": len(self.layer_types),
-            "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_act": "silu",
-            "rms_norm_eps": EPSILON, "max_position_embeddings": 1024, "layer_types": list(self.layer_types),
-            "sliding_window": self.window,
+            **layer_config(len(self.layer_types)), "layer_types": list(self.layer_types), "sliding_window": self.window,
         }  # fmt: skip
         rope = {"rope_parameters": {"rope_type": "default", "rope_theta": self.theta}}
         block = {"block_size": self.block_size, "mask_token_id": MASK}

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.checkpoints import written
+from support.checkpoints import HEAD_DIM, HIDDEN, Numbers, layer_config, written
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, DRAFT_VOCAB, EPSILON = 32, 4, 2, 8, 48, 48, 20, 1e-6
+VOCAB, DRAFT_VOCAB = 48, 20
 READS = [1, 0, 2]  # not in order: it is kept
 
 
@@ -39,42 +39,22 @@ class Checkpoint:
 
     def tensors(self) -> dict[str, Tensor]:
         """By the names of the original dialect, float64."""
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.3
-
-        def norm(size: int) -> Tensor:
-            return 1 + random(size)
-
-        found: dict[str, Tensor] = {"norm.weight": norm(HIDDEN), "lm_head.weight": random(self.vocab, HIDDEN)}
+        numbers = Numbers(self.seed)
+        found = {"norm.weight": numbers.norm(HIDDEN), "lm_head.weight": numbers.random(self.vocab, HIDDEN)}
         mixed = self.num_reads * self.target_size
         if mixed:
-            found["fc.weight"] = random(HIDDEN, mixed)
+            found["fc.weight"] = numbers.random(HIDDEN, mixed)
         if self.flags.get("norm_before_fc"):
-            found["input_norm.weight"] = norm(mixed)
+            found["input_norm.weight"] = numbers.norm(mixed)
         if self.flags.get("fc_norm"):
-            found |= {f"fc_norm.{i}.weight": norm(self.target_size) for i in range(self.num_reads)}
+            found |= {f"fc_norm.{i}.weight": numbers.norm(self.target_size) for i in range(self.num_reads)}
         if self.own_embeddings:
-            found["embed_tokens.weight"] = random(VOCAB, HIDDEN)
+            found["embed_tokens.weight"] = numbers.random(VOCAB, HIDDEN)
         for layer in range(self.layers):
             name, inputs = (f"layers.{layer}", HIDDEN) if layer else ("midlayer", 2 * HIDDEN)
-            width, kv = HEADS * self.head_dim, KV_HEADS * self.head_dim
-            found |= {
-                f"{name}.self_attn.q_proj.weight": random(width, inputs),
-                f"{name}.self_attn.k_proj.weight": random(kv, inputs),
-                f"{name}.self_attn.v_proj.weight": random(kv, inputs),
-                f"{name}.self_attn.o_proj.weight": random(HIDDEN, width),
-                f"{name}.mlp.gate_proj.weight": random(MLP, HIDDEN),
-                f"{name}.mlp.up_proj.weight": random(MLP, HIDDEN),
-                f"{name}.mlp.down_proj.weight": random(HIDDEN, MLP),
-                f"{name}.input_layernorm.weight": norm(HIDDEN),
-                f"{name}.post_attention_layernorm.weight": norm(HIDDEN),
-            }
+            found |= numbers.layer(name, inputs, self.head_dim, norms=self.qwen3)
             if not layer:
-                found[f"{name}.hidden_norm.weight"] = norm(HIDDEN)
-            if self.qwen3:
-                found |= {f"{name}.self_attn.{part}_norm.weight": norm(self.head_dim) for part in "qk"}
+                found[f"{name}.hidden_norm.weight"] = numbers.norm(HIDDEN)
         if self.vocab < VOCAB:
             ids = torch.tensor(self.ids)
             found["d2t"] = ids - torch.arange(self.vocab)
@@ -83,12 +63,8 @@ class Checkpoint:
 
     def config(self, dialect: str) -> dict[str, Any]:
         """Its `config.json`. The ids count what goes into layers (speculators), or what comes out of them."""
-        layer = {
-            "model_type": "qwen3" if self.qwen3 else "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN,
-            "intermediate_size": MLP, "num_hidden_layers": self.layers, "num_attention_heads": HEADS,
-            "num_key_value_heads": KV_HEADS, "head_dim": self.head_dim, "hidden_act": "silu", "rms_norm_eps": EPSILON,
-            "max_position_embeddings": 2048,
-        }  # fmt: skip
+        model_type = "qwen3" if self.qwen3 else "llama"
+        layer = {"model_type": model_type, "vocab_size": VOCAB, **layer_config(self.layers, self.head_dim)}
         size = {"target_hidden_size": self.target_size} if self.target_size != HIDDEN else {}
         if dialect == "speculators":
             ids = {"eagle_aux_hidden_state_layer_ids": [read + 1 for read in READS]} if self.num_reads else {}

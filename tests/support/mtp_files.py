@@ -14,14 +14,11 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.models import COMMON, ROTARY
 
 HIDDEN, VOCAB, DEPTH = 32, 12, 3
 LOUD = 3.0  # by which embeddings are larger than usual
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": DEPTH,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False,
-}  # fmt: skip
+SHAPE: dict[str, Any] = {**COMMON, **ROTARY, "vocab_size": VOCAB, "max_position_embeddings": 256}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 LATENT = {

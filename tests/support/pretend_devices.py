@@ -123,7 +123,7 @@ class DeviceTensor(Tensor):
         counts["launch"] += 1
         if isinstance(value, Tensor) and value.dim():
             _check_devices("__setitem__", [self, value])
-        self.host[_index(index)] = _host(value)
+        self.host[_index(index)] = host_of(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(self), DeviceTensor(self.host.clone(), self.device))
@@ -222,7 +222,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _moved(func, args, kwargs)
     if name == "aten::_local_scalar_dense":
         counts["read"] += 1
-        return func(_host(args[0]))
+        return func(host_of(args[0]))
     placed = _placed(args, kwargs)
     if name not in INDEXED:
         _check_devices(name, [each for each in _tensors(args, kwargs) if each.dim()])
@@ -252,7 +252,7 @@ def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _copy(into: Tensor, source: Any) -> Tensor:
     kind = {(True, True): "launch", (True, False): "upload", (False, True): "read"}
     counts[kind[isinstance(into, DeviceTensor), isinstance(source, DeviceTensor)]] += 1
-    _host(into).copy_(_host(source))
+    host_of(into).copy_(host_of(source))
     return into
 
 
@@ -296,7 +296,7 @@ def _is_device(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-def _host(each: Any) -> Any:
+def host_of(each: Any) -> Any:
     if isinstance(each, DeviceTensor):
         return each.host
     return CPU if isinstance(each, torch.device) else each
@@ -307,7 +307,7 @@ def _on_host(tree: Any) -> Any:
         return {
             name: CPU if name == "device" and value is not None else _on_host(value) for name, value in tree.items()
         }
-    return _map(_host, tree)
+    return _map(host_of, tree)
 
 
 def _wrap(each: Any, device: torch.device) -> Any:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten
 
 from hf_specdecpp.captured import graphs
 from support import pretend_devices
+from support.pretend_devices import host_of
 
 WAITS = {
     "item", "_local_scalar_dense", "nonzero", "masked_select", "unique2", "_unique2", "repeat_interleave.Tensor",
@@ -67,7 +68,7 @@ class PretendGraph(TorchDispatchMode):
             again = func(*args, **kwargs)
             for old, new in zip(tree_flatten(out)[0], tree_flatten(again)[0], strict=True):
                 if (
-                    isinstance(old, Tensor) and _host(old).data_ptr() != _host(new).data_ptr()
+                    isinstance(old, Tensor) and host_of(old).data_ptr() != host_of(new).data_ptr()
                 ):  # else it was written there
                     old.copy_(new.view_as(old))  # `squeeze_` may have changed the shape of the first since
         pretend_devices.counts.clear()
@@ -81,12 +82,7 @@ def _is_view(out: Any, arguments: Any) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    return _host(tensor).untyped_storage().data_ptr()
-
-
-def _host(tensor: Tensor) -> Tensor:
-    host: Tensor = getattr(tensor, "host", tensor)
-    return host
+    return host_of(tensor).untyped_storage().data_ptr()
 
 
 @contextmanager

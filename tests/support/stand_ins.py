@@ -87,10 +87,3 @@ class BlockDraft(Draft):
                 ids = torch.cat((ids, rows[-1].argmax().view(1, 1)), dim=1)
                 rows.append(self.model(ids).logits[0, -1, :vocab_size])
         return [self.sharpness * row for row in rows], 1
-
-
-def point_mass(token: int, vocab_size: int) -> Tensor:
-    """Logits `[vocab_size]` whose softmax is 1 at a token."""
-    row = torch.full((vocab_size,), IMPOSSIBLE, dtype=torch.float64)
-    row[token] = 0.0
-    return row

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -58,36 +57,7 @@ def assert_caught(target: CausalLM, assistant: SpecDecPPAssistant, use: Enumerat
     assert worst_error(distribution, target_distribution(target, 0.8, 2), VOCAB) > VISIBLE
 
 
-def change_chains(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Any], Any]) -> None:
-    """Let what is drafted in chains be what `mutate` makes of it."""
+def change_drafts(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]) -> None:
+    """Let what is drafted, chains and trees, be what `change` makes of it."""
     propose = SpecDecPPCandidateGenerator.propose
-
-    def mutated(self: SpecDecPPCandidateGenerator, *args: Any, **kwargs: Any) -> Any:
-        tree = propose(self, *args, **kwargs)
-        return mutate(tree) if tree.is_chain else tree
-
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", mutated)
-
-
-def tell_another_q(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Tensor], Tensor]) -> None:
-    """Let chains and trees draw from q, and tell the one of mutated scores."""
-    propose = SpecDecPPCandidateGenerator.propose
-
-    def wrong(self: SpecDecPPCandidateGenerator, *args: Any, **kwargs: Any) -> Any:
-        tree = propose(self, *args, **kwargs)
-        tree.distributions.clear()
-        for node in tree.scores:
-            tree.scores[node] = mutate(tree.scores[node])
-        return tree
-
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", wrong)
-
-
-def hotter(scores: Tensor) -> Tensor:
-    """A q of another temperature."""
-    return scores * 0.7
-
-
-def as_if_of_all(scores: Tensor) -> Tensor:
-    """A q as if the draft could have proposed all tokens."""
-    return scores.where(scores.isfinite(), scores[scores.isfinite()].mean())
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "propose", lambda *args, **named: change(propose(*args, **named)))

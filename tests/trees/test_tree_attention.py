@@ -16,31 +16,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_specdecpp.captured.rooms import RoomCache, num_room_layers
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.trees import attention as support
-from hf_specdecpp.trees.attention import Prompt, check_tree, inputs_in_place, tree_error, tree_inputs
+from hf_specdecpp.trees.attention import Prompt, check_tree, inputs_in_place, tree_inputs
 from hf_specdecpp.trees.tree import relations
 
 PREFIX = 2 * WINDOW
-
-
-@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
-def test_levels_do_not_push_the_text_out_of_the_window(family: str) -> None:
-    """More nodes of earlier levels than the window has places: each node still sees its window."""
-    model, parents = tiny_of(family), [-1] + [0] * WINDOW + list(range(1, WINDOW + 1)) + [WINDOW + 1]
-    depth = relations(parents)[1].tolist()
-    levels = [[i for i, d in enumerate(depth) if d == level] for level in range(4)]
-    text, _ = tokens_for(model, PREFIX)
-    nodes = prompt(len(parents))[0]
-    ancestors, depths = relations(parents)
-    cache, fed = prefill(model, text), []
-    for level in levels:
-        fed += level
-        inputs = tree_inputs(model, cache, ancestors[level][:, fed], depths[fed], PREFIX)
-        with torch.no_grad():
-            last = model(input_ids=nodes[level][None], past_key_values=cache, use_cache=True, **inputs).logits[0, -1]
-            path = nodes[[0, 1, WINDOW + 1, len(parents) - 1]]
-            expected = model(input_ids=torch.cat((text, path))[None], use_cache=False).logits[0, -1]
-    assert torch.allclose(last, expected, atol=1e-6)
 
 
 @pytest.mark.every(3)
@@ -203,13 +182,6 @@ def test_the_model_is_tried_once_and_left_as_it_was() -> None:
     model.set_attn_implementation("eager")
     check_tree(model)
     assert len(passes) == 6
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "mixtral", "roberta"])
-def test_rounding_is_far_below_the_tolerance(family: str) -> None:
-    model = tiny_of(family)
-    assert tree_error(model) < support.TREE_TOLERANCE[torch.float64] / 10
-    assert tree_error(model.to(torch.float32)) < support.TREE_TOLERANCE[torch.float32] / 10
 
 
 # Masks and positions for a cache of fixed size: passes are those over a cache that grows, whatever is hidden in it. ---

@@ -8,20 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.dflash_files import (
-    DEPTH,
-    DIALECTS,
-    HEAD_DIM,
-    HEADS,
-    KV_HEADS,
-    MASK,
-    VARIANTS,
-    VOCAB,
-    WINDOWED,
-    Checkpoint,
-    assisted,
-    target_for,
-)  # fmt: skip
+from support.checkpoints import HEAD_DIM, HEADS, KV_HEADS
+from support.dflash_files import DEPTH, DIALECTS, MASK, VARIANTS, VOCAB, WINDOWED, Checkpoint, assisted, target_for
 from support.formulas import attended, close, rms, rotated, states_of
 from support.models import prompt
 from support.rounds_anew import check_rounds, proposed

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.eagle3_files import DRAFT_VOCAB, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP, VOCAB
+from support.checkpoints import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP
+from support.eagle3_files import DRAFT_VOCAB, VOCAB
 from support.models import prompt, tiny
 from torch import Tensor, nn
 from transformers import AutoConfig

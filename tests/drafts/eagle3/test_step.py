@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import edited
-from support.eagle3_files import DRAFT_VOCAB, HEADS, HIDDEN, KV_HEADS, READS, VARIANTS, Checkpoint
+from support.checkpoints import HEADS, KV_HEADS, edited
+from support.eagle3_files import DRAFT_VOCAB, HIDDEN, READS, VARIANTS, Checkpoint
 from support.formulas import attended, close, rms, rotated, states_of
 from support.models import prompt, random_fusion, tiny
 from support.pretend_devices import on_device, pretend_devices

@@ -1,5 +1,7 @@
-"""The model that captured passes run: shared tensors, attention without copies, and when it no longer fits."""
+"""The model that captured passes run: shared tensors, attention without copies, and when it no longer fits. A capture
+counts once, and a failed one leaves what it changes as it was."""
 
+import gc
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -10,13 +12,19 @@ import torch
 import torch.nn.functional as F
 from support.capturing import CHAIN, generate
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.outputs import prefill
 from support.pretend_graph import pretend_graphs
+from support.zoo import tiny_of
 from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
 
 from hf_specdecpp.captured import copies
 from hf_specdecpp.captured.copies import GROUPED, for_capture, grouped_attention, identity
-from hf_specdecpp.captured.graphs import Graphs, write_lasting
+from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, write_lasting
+from hf_specdecpp.captured.rooms import num_room_layers, why_not_rooms
 from hf_specdecpp.models.causal_lm import CausalLM
+
+CPU = torch.device("cpu")
 
 
 def attended(heads: int, shared: int, tokens: int, scaling: float | None) -> tuple[Tensor, Tensor]:
@@ -97,6 +105,51 @@ def test_what_generate_notes_of_its_caches_is_no_change() -> None:
     assert identity(target) == before
 
 
+# Graphs, and which caches can be captured. ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("pretended")
+def test_the_first_run_counts_once() -> None:
+    """Though the function runs several times then; a tensor that is not named as changed is off."""
+    for changes, expected in ((True, 1), (False, 4)):
+        graphs, length = Graphs(CPU), torch.tensor(0)
+
+        def add(length: Tensor = length) -> None:
+            length.add_(1)
+
+        graphs.run("one", add, [length] if changes else [])
+        assert int(length) == expected
+
+
+@pytest.mark.parametrize("read", [Tensor.item, Tensor.tolist, Tensor.nonzero, bool])
+@pytest.mark.usefixtures("pretended")
+def test_what_cannot_be_captured_changes_nothing(read: Callable[[Tensor], Any]) -> None:
+    graphs, length = Graphs(CPU), torch.tensor(3)
+
+    def waits() -> None:
+        length.add_(1)
+        read(length)
+
+    with pytest.raises(CannotCaptureError, match="RuntimeError: .* waits for the device"):
+        graphs.run("waits", waits, [length])
+    assert (int(length), len(graphs)) == (3, 0)
+    assert gc.isenabled()
+
+
+@torch.no_grad()
+def test_what_cannot_go_on_in_rooms() -> None:
+    target = tiny("llama")
+    assert why_not_rooms(prefill(target, prompt(4))) is None
+    assert why_not_rooms(StaticCache(target.config, max_cache_len=8)) == "the text is in a StaticCache"
+    shares = prefill(target, prompt(4))
+    layer: Any = shares.layers[1]
+    layer.keys = None
+    assert why_not_rooms(shares) == "layers share the keys of others"
+    mixed = tiny_of("qwen3_5_text")
+    assert num_room_layers(mixed.config) is None
+    assert "keeps" in str(why_not_rooms(DynamicCache(config=mixed.config)))
+
+
 # Compiled pieces -----------------------------------------------------------------------------------------------------
 
 
@@ -123,7 +176,7 @@ def test_norms_mlps_and_rotary_embeddings_are_compiled(family: str, monkeypatch:
     torch.testing.assert_close(found[0], expected)
     assert not compiled
     with pretend_graphs():
-        Graphs(torch.device("cpu")).run("pass", run)
+        Graphs(CPU).run("pass", run)
     torch.testing.assert_close(found[0], expected)
     mlp = "aMLP" if family == "llama" else "3MLP"
     assert {name.partition(".")[0][-4:] for name in compiled} == {"_emb", "Norm", mlp}
