@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
+from support.models import assistant_for, partly_agreeing, prompt, tiny
 from support.watchers import Collector, Recorder, tokenizer
 from torch import Tensor
 from transformers import StoppingCriteriaList
@@ -102,15 +102,6 @@ def test_criteria_are_refused_without_attaching() -> None:
 
 
 # End of sequence and lengths ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.every(5)
-@pytest.mark.parametrize("index", range(12))
-def test_eos_anywhere_in_a_block(assistant: Any, index: int) -> None:
-    token, unseen = greedy()[index], sorted(set(range(VOCAB_SIZE)) - set(greedy()))[:2]
-    for eos in (token, [*unseen, token]):
-        text = generate(assistant_model=assistant, max_new_tokens=60, eos_token_id=eos, pad_token_id=0)
-        assert text[0, LENGTH:].tolist() == greedy()[: greedy().index(token) + 1]
 
 
 def test_ids_of_another_type(assistant: Any) -> None:

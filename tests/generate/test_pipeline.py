@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.hub_server import HubServer
-from support.models import assistant_for, tiny
+from support.models import tiny
 from support.repos import TEXT, WORDS, files_of, head_for, publish_pair, save_adapter, save_model, tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -29,21 +29,6 @@ def say(pipeline: Any, prompt: Any = TEXT, **arguments: Any) -> Any:
     """New text only, greedy unless told otherwise."""
     known = {"return_full_text": False, "do_sample": False, "max_new_tokens": 24, **arguments}
     return [answer["generated_text"] for answer in pipeline(prompt, **known)]
-
-
-def make(target: PreTrainedModel, kind: str) -> SpecDecPPAssistant:
-    if kind == "early exit":
-        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=FIXED)
-    return assistant_for(target, attached=kind == "attached")
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("kind", ["attached", "unattached", "early exit"])
-def test_object(kind: str) -> None:
-    target = tiny("llama")
-    assistant = make(target, kind)
-    assert say(pipe(target, assistant)) == say(pipe(target))
-    assert assistant.stats.drafted > 0
 
 
 def test_an_object_with_other_tokens() -> None:

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ from support.watchers import heard
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models import cpu_products
-from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.throughput.target_passes import AT_ONCE
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -221,26 +219,6 @@ def test_generations_know_whose_draft_it_is(tmp_path: Path, tree: Any, rows: int
     own = assistant_for(target)
     target.generate(prompt(), assistant_model=own, max_new_tokens=8, do_sample=False)
     assert own.stats.suspect is None
-
-
-def test_passes_over_one_token_are_timed_beside_the_rounds() -> None:
-    """Each on the very pass that plain generation would make there; the cache stays as it was."""
-    target = tiny("llama")
-    assistant = assistant_for(target)
-    seen: list[tuple[int, int]] = []  # tokens in the cache, tokens read
-
-    def watch(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
-        seen.append((cache_among(kwargs).get_seq_length(), kwargs["input_ids"].shape[1]))
-
-    with target.register_forward_pre_hook(watch, with_kwargs=True):
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=160, do_sample=False)
-        pairs = [(one, after) for one, after in pairwise(seen[1:]) if one[0] == after[0]]
-        assert len(pairs) == assistant.stats.compared_passes == AT_ONCE
-        assert {beside for (_, beside), _ in pairs} == {1}
-        assert min(width for _, (_, width) in pairs) > 1
-        assert len(seen) == assistant.stats.target_passes + AT_ONCE
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=160, do_sample=False)
-    assert len(seen) == 2 * assistant.stats.target_passes + AT_ONCE + 2, "the latter 48 passes apart"
 
 
 def test_nothing_drafted() -> None:
