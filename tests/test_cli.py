@@ -15,7 +15,7 @@ from support.released_heads import ReleasedHead, save_bin, save_mixin
 from support.repos import files_of, save_chat_model, save_model
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, __version__, cli_options
+from hf_specdecpp import SpecDecPPAssistant, __version__, cli_options
 from hf_specdecpp.cli import app
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.models.loading import load_model
@@ -94,20 +94,6 @@ def test_not_sound(folder: Path) -> None:
     assert "warning pytorch_model.bin looks like a pickle" in output
     assert "2 of 5 files have problems." in output
     assert "next" not in output
-
-
-def test_settings_are_words_and_not_python(folder: Path) -> None:
-    calibration = {"sampled": {"bias": 0.123456789, "temperatures": [1.0, 1.25, 1.5, 1.75, 2.0]}}
-    edit_config(folder, head=AcceptanceHead(8, num_blocks=2, calibration=calibration).to_config())
-    output = text(run("inspect", folder).stdout)
-    assert "calibration: sampled: bias=0.1235, temperatures=[1, 1.25, 1.5, 1.75 ... (5 in all)]" in output
-    assert "{" not in output
-
-
-def test_lines_fit_in_100_columns(folder: Path) -> None:
-    edit_config(folder, target_id="organisation/" + "x" * 200, unknown="")
-    (folder / "adapter" / "adapter_config.json").write_text("[]" * 100)
-    assert max(map(len, run("inspect", folder).stdout.splitlines())) == 100
 
 
 def test_a_repository_cannot_write_to_the_terminal(folder: Path) -> None:

@@ -341,22 +341,6 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_was_said() -> None:
     assert talk.answers[-1].carried > 0
 
 
-def test_an_exception_leaves_the_conversation_as_it_was() -> None:
-    talk = conversation(model_of("llama"))
-    said(talk, MESSAGES[0])
-    before = list(talk.messages)
-
-    def fail(text: str) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        talk.answer(MESSAGES[1], Stop(), fail)
-    assert talk.messages == before
-    expected = plainly(talk, MESSAGES[1])
-    assert said(talk, MESSAGES[1])[0] == expected
-    assert talk.answers[-1].carried == 0  # the cache may have been anywhere
-
-
 def test_reset_and_system() -> None:
     talk = conversation(model_of("llama"), system="w40 w41")
     first = said(talk, MESSAGES[0])
