@@ -193,14 +193,6 @@ def test_a_draft_of_others_that_is_hardly_ever_right_is_named(accepted: int, rou
     assert "specdecpp inspect" not in first_candidates(accepted, rounds, None).verdict, "a draft of one's own"
 
 
-def test_what_is_said_of_graphs_is_not_summed() -> None:
-    """They are those of the target by now, and a reason is no number."""
-    first = SpeculationStats(rounds=1, graphs=3, graph_seconds=0.5, graph_bytes=100, uncaptured="no graphs")
-    total = first + SpeculationStats(rounds=1, graphs=5, graph_seconds=0.75, graph_bytes=300, uncaptured="no graphs")
-    assert (total.graphs, total.graph_seconds, total.graph_bytes, total.uncaptured) == (5, 0.75, 300, "no graphs")
-    assert ((first + SpeculationStats()).uncaptured, total.rounds) == ("no graphs", 2)
-
-
 def test_suspicions_add_up() -> None:
     assert "Only 0 of 8 first candidates" in (first_candidates(0, 4) + first_candidates(0, 4)).verdict
     looked_up = first_candidates(1, 40)

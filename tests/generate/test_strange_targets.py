@@ -12,7 +12,7 @@ from support.models import partly_agreeing, prompt, tiny
 from support.snapshots import has_our_methods, of_own_class
 from support.zoo import WINDOW, tiny_config, tiny_of
 from torch import Tensor
-from transformers import BarkSemanticConfig, BarkSemanticModel, DynamicCache, GenerationMixin, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.caches.states import check_states
@@ -128,17 +128,6 @@ def test_a_loop_of_its_own() -> None:
     target.__class__ = LoopsItself
     with pytest.raises(ValueError, match=r"generates with a loop of its own \(_sample\)"):
         assist(target, "lookup", default=False)
-
-
-def test_bark_s_tokens_of_meaning() -> None:
-    """It is its own decoder, and has no attribute that most models call it by."""
-    config = BarkSemanticConfig(input_vocab_size=48, output_vocab_size=48, num_layers=2, num_heads=4, hidden_size=32)
-    target = BarkSemanticModel(config).double().eval()
-    plain, assistant = GenerationMixin.generate(target, BATCH, **GREEDY), assist(target, "lookup", default=True)
-    assert torch.equal(GenerationMixin.generate(target, BATCH, **GREEDY), plain)
-    with pytest.raises(ValueError, match="has no LM head"):
-        SpecDecPPAssistant.from_draft(target)
-    assistant.detach()
 
 
 @pytest.mark.parametrize(

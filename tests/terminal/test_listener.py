@@ -11,7 +11,7 @@ import torch
 from support.families import informed_draft
 from support.models import tiny
 from support.repos import PROMPT, letter_tokenizer, tokenizer
-from support.watchers import heard
+from support.watchers import Collector, heard
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as Decoder
 from tokenizers.models import BPE
@@ -124,18 +124,11 @@ def test_seconds_are_those_of_the_passes() -> None:
 
 
 def test_it_passes_everything_on() -> None:
-    class Kept(Listener):
-        ended = False
-
-        def end(self) -> None:
-            self.ended = True
-
-    kept = Kept()
+    kept = Collector()
     listener = Listener(kept)
     tiny("llama").generate(PROMPT, max_new_tokens=5, do_sample=False, streamer=listener)
-    assert [tokens for _, tokens in kept.passes] == [tokens for _, tokens in listener.passes]
-    assert len(kept.passes) == 5
-    assert kept.ended
+    assert kept.puts[1:] == [tokens for _, tokens in listener.passes]
+    assert (len(listener.passes), kept.ends) == (5, 1)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
