@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
-from support.watchers import Collector, Recorder, tokenizer
+from support.watchers import Recorder, tokenizer
 from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
@@ -79,14 +79,6 @@ def test_max_time(assistant: Any) -> None:
     assert text[0, LENGTH:].tolist()[:60] == greedy()[: text.shape[1] - LENGTH]
     if assistant.stats.complete:  # transformers' loop finishes the round
         assert generate(assistant_model=assistant, max_new_tokens=1000, max_time=0.0).shape[1] == LENGTH + 1
-
-
-def test_a_streamer_gets_the_text_in_blocks(attached: Any) -> None:
-    """Which are long enough for these tests."""
-    collector = Collector()
-    generate(assistant_model=attached, max_new_tokens=60, streamer=collector)
-    assert (sum(collector.puts[1:], []), collector.ends) == (greedy(), 1)
-    assert 3 <= max(map(len, collector.puts[1:7])) <= 5
 
 
 def test_criteria_are_refused_without_attaching() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
 from support.snapshots import PROMPT, generate, snapshot
 from support.watchers import Collector
 from torch import Tensor
@@ -129,18 +129,23 @@ def through_torch(model: CausalLM) -> CausalLM:
 
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, through_pickle, through_torch])
 def test_copies_of_an_attached_target_are_ordinary(way: Any) -> None:
+    """Also once the states of its layers have been read."""
     target = tiny("llama")
     original, plain = type(target), generate(target)
+    reading = assistant_of("eagle3", target, rule="fixed", num_tokens=3)
+    assert torch.equal(generate(target, assistant_model=reading), plain)
     assistant = assistant_for(target)
     assistant.attach(target, default=True)
     twin = way(target)
     assert type(twin) is original
+    assert snapshot(twin)["hooks"] == 0
     assert torch.equal(generate(twin), plain)
     assert torch.equal(generate(twin, assistant_model=assistant), plain), "as an unattached target"
     assert not assistant.stats.complete
     assert torch.equal(generate(target, assistant_model=assistant), plain), "and ours is still attached"
     assert assistant.stats.complete
     assistant.detach()
+    reading.detach()
 
 
 def test_a_deep_copy_of_an_assistant_is_the_assistant() -> None:
