@@ -4,7 +4,6 @@ import ast
 import importlib
 import runpy
 import sys
-from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
@@ -13,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
 from packaging.version import Version
-from support.distillation_files import prepare
 from support.models import tiny
 from support.pretend_graph import pretend_graphs
 from support.repos import save_model
 from torch import Tensor
-from transformers import Trainer
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.trees.tree import DraftTree, TreePass
@@ -124,26 +120,6 @@ def test_plot_speeds(tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg"):
         example["draw"](speeds, tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
-def test_draft_ablations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Variants are trained once each, in their own folders, on the answers of the run or a share of them."""
-    module = runpy.run_path(str(FOLDER / "draft_ablations.py"))
-    main, config = module["main"], prepare(tmp_path, "conditioned", answers=20, epochs=1, unroll=2)
-    config.rollouts.data = ["prompts.jsonl"]
-    (tmp_path / "draft.yaml").write_text(yaml.safe_dump(asdict(config)))
-    without_states = "reads nothing: an early exit of the last layer"
-    over_target_keys = "attends to the target's keys and values"
-    chosen = ("as configured", without_states, over_target_keys, "unrolled 1 step", "half of the answers")
-    main(str(tmp_path / "draft.yaml"), *chosen)
-    header, _, *rows = table = capsys.readouterr().out.splitlines()[-7:]
-    assert header == "| | all | code | maths | later candidates | likeliest agrees | answer tokens | steps |"
-    assert [row.split("|")[1].strip() for row in rows] == list(chosen)
-    assert [row.split("|")[-2].strip() for row in rows] == ["5", "5", "5", "5", "3"]
-    assert [bool(row.split("|")[5].strip()) for row in rows] == [True, False, True, False, True]
-    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("a variant is trained again"))
-    main(str(tmp_path / "draft.yaml"), *chosen)
-    assert capsys.readouterr().out.splitlines()[-7:] == table
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="has no such drafts")

@@ -197,13 +197,6 @@ def test_no_network(hub: HubServer, place: Place, tmp_path: Path, monkeypatch: p
     assistant.detach()
 
 
-def test_statistics_before_any_call(place: Place) -> None:
-    says = "Nothing was generated with this assistant yet: model.generate(**inputs, assistant_model=assistant)."
-    assert str(place.early().stats) == says
-    assert place.with_one(lambda assistant: assistant.stats.verdict) == says
-    assert "tokens per pass" in place.with_one(lambda assistant: [place.generate(assistant), str(assistant.stats)][1])
-
-
 @pytest.mark.usefixtures("assumed_costs")
 def test_device_map_auto(place: Place) -> None:
     target = AutoModelForCausalLM.from_pretrained(place / "target", device_map="auto")

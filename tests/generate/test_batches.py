@@ -18,6 +18,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Sto
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 from hf_specdecpp.caches import batches
 from hf_specdecpp.caches.masks import row_masks
+from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.several.target import TargetOfRows
 from hf_specdecpp.generation.text import Round
@@ -398,3 +399,19 @@ def test_what_rows_cannot_share_is_refused() -> None:
     cache = generate(windows, inputs, return_dict_in_generate=True).past_key_values
     with pytest.raises(ValueError, match="has dropped tokens"):
         generate(windows, inputs, models.assistant_for(windows), past_key_values=cache)
+
+
+@pytest.mark.takes(3)
+def test_speculation_fades_as_the_batch_grows() -> None:
+    """Where a pass takes its time by the number of tokens, more rows leave less room for candidates."""
+    target, verify = models.tiny("llama"), [1.0, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    costs = Costs(0.1, tuple(verify))
+    assert costs.of_row(2, 3).verify == (0.5, 0.5, 1.5, 2.5)
+    drafted = []
+    for size in (1, 2, 8):
+        assistant = models.assistant_for(target, mix=0.9, rule="throughput", max_tokens=4, costs=costs.to_dict())
+        for _ in range(3):
+            generate(target, padded([5] * size), assistant)
+        drafted.append(assistant.stats.drafted / assistant.stats.rounds)
+    assert drafted[0] > drafted[1] > drafted[2]
+    assert drafted[2] < 0.1

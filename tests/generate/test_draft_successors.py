@@ -1,19 +1,23 @@
 """`Decisions.draft_successors`: what whole generations make of what the target said lately."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, prompt, tiny, told
+from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny, told
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.config.speculation import Decisions
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.successors import Successors
+from hf_specdecpp.throughput.known_costs import Rounds
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -137,3 +141,8 @@ def test_tables_of_inference_mode_are_added_to_without_it(target: CausalLM) -> N
     with torch.inference_mode():
         texts(target, assistant)
     assert texts(target, assistant) == texts(target, None)
+
+
+def test_its_price_is_another_one(target: CausalLM) -> None:
+    rounds = Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 4)
+    assert rounds.conditions() != replace(rounds, mixes=True).conditions()

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.caches.text import roll_back
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 
@@ -142,6 +143,18 @@ def test_positions_counted_from_the_mask_are_noticed(monkeypatch: pytest.MonkeyP
     with_mutant = target.generate(text, assistant_model=assistant, **arguments)
     assistant.detach()
     assert not torch.equal(with_mutant, plain)
+
+
+def _lengths(cache: Any) -> set[int]:
+    return {layer.get_seq_length() for layer in cache.layers}
+
+
+def test_roll_back_leaves_alone_what_cannot_go_back() -> None:
+    target = target_of("mistral")  # a window of 8
+    cache = DynamicCache(config=target.config)
+    target(prompt(12), past_key_values=cache)
+    roll_back(cache, 6)
+    assert _lengths(cache) == {12}
 
 
 @pytest.mark.parametrize("held", [14, 15])

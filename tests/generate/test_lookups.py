@@ -98,6 +98,29 @@ def test_special_tokens_are_never_proposed() -> None:
 # Beside a draft. ------------------------------------------------------------------------------------------------------
 
 
+def test_a_chain_goes_on_with_what_follows_what_was_drafted() -> None:
+    """Nothing matches the text before the round's first candidate, which the draft guesses; after it all does."""
+    target = tiny("llama")
+    plain, assistant = generate(target), assistant_for(target, mix=1.0, lookup=True, **RULES["throughput"])
+    answer = plain[0].tolist()
+    assistant.speculation.lookup = "history"
+    assistant.memory.answers.most = 1000
+    for begin in range(12, 60, 5):  # texts of five tokens: no match at their ends
+        assistant.memory.answers.add(answer[begin : begin + 5])
+    mixed: list[tuple[int, int]] = []
+    extend = LookingUp.extend
+
+    def noting(self: LookingUp, chain: Any, survival: float) -> Any:
+        extended = extend(self, chain, survival)
+        mixed.append((extended.num_drawn, len(extended.looked_up)))
+        return extended
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LookingUp, "extend", noting)
+        assert torch.equal(generate(target, assistant), plain)
+    assert any(drawn and further for drawn, further in mixed)
+
+
 @pytest.mark.every(3)
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

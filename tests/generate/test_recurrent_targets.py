@@ -72,6 +72,19 @@ def test_texts_and_all_that_goes_with_them(family: str) -> None:
     assistant.detach()
 
 
+@pytest.mark.every(3)
+@pytest.mark.parametrize("length", range(20, 26))
+def test_a_text_may_end_with_tokens_pending(length: int) -> None:
+    """Without an attention mask, as `generate()` leaves it out where a tokenizer was given for stop strings."""
+    target = tiny_of("granitemoehybrid")
+    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=length, return_dict_in_generate=True)
+    assistant = assistant_of(target, plain.sequences)
+    options = {**PLAIN, "max_new_tokens": length, "return_dict_in_generate": True, "attention_mask": None}
+    ours = target.generate(PROMPT, assistant_model=assistant, **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert_same_states(ours.past_key_values, plain.past_key_values)
+
+
 @pytest.mark.every(11, takes=3)
 @pytest.mark.parametrize("length", [30, *range(4, 25)])
 def test_a_cache_is_carried_on_and_goes_back_after_an_interruption(length: int) -> None:

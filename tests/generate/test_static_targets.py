@@ -33,6 +33,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches import text as texts
 from hf_specdecpp.caches.text import PathRows, StaticText, hold, move
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.throughput.known_costs import in_widths
 from hf_specdecpp.trees.tree import TreePass
@@ -261,6 +262,12 @@ def test_an_exception_rolls_a_users_cache_back(length: int, how: str) -> None:
 
 
 # Widths --------------------------------------------------------------------------------------------------------------
+
+
+def test_dummies_need_no_further_positions() -> None:
+    longer = extended({"position_ids": torch.tensor([[6, 7]]), "attention_mask": torch.tensor([[0, 1]])}, 2, dummies=1)
+    assert longer["position_ids"].tolist() == [[6, 7, 8, 9, 9]]
+    assert longer["attention_mask"].tolist() == [[0, 1, 1, 1, 1]]
 
 
 @pytest.mark.every(3)

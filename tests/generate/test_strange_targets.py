@@ -192,6 +192,17 @@ def test_the_longest_text(family: str, most: float) -> None:
 # Wrappers -------------------------------------------------------------------------------------------------------------
 
 
+def test_windows_shrink_again_in_later_turns_without_an_assistant() -> None:
+    target, record = tiny_of("mistral"), {"return_dict_in_generate": True}
+    plain = target.generate(PROMPT, **GREEDY, **record)
+    assistant = SpecDecPPAssistant.from_draft(informed_draft(plain.sequences), target, speculation=CHAIN)
+    first = target.generate(PROMPT, **GREEDY, **record, assistant_model=assistant)
+    assistant.detach()
+    cache = first.past_key_values
+    target.generate(first.sequences, **{**GREEDY, "max_new_tokens": 3 * WINDOW}, past_key_values=cache)
+    assert {layer.keys.shape[-2] for layer in cache.layers} == {WINDOW - 1}
+
+
 @pytest.mark.apart
 def test_a_compiled_target_is_attached_behind_its_wrapper() -> None:
     target = of_own_class(tiny("llama"))

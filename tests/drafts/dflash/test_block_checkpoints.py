@@ -15,6 +15,8 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafts.dflash.config import DFlashSettings, read_settings, usual_reads
 from hf_specdecpp.drafts.dflash.model import DFlashModel
 from hf_specdecpp.drafts.known import DFLASH, recognise
+from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.throughput.known_costs import Rounds
 
 PLAIN = VARIANTS["plain"]
 
@@ -37,6 +39,15 @@ def test_an_object_without_a_name_is_stored_whole(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "dflash": None}))
     with pytest.raises(ValueError, match="does not describe .dflash. what is in dflash.safetensors"):
         load(tmp_path)
+
+
+def test_a_block_is_one_price(tmp_path: Path) -> None:
+    draft = load(PLAIN.save(tmp_path)).ready_drafter()
+    costs = Rounds(target_for(), draft, DraftProbability(), draft.places, trees=True).assumed()
+    assert (costs.block, costs.start) == (4, 0.0)
+    one, *_, four = costs.round_seconds(4)[1:] - costs.verify_seconds(4)[1:]
+    assert four < 2.0 * one
+    assert costs.read > 0.0
 
 
 def test_the_usual_layers() -> None:
