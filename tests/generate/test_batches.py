@@ -21,7 +21,7 @@ from hf_specdecpp.caches.masks import row_masks
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.several.target import TargetOfRows
-from hf_specdecpp.generation.text import Round
+from hf_specdecpp.generation.text import Round, Text
 
 FAMILIES = ["llama", "gpt2", "opt", "mistral", "gemma3_text"]  # the last two with windows
 KINDS = ["early_exit", "conditioned", "eagle3"]
@@ -247,6 +247,35 @@ def test_several_answers_to_one_prompt() -> None:
 
 
 # The cache. -----------------------------------------------------------------------------------------------------------
+
+
+def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, inputs = models.tiny("llama"), padded(LENGTHS)
+    assistant = models.assistant_for(target, mix=0.9)
+    prepare, keep, widths, kinds = TargetOfRows.prepare, TargetOfRows.keep, [], set()
+
+    def note(self: TargetOfRows, rounds: list[Round]) -> None:
+        kinds.add(tuple(sorted({each.emitted.kept for each in rounds})))
+        keep(self, rounds)
+
+    def check(self: TargetOfRows, texts: list[Text]) -> None:
+        prepare(self, texts)
+        valid, cache = self.text.valid, self.text.cache
+        widths.append(valid.shape[1])
+        for place, each in enumerate(texts):
+            text, own = each.ids[:, :-1], valid[place]
+            real = text[:, text.shape[1] - int(own.sum()) :]
+            with torch.no_grad():
+                expected = target(real, use_cache=True).past_key_values
+            for ours, theirs in zip(cache.layers, expected.layers, strict=True):
+                for name in ("keys", "values"):
+                    torch.testing.assert_close(getattr(ours, name)[place, :, own], getattr(theirs, name)[0])
+
+    monkeypatch.setattr(TargetOfRows, "keep", note)
+    monkeypatch.setattr(TargetOfRows, "prepare", check)
+    generate(target, inputs, assistant, eos_token_id=7)
+    assert any(width < before for before, width in zip(widths, widths[1:], strict=False)), "columns were moved together"
+    assert len(kinds) > 3, "rows accepted different numbers in the same round"
 
 
 # Mutants. Each has one mistake that other implementations have made. --------------------------------------------------

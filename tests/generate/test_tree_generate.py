@@ -1,4 +1,4 @@
-"""`generate()` with token trees on an attached target: its exact distribution, ends, statistics, and unattached targets."""
+"""`generate()` with token trees on an attached target: its exact distribution, its ends and its statistics."""
 
 import re
 from typing import Any

@@ -117,12 +117,6 @@ def test_the_last_tree(target: str, assistant: str) -> None:
     assert "└─" in output
 
 
-def test_nothing_said(target: str) -> None:
-    output = chat(target).stdout
-    assert "verdict" not in output
-    assert "measure it" not in output
-
-
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
     """Ctrl-C interrupts, also where the tests are a background job of a shell, which ignores it."""

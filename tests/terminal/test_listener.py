@@ -108,12 +108,6 @@ def test_a_stop_string_inside_a_round(accepted: list[int]) -> None:
     assert set(found) == {False, True}
 
 
-def test_plain_generation_is_the_targets_own() -> None:
-    tokens, listener, said = generate(tiny("llama"))
-    assert not any(each.accepted for each in said)
-    assert len(said) == len(tokens) == len(listener.passes) == MOST
-
-
 def test_seconds_are_those_of_the_passes() -> None:
     target = tiny("llama")
     _, listener, said = generate(target, informed(target, CHAIN))
