@@ -89,10 +89,7 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
     "guidance": (lambda: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
     "embeddings": (lambda: {"input_ids": None, "inputs_embeds": torch.ones(1, 6, 32).double()}, "inputs_embeds"),
     "state in a batch": (lambda: {"input_ids": BATCH, "logits_processor": [Counting()]}, "Counting may keep state"),
-    "a static cache of a batch": (
-        lambda: {"input_ids": BATCH, "cache_implementation": "static"},
-        "the 2 rows of a batch",
-    ),
+    "static batch": (lambda: {"input_ids": BATCH, "cache_implementation": "static"}, "the 2 rows of a batch"),
     "criterion in a batch": (
         lambda: {"input_ids": BATCH, "stopping_criteria": [Recorder()], "pad_token_id": 0},
         "Recorder may keep state",
