@@ -1,4 +1,4 @@
-"""What the README shows works: its program, names, commands, and length."""
+"""What the README shows works: its program, commands and links; and what cards say of where they come from."""
 
 import re
 import runpy
