@@ -67,12 +67,11 @@ $(INTEGRATIONS)/.installed: $(VENV)/.installed
 		lm_eval sacrebleu portalocker tabulate colorama lxml trl smolagents python-dotenv
 	@touch $@
 
-# A wheel of playwright has no browser in it; the tests that use one take the system's Chromium, or are skipped.
 $(SPACE)/.installed: $(VENV)/.installed
-	@echo "Installing into $(SPACE): gradio and playwright"
+	@echo "Installing into $(SPACE): gradio"
 	@$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(SPACE) \
 		gradio gradio_client groovy hf-gradio httpx httpcore orjson pydub pytz python-multipart safehttpx \
-		semantic-version tomlkit brotli 'audioop-lts; python_version >= "3.13"' playwright pyee greenlet
+		semantic-version tomlkit brotli 'audioop-lts; python_version >= "3.13"'
 	@touch $@
 
 # There are only sources. What reads models and the CPU's code are compiled, in two minutes of a core: without
@@ -119,8 +118,8 @@ test-formats: $(FORMATS)/.installed  ## Run the tests beside the package specula
 test-integrations: $(INTEGRATIONS)/.installed  ## Run the tests with lm-eval, TRL and smolagents, which use an assistant
 	@$(PYTEST) PYTHONPATH=$(INTEGRATIONS) $(BIN)/pytest tests/integrations $(ARGS)
 
-test-space: $(SPACE)/.installed  ## Run the tests of the Space and of pictures, in Chromium if it is installed
-	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/terminal/test_space.py tests/terminal/test_listener.py $(ARGS)
+test-space: $(SPACE)/.installed  ## Run the tests of the Space, which ask it over HTTP
+	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/terminal/test_space.py $(ARGS)
 
 test-serving: $(SERVING)/.installed  ## Run the tests in which llama.cpp serves SmolLM2 with its early exit as the draft
 	@! test -d $(SERVING)/llama_cpp || { \

@@ -242,11 +242,6 @@ def test_median_is_not_moved_by_one_disturbed_run() -> None:
     assert high <= 1.52
 
 
-def test_one_prompt_has_no_width() -> None:
-    assert median_of_ratios([1.3]) == (1.3, 1.3, 1.3)
-    assert ratio_of_sums([3.0], [2.0]) == (1.5, 1.5, 1.5)
-
-
 def test_ratio_weighs_texts_by_their_length() -> None:
     assert ratio_of_sums([100.0, 1.0], [50.0, 1.0]) == pytest.approx((101 / 51, 1.0, 2.0))
 

@@ -4,7 +4,6 @@ import ast
 import importlib
 import runpy
 import sys
-from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
@@ -13,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
 from packaging.version import Version
-from support.distillation_files import prepare
-from support.models import assistant_of, tiny
+from support.models import tiny
 from support.pretend_graph import pretend_graphs
 from support.repos import save_model
 from torch import Tensor
-from transformers import Trainer
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.trees.tree import DraftTree, TreePass
@@ -74,19 +70,6 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert statistics[-1].startswith("verdict")
 
 
-@pytest.mark.parametrize("kind", ["conditioned", "independent"])
-def test_draft_temperatures(kind: str) -> None:
-    """The distributions along an answer are those of the draft and of the target after the same tokens."""
-    example, target = runpy.run_path(str(FOLDER / "draft_temperatures.py")), tiny("llama").float()
-    drafter, ids = assistant_of(kind, target).ready_drafter(), torch.arange(3, 15)[None]
-    q, p = example["along"](drafter, target, ids, 4)
-    with torch.no_grad():
-        torch.testing.assert_close(p, target(ids).logits[0, 3:-1])
-        if kind == "independent":
-            torch.testing.assert_close(q, drafter.model(ids).logits[0, 3:-1])
-    assert q.shape == p.shape == (8, target.config.vocab_size)
-
-
 def test_round_overhead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run("round_overhead.py", monkeypatch, NEW_TOKENS=4, REPETITIONS=1, LENGTHS=(2,))
     head, *rows = capsys.readouterr().out.splitlines()
@@ -129,100 +112,16 @@ def accepted_by_the_verifier(p: Tensor, q: Tensor) -> Tensor:
     return accepted
 
 
-def test_publish_benchmark(tmp_path: Path) -> None:
-    """A report goes into a folder of its own, replaces what was there, and is listed with its verdicts."""
-    publish = runpy.run_path(str(FOLDER / "publish_benchmark.py"))["publish"]
-    page, folder = tmp_path / "docs" / "benchmarks.md", tmp_path / "bench" / "small"
-    old = tmp_path / "docs" / "benchmarks" / "small"
-    for each in (folder, old):
-        each.mkdir(parents=True)
-    (old / "stale.png").touch()
-    (folder / "time-0.png").touch()
-    text = """# Benchmark
-
-target org/t (float32, CPU (x86_64), 1 thread), draft: org/d
-
-## greedy, measured
-
-Speculation pays here: the fastest, x (q), runs at 2.00 (1.50 to 2.50) times the speed of plain generate() and at 1.25 \
-(a single prompt) times that of plain generate() with the same passes.
-
-![time](time-0.png)
-"""
-    (folder / "report.md").write_text(text)
-    page.write_text("before\n<!-- reports: begin -->\nold\n<!-- reports: end -->\nafter\n")
-    publish([folder], page)
-    assert sorted(path.name for path in old.iterdir()) == ["report.md", "time-0.png"]
-    assert (old / "report.md").read_text() == text.replace("# Benchmark", "# small")
-    said = "greedy: x (q), 2.00 (1.50 to 2.50), same passes 1.25 (a single prompt)"
-    assert f"| [small](benchmarks/small/report.md) | t, float32; d | {said} |" in page.read_text()
-    assert page.read_text().startswith("before\n")
-    assert "old" not in page.read_text()
-
-
 def test_plot_speeds(tmp_path: Path) -> None:
-    """Each bar is the row that it names, in its column, and every kind of text has one. The same reports make the same
-    picture."""
+    """Every kind of text has a bar, and the same reports make the same picture."""
     example = runpy.run_path(str(FOLDER / "plot_speeds.py"))
-    report = """| set | contestant | x plain (95 %) | x plain, same passes (95 %) | tokens/s |
-| --- | --- | --- | --- | --- |
-| all | ours | 9.00 (8.00-9.50) | 9.00 (8.00-9.50) | 1 |
-| open | **ours** | **3.00 (2.00-4.00)** | **1.50 (1.25-2.00)** | 7.0 |
-| open | theirs | 2.00 (1.90-2.10) | 1.00 (0.90-1.10) | 7.0 |
-"""
-    assert example["read"](report, "ours") == {"open": (1.5, 1.25, 2.0)}
     speeds = example["collect"](example["REPORTS"])
     assert {each for _, each in speeds} == set(example["SETS"])
-    assert speeds[example["QWEN"], "gsm8k_test"][0] == 2.04
     pictures = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        example["draw"](speeds, tmp_path / name / "speeds.svg")
-        pictures.append((tmp_path / name / "speeds.svg").read_bytes())
+    for _ in range(2):
+        example["draw"](speeds, tmp_path / "speeds.svg")
+        pictures.append((tmp_path / "speeds.svg").read_bytes())
     assert pictures[0] == pictures[1]
-    assert b"<svg" in pictures[0]
-
-
-def test_draft_ablations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Variants are trained once each, in their own folders, on the answers of the run or a share of them."""
-    module = runpy.run_path(str(FOLDER / "draft_ablations.py"))
-    main, config = module["main"], prepare(tmp_path, "conditioned", answers=20, epochs=1, unroll=2)
-    config.rollouts.data = ["prompts.jsonl"]
-    (tmp_path / "draft.yaml").write_text(yaml.safe_dump(asdict(config)))
-    without_states = "reads nothing: an early exit of the last layer"
-    over_target_keys = "attends to the target's keys and values"
-    chosen = ("as configured", without_states, over_target_keys, "unrolled 1 step", "half of the answers")
-    main(str(tmp_path / "draft.yaml"), *chosen)
-    header, _, *rows = table = capsys.readouterr().out.splitlines()[-7:]
-    assert header == "| | all | code | maths | later candidates | likeliest agrees | answer tokens | steps |"
-    assert [row.split("|")[1].strip() for row in rows] == list(chosen)
-    assert [row.split("|")[-2].strip() for row in rows] == ["5", "5", "5", "5", "3"]
-    assert [bool(row.split("|")[5].strip()) for row in rows] == [True, False, True, False, True]
-    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("a variant is trained again"))
-    main(str(tmp_path / "draft.yaml"), *chosen)
-    assert capsys.readouterr().out.splitlines()[-7:] == table
-
-
-def test_head_inputs() -> None:
-    """What a round sees of the text before it; and a correction finds an input that says what the head does not."""
-    example, target = runpy.run_path(str(FOLDER / "head_inputs.py")), tiny("llama")
-    assistant, ids = SpecDecPPAssistant.from_early_exit(target, 1), torch.arange(3, 15).tolist()
-    with torch.no_grad():
-        found = example["of_text"](ids, assistant, target)
-        p = target(torch.tensor([ids[:8]])).logits[0, -1].float().log_softmax(-1)
-        q = assistant.ready_drafter().model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-    log_q = [q[place - 1, ids[place]].clamp_min(-12.0) for place in range(1, 9)]
-    expected = [-(p.exp() * p).sum(), p[ids[8]], p.max(), torch.stack(log_q).mean()]
-    torch.testing.assert_close(found[9, :4], torch.stack(expected))
-
-    torch.manual_seed(0)
-    inputs = torch.randn(2000, 2)
-    rows = {"inputs": inputs, "log_odds": torch.zeros(2000), "label": (2.0 * inputs[:, 1]).sigmoid()}
-    errors = []
-    for width in (1, 2):
-        network = example["correction"](rows, width, seed=0)
-        errors.append(float((example["corrected"](rows, network, width) - rows["label"]).abs().mean()))
-    assert errors[1] < 0.02 < 0.1 < errors[0]
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="has no such drafts")
@@ -248,17 +147,10 @@ def test_bench_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
             "ours, tree of 15", SAMPLE=64,
         )  # fmt: skip
     report = capsys.readouterr().out
-    assert "**no GPU**" in report
-    assert f"torch {torch.__version__}" in report
     tables = [part.splitlines() for part in report.split("## ")[1:]]
-    assert [table[0].split(",")[-1] for table in tables] == [" batch of 1", " batch of 2"]
+    assert len(tables) == 2
     rows = [[[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line[:1] == "|"] for table in tables]
-    assert [row[0] for row in rows[0][2:]] == [
-        "plain generate()", "transformers' assisted, 5 candidates", "plain passes, captured by us",
-        "ours, 3 candidates", "ours, tree of 15",
-    ]  # fmt: skip
     assert [row[6] for row in rows[0][2:]] == ["1 of 1"] * 5
     assert [row[0] for row in rows[1][2:]] == ["plain generate()", "ours, 3 candidates"], "batches have no trees"
     assert [row[6] for row in rows[1][2:]] == ["1 of 1"] * 2
-    assert all(" graphs made" in row[7] for row in [*rows[0][4:], *rows[1][3:]])
     assert all("rounds captured" in row[7] for row in [*rows[0][5:], *rows[1][3:]])

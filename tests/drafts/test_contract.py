@@ -75,9 +75,9 @@ def pair(name: str, folder: Path) -> Pair:
     if name == "dflash":
         target = dflash_files.target_for()
         return SpecDecPPAssistant.from_pretrained(dflash_files.VARIANTS["windows"].save(folder), target), target
-    if name == "gemma4":
+    if name.startswith("gemma4"):
         target = gemma4_files.target_for()
-        gemma4_files.VARIANTS["plain"].theirs().save_pretrained(folder)
+        gemma4_files.VARIANTS["plain" if name == "gemma4" else "clusters"].theirs().save_pretrained(folder)
         return SpecDecPPAssistant.from_draft(folder, target), target
     target = tiny("llama")
     if name == "eagle3 of others":
@@ -312,6 +312,20 @@ def test_a_target_that_was_moved(name: str, tmp_path: Path) -> None:
         assistant.detach()
         assistant.attach(target)
         check_text(assistant, target)
+
+
+RESIZED = {"fixed": FIXED, "successors": {**FIXED, "draft_successors": True}, "dyspec": TREES["dyspec"]}
+
+
+@pytest.mark.every(11)
+@pytest.mark.parametrize("settings", RESIZED)
+@pytest.mark.parametrize("change", [-3, 5])
+@pytest.mark.parametrize("name", [*NAMES[:4], "dflash", "gemma4", "gemma4 with clusters"])
+def test_a_target_whose_embeddings_are_resized(name: str, change: int, settings: str, tmp_path: Path) -> None:
+    assistant, target = made(name, tmp_path, **RESIZED[settings])
+    target.resize_token_embeddings(target.config.get_text_config().vocab_size + change, mean_resizing=False)
+    check_text(assistant, target, input_ids=1 + TEXT % 8)  # ids that all sizes have
+    target.generate(1 + TEXT % 8, assistant_model=assistant, max_new_tokens=16, do_sample=True)
 
 
 @pytest.mark.every(7)

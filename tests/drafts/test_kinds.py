@@ -131,14 +131,6 @@ def test_only_drafts_of_others_can_be_misread() -> None:
             override(config, {"fc_norm": True})
 
 
-def test_every_kind_says_how_it_is_exported_or_why_not() -> None:
-    for kind in KINDS:
-        form = kind.format
-        serves_its_own = form is not None and form.served_by is not None
-        assert kind.export is not None or kind.unserved or serves_its_own
-        assert kind.export is None or not (kind.unserved or serves_its_own)
-
-
 def test_one_price_makes_the_rule_draft_the_whole_block() -> None:
     """With a step for each candidate it would stop earlier: the same prices, another block."""
     target, drafted = tiny("llama"), {}

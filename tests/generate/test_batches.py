@@ -10,7 +10,7 @@ from support.exact_distribution import Replay, Tokens, exact_distribution
 from support.families import model_of
 from support.fuzz.arguments import Counting
 from support.stock_rounds import small, target_distribution
-from support.watchers import Collector, heard
+from support.watchers import Collector
 from support.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -20,7 +20,6 @@ from hf_specdecpp.caches import batches
 from hf_specdecpp.caches.masks import row_masks
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.several.target import TargetOfRows
 from hf_specdecpp.generation.text import Round, Text
 
@@ -49,19 +48,6 @@ def generate(target: Any, inputs: dict[str, Tensor], assistant: Any = None, **op
 
 
 # Greedy text is plain text. -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equality(family: str) -> None:
-    target, inputs = models.tiny(family), padded(LENGTHS)
-    plain = generate(target, inputs, eos_token_id=7)
-    assistant = models.assistant_for(target, mix=0.9, **RULES["fixed"])
-    assert torch.equal(generate(target, inputs, assistant, eos_token_id=7), plain)
-    stats = assistant.stats
-    assert stats.accepted > 10
-    assert stats.generated == sum(row.generated for row in stats.rows)
-    assert [row.accepted + row.rounds + row.plain_passes >= row.generated for row in stats.rows] == [True] * 4
 
 
 @pytest.mark.every(5)
@@ -385,15 +371,6 @@ class SameDraw(Replay):
         if not self.first:
             self.first.append(self.replay._choose(weights))
         return self.first[0]
-
-
-def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making them reads every packed weight, as long as a pass takes."""
-    made: list[Any] = []
-    heard(monkeypatch, DraftSetup, "products", lambda *_: made.append(_))
-    target = models.tiny("llama")
-    generate(target, padded(LENGTHS), models.assistant_for(target, **RULES["throughput"]), max_new_tokens=4)
-    assert len(made) == 1
 
 
 # What is refused. -----------------------------------------------------------------------------------------------------

@@ -50,16 +50,6 @@ def assistant(target: CausalLM) -> Iterator[SpecDecPPAssistant]:
 # --- it is used ---
 
 
-@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
-def test_it_drafts_and_the_text_is_the_same(kind: str, warned: list[str]) -> None:
-    target = tiny("llama")
-    plain, made = target.generate(PROMPT, **GREEDY), assistant_of(kind, target)
-    made.attach(target, default=True)
-    assert torch.equal(target.generate(PROMPT, **GREEDY), plain)
-    assert made.stats.drafted > 0
-    assert warned == []
-
-
 @pytest.mark.parametrize("ids", [PROMPT, BATCH], ids=["one", "batch"])
 def test_it_is_the_same_call_as_with_the_assistant(ids: Tensor, target: CausalLM, assistant: Any) -> None:
     """Sampled with one seed: the same random numbers for the same decisions."""
@@ -99,6 +89,7 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
     "guidance": (lambda: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
     "embeddings": (lambda: {"input_ids": None, "inputs_embeds": torch.ones(1, 6, 32).double()}, "inputs_embeds"),
     "state in a batch": (lambda: {"input_ids": BATCH, "logits_processor": [Counting()]}, "Counting may keep state"),
+    "static batch": (lambda: {"input_ids": BATCH, "cache_implementation": "static"}, "the 2 rows of a batch"),
     "criterion in a batch": (
         lambda: {"input_ids": BATCH, "stopping_criteria": [Recorder()], "pad_token_id": 0},
         "Recorder may keep state",

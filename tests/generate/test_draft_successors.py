@@ -43,15 +43,6 @@ def texts(target: CausalLM, assistant: SpecDecPPAssistant | None, seeds: Any = r
     return found
 
 
-@pytest.mark.every(7)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
-def test_greedy_texts_are_the_target_s(target: CausalLM, kind: str, shape: str) -> None:
-    assistant = assistant_of(kind, target, **SHAPES[shape], draft_successors=True)
-    assert texts(target, assistant) == texts(target, None)
-    assert bool(assistant.memory.successors[target].probs.any())
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 def test_by_default_greedy_texts_of_drafts_that_read_states_are_corrected(target: CausalLM, kind: str) -> None:

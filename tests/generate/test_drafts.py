@@ -25,19 +25,6 @@ FIXED = SpeculationConfig("fixed", num_tokens=4)
 # --- independent ---
 
 
-@pytest.mark.usefixtures("assumed_costs")
-@pytest.mark.parametrize("attached", [True, False])
-def test_by_folder_and_by_object(target: PreTrainedModel, draft: str, attached: bool, tmp_path: Path) -> None:
-    for named in (draft, Path(draft), AutoModelForCausalLM.from_pretrained(draft)):
-        model = target if attached else None
-        assistant = SpecDecPPAssistant.from_draft(named, model, head=head_for(target), speculation=FIXED)
-        assert greedy(target, assistant) == greedy(target)
-        assert assistant.stats.drafted > 0
-        assert assistant.config.draft_id == draft
-    assistant.attach(target)
-    check_round_trip(assistant, target, tmp_path / "a")
-
-
 def test_dtype_of_a_draft_given_by_name(draft: str) -> None:
     assert SpecDecPPAssistant.from_draft(draft, tiny("llama").to(torch.bfloat16)).dtype == torch.bfloat16
     assert SpecDecPPAssistant.from_draft(draft).dtype == torch.float64, "its own"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, assistant_for, prompt, tiny
-from support.outputs import PROCESSORS, NoRepeat, assert_same
+from support.models import assistant_for, prompt, tiny
+from support.outputs import NoRepeat, assert_same
 from support.tree_generation import TREES, target_of
 from support.watchers import no_work
 from torch import Tensor
@@ -105,6 +105,9 @@ def test_padding_that_eager_attention_turns_into_nan(tree: Any, how: dict[str, A
     assert assistant.stats.drafted > 0
 
 
+# Where the text goes on after the prompt ------------------------------------------------------------------------------
+
+
 def test_a_padded_second_turn_with_only_new_ids() -> None:
     """The mask then covers the first turn, too, which the draft is not shown."""
     target, ids = tiny("llama"), torch.cat((torch.zeros((1, 5), dtype=torch.long), PROMPT), dim=1)
@@ -121,26 +124,6 @@ def test_a_padded_second_turn_with_only_new_ids() -> None:
     generate(target, new, past_key_values=cache, attention_mask=mask, assistant_model=assistant)
     hook.remove()
     assert lengths[0] == new.shape[1] + 1, "the new tokens and the first answer: nothing of it is padding"
-
-
-@pytest.mark.every(7)
-@pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "unattached"])
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_every_processor_when_sampling(name: str, is_attached: bool) -> None:
-    """The distribution is tested in `tests/exactness/`. Here: each argument is taken, nothing outside the vocabulary
-    comes out, and a seed fixes the run."""
-    target, how = tiny("llama", num_hidden_layers=2), {"do_sample": True, "top_k": 0, **PROCESSORS[name]}
-    assistant, found = assistant_for(target, is_attached), []
-    for _ in range(2):
-        torch.manual_seed(0)
-        found.append(generate(target, assistant_model=assistant, **how))
-    assert torch.equal(*found), "a seed fixes the run"
-    assert found[0].shape[1] > PROMPT.shape[1]
-    assert torch.equal(found[0][:, : PROMPT.shape[1]], PROMPT)
-    assert 0 <= int(found[0].min()) <= int(found[0].max()) < VOCAB_SIZE
-
-
-# Where the text goes on after the prompt ------------------------------------------------------------------------------
 
 
 def test_positions_counted_from_the_mask_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

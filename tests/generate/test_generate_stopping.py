@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
-from support.watchers import Collector, Recorder, tokenizer
+from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.watchers import Recorder, tokenizer
 from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
@@ -81,14 +81,6 @@ def test_max_time(assistant: Any) -> None:
         assert generate(assistant_model=assistant, max_new_tokens=1000, max_time=0.0).shape[1] == LENGTH + 1
 
 
-def test_a_streamer_gets_the_text_in_blocks(attached: Any) -> None:
-    """Which are long enough for these tests."""
-    collector = Collector()
-    generate(assistant_model=attached, max_new_tokens=60, streamer=collector)
-    assert (sum(collector.puts[1:], []), collector.ends) == (greedy(), 1)
-    assert 3 <= max(map(len, collector.puts[1:7])) <= 5
-
-
 def test_criteria_are_refused_without_attaching() -> None:
     assistant = assistant_for(target(), attached=False)
     with pytest.raises(ValueError, match="Recorder: transformers asks stopping criteria once a round.*Attach"):
@@ -102,15 +94,6 @@ def test_criteria_are_refused_without_attaching() -> None:
 
 
 # End of sequence and lengths ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.every(5)
-@pytest.mark.parametrize("index", range(12))
-def test_eos_anywhere_in_a_block(assistant: Any, index: int) -> None:
-    token, unseen = greedy()[index], sorted(set(range(VOCAB_SIZE)) - set(greedy()))[:2]
-    for eos in (token, [*unseen, token]):
-        text = generate(assistant_model=assistant, max_new_tokens=60, eos_token_id=eos, pad_token_id=0)
-        assert text[0, LENGTH:].tolist() == greedy()[: greedy().index(token) + 1]
 
 
 def test_ids_of_another_type(assistant: Any) -> None:

@@ -155,16 +155,6 @@ def test_a_draft_reads_a_prompt_once_it_has_missed_as_much(shape: str) -> None:
     assert rounds[0.0] + 3 <= rounds[0.2] < rounds[100.0]
 
 
-def test_a_draft_never_reads_a_prompt_where_too_few_tokens_are_left() -> None:
-    """Reading the prompt takes 1.8 s, and drafting saves about 0.4 s a token."""
-    target = tiny("llama")
-    rule: dict[str, Any] = {"rule": "throughput", "costs": {**COSTS, "read": 0.15}}
-    for tokens, reads in ((4, False), (60, True)):
-        assistant = assistant_for(target, mix=1.0, lookup=True, **rule)
-        generate(target, assistant, max_new_tokens=tokens, no_repeat_ngram_size=2)
-        assert (assistant.stats.draft_passes > 0) == reads
-
-
 # Batches. -------------------------------------------------------------------------------------------------------------
 
 

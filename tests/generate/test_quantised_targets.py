@@ -16,7 +16,7 @@ from support.mtp_files import Files
 from support.quantised import SHAPE, ordinary, quantised_in_place, with_bitsandbytes, with_torch_ao, with_torchao
 from support.repos import save_adapter
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models import cpu_products
@@ -256,26 +256,6 @@ def test_products_in_half_precision_are_known() -> None:
     """Trees are tried on the model, which then rounds more."""
     assert multiplies_in_half(with_bitsandbytes(4, bnb_4bit_compute_dtype=torch.bfloat16))
     assert not multiplies_in_half(ordinary())
-
-
-@torch.no_grad()
-def difference(target: CausalLM, ids: Tensor) -> float:
-    """How far the logits of a text that is read in passes over five tokens are from those in passes over one."""
-    logits = []
-    for size in (5, 1):
-        cache = DynamicCache(config=target.config)
-        parts = [target(part, past_key_values=cache).logits for part in ids.split(size, dim=1)]
-        logits.append(torch.cat(parts, dim=1))
-    return float((logits[0] - logits[1]).abs().max() / logits[1].std())
-
-
-def test_why_quantised_activations_are_refused() -> None:
-    """Each token has its own scale here, and layer by layer its own product."""
-    ids = torch.cat((prompt(), prompt(seed=5)), dim=1)
-    assert difference(with_torchao(), ids) < 1e-4
-    target, states = with_torchao("Int8DynamicActivationInt8WeightConfig"), torch.randn(5, SHAPE["hidden_size"])
-    assert torch.equal(target.lm_head(states), torch.cat([target.lm_head(row) for row in states.split(1)]))
-    assert difference(target, ids) > 1e-3
 
 
 def test_a_draft_may_quantise_its_activations() -> None:

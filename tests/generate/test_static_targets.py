@@ -1,7 +1,6 @@
 """Targets with a static cache: the text of plain `generate()`, the rows that are held, and widths."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -297,27 +296,6 @@ def test_passes_have_few_widths_and_end_within_the_cache(how: str) -> None:
     assert max(ends) <= rooms[0]
     last = max(begin for begin, width in zip(begins, widths, strict=True) if width == max(widths))
     assert how not in TREES or last + max(widths) > length - 1
-
-
-@pytest.mark.parametrize("options", [OPTIONS, STATIC], ids=["dynamic", "static"])
-def test_the_target_is_optimised_for_decoding_as_in_plain_generation(options: dict[str, Any]) -> None:
-    target, inside, passes = tiny("llama", num_hidden_layers=2), [False], []
-
-    @contextmanager
-    def optimised() -> Iterator[None]:
-        inside[0] = True
-        yield
-        inside[0] = False
-
-    assistant = attached(target)
-    target._optimize_model_for_decode = optimised
-    target.register_forward_pre_hook(lambda *_: passes.append(inside[0]))
-    target.generate(prompt(), **options)
-    assert passes == [False] + [True] * 39
-    passes.clear()
-    target.generate(prompt(), assistant_model=assistant, **options)
-    assert passes[0] is False
-    assert all(passes[1:])
 
 
 # Costs and refusals ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ from support.watchers import heard
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models import cpu_products
-from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.throughput.target_passes import AT_ONCE
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -195,14 +193,6 @@ def test_a_draft_of_others_that_is_hardly_ever_right_is_named(accepted: int, rou
     assert "specdecpp inspect" not in first_candidates(accepted, rounds, None).verdict, "a draft of one's own"
 
 
-def test_what_is_said_of_graphs_is_not_summed() -> None:
-    """They are those of the target by now, and a reason is no number."""
-    first = SpeculationStats(rounds=1, graphs=3, graph_seconds=0.5, graph_bytes=100, uncaptured="no graphs")
-    total = first + SpeculationStats(rounds=1, graphs=5, graph_seconds=0.75, graph_bytes=300, uncaptured="no graphs")
-    assert (total.graphs, total.graph_seconds, total.graph_bytes, total.uncaptured) == (5, 0.75, 300, "no graphs")
-    assert ((first + SpeculationStats()).uncaptured, total.rounds) == ("no graphs", 2)
-
-
 def test_suspicions_add_up() -> None:
     assert "Only 0 of 8 first candidates" in (first_candidates(0, 4) + first_candidates(0, 4)).verdict
     looked_up = first_candidates(1, 40)
@@ -221,26 +211,6 @@ def test_generations_know_whose_draft_it_is(tmp_path: Path, tree: Any, rows: int
     own = assistant_for(target)
     target.generate(prompt(), assistant_model=own, max_new_tokens=8, do_sample=False)
     assert own.stats.suspect is None
-
-
-def test_passes_over_one_token_are_timed_beside_the_rounds() -> None:
-    """Each on the very pass that plain generation would make there; the cache stays as it was."""
-    target = tiny("llama")
-    assistant = assistant_for(target)
-    seen: list[tuple[int, int]] = []  # tokens in the cache, tokens read
-
-    def watch(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
-        seen.append((cache_among(kwargs).get_seq_length(), kwargs["input_ids"].shape[1]))
-
-    with target.register_forward_pre_hook(watch, with_kwargs=True):
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=160, do_sample=False)
-        pairs = [(one, after) for one, after in pairwise(seen[1:]) if one[0] == after[0]]
-        assert len(pairs) == assistant.stats.compared_passes == AT_ONCE
-        assert {beside for (_, beside), _ in pairs} == {1}
-        assert min(width for _, (_, width) in pairs) > 1
-        assert len(seen) == assistant.stats.target_passes + AT_ONCE
-        target.generate(prompt(), assistant_model=assistant, max_new_tokens=160, do_sample=False)
-    assert len(seen) == 2 * assistant.stats.target_passes + AT_ONCE + 2, "the latter 48 passes apart"
 
 
 def test_nothing_drafted() -> None:

@@ -8,12 +8,11 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from support.families import informed_draft
-from support.models import partly_agreeing, prompt, quiet_later_layers, tiny
-from support.multimodal import multimodal
+from support.models import partly_agreeing, prompt, tiny
 from support.snapshots import has_our_methods, of_own_class
 from support.zoo import WINDOW, tiny_config, tiny_of
 from torch import Tensor
-from transformers import BarkSemanticConfig, BarkSemanticModel, DynamicCache, GenerationMixin, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.caches.states import check_states
@@ -131,17 +130,6 @@ def test_a_loop_of_its_own() -> None:
         assist(target, "lookup", default=False)
 
 
-def test_bark_s_tokens_of_meaning() -> None:
-    """It is its own decoder, and has no attribute that most models call it by."""
-    config = BarkSemanticConfig(input_vocab_size=48, output_vocab_size=48, num_layers=2, num_heads=4, hidden_size=32)
-    target = BarkSemanticModel(config).double().eval()
-    plain, assistant = GenerationMixin.generate(target, BATCH, **GREEDY), assist(target, "lookup", default=True)
-    assert torch.equal(GenerationMixin.generate(target, BATCH, **GREEDY), plain)
-    with pytest.raises(ValueError, match="has no LM head"):
-        SpecDecPPAssistant.from_draft(target)
-    assistant.detach()
-
-
 @pytest.mark.parametrize(
     ("name", "family"),
     [("GlmImageForConditionalGeneration", "glm_image"), ("UnlimitedOcrForConditionalGeneration", "unlimited_ocr")],
@@ -201,7 +189,7 @@ def test_the_longest_text(family: str, most: float) -> None:
                 model(input_ids=text, use_cache=False)
 
 
-# Side outputs ---------------------------------------------------------------------------------------------------------
+# Wrappers -------------------------------------------------------------------------------------------------------------
 
 
 def test_windows_shrink_again_in_later_turns_without_an_assistant() -> None:
@@ -213,29 +201,6 @@ def test_windows_shrink_again_in_later_turns_without_an_assistant() -> None:
     cache = first.past_key_values
     target.generate(first.sequences, **{**GREEDY, "max_new_tokens": 3 * WINDOW}, past_key_values=cache)
     assert {layer.keys.shape[-2] for layer in cache.layers} == {WINDOW - 1}
-
-
-def test_a_static_cache_of_a_batch_is_left_as_it_is() -> None:
-    target = tiny_of("mistral")
-    arguments = {**GREEDY, "cache_implementation": "static", "return_dict_in_generate": True}
-    plain, assistant = target.generate(BATCH, **arguments), assist(target, "lookup", default=True)
-    ours = target.generate(BATCH, **arguments)
-    assert "the 2 rows of a batch" in str(assistant.stats.refusal)
-    for layer, expected in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
-        assert (type(layer), layer.keys.shape) == (type(expected), expected.keys.shape)
-
-
-def test_a_batch_of_texts_for_a_model_that_reads_images() -> None:
-    target, _ = multimodal("llava")
-    texts = BATCH.clamp(max=40)
-    plain = target.generate(texts, attention_mask=torch.ones_like(texts), **GREEDY)
-    assistant = SpecDecPPAssistant.from_draft(informed_draft(plain[:1]), target, speculation=CHAIN)
-    ours = target.generate(texts, attention_mask=torch.ones_like(texts), **GREEDY, assistant_model=assistant)
-    assert torch.equal(ours, plain)
-    assert assistant.stats.accepted > 0
-
-
-# Wrappers -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.apart
@@ -250,18 +215,6 @@ def test_a_compiled_target_is_attached_behind_its_wrapper() -> None:
     assert assistant.stats.complete, "our own loop ran"
     assistant.detach(compiled)
     assert not has_our_methods(target)
-
-
-@pytest.mark.apart
-def test_an_early_exit_of_a_target_whose_forward_is_compiled() -> None:
-    """The draft's own forward is its class's: the compiled one runs the target."""
-    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
-    target.forward = torch.compile(target.forward, backend="eager", dynamic=True)
-    assistant = SpecDecPPAssistant.from_early_exit(target, 1, speculation=SpeculationConfig(rule="fixed"))
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
-    plain = target.generate(prompt(), **options)
-    assert torch.equal(target.generate(prompt(), assistant_model=assistant, **options), plain)
-    assert assistant.stats.accepted > 0
 
 
 def test_batches_with_an_adapter_for_each_row() -> None:

@@ -8,42 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
-from support.snapshots import FIXED, PROMPT, generate, has_our_methods, of_own_class, snapshot
+from support.snapshots import PROMPT, generate, snapshot
+from support.watchers import Collector
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
 
-from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
-
-
-def attached(target: CausalLM, kind: str) -> SpecDecPPAssistant:
-    if kind in ("conditioned", "eagle3"):
-        return assistant_of(kind, target, **FIXED.to_dict())
-    if kind == "early exit":
-        return SpecDecPPAssistant.from_early_exit(target, 2, speculation=FIXED)
-    return assistant_for(target)
-
-
-@pytest.mark.every(7)
-@pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
-def test_before_during_and_after(family: str, kind: str) -> None:
-    target = of_own_class(tiny(family).train(False))
-    target.generation_config.temperature = 0.7
-    target.get_input_embeddings().requires_grad_(False)
-    before, plain = snapshot(target), generate(target)
-    assistant = attached(target, kind)
-    assert has_our_methods(target)
-    for _ in range(2):
-        assert snapshot(target) == before
-        assert torch.equal(generate(target, assistant_model=assistant), plain)
-    assistant.detach()
-    assert not has_our_methods(target)
-    assert snapshot(target) == before
-    assistant.detach()  # again does nothing
-    assert snapshot(target) == before
-
 
 # Exceptions -----------------------------------------------------------------------------------------------------------
 
@@ -52,21 +22,17 @@ class BrokenError(Exception):
     pass
 
 
-class BreakingStreamer(BaseStreamer):
+class BreakingStreamer(Collector):
     """Raises when it is given something for the `last` time."""
 
     def __init__(self, last: int) -> None:
-        self.left = last
-        self.seen: list[int] = []
+        super().__init__()
+        self.last = last
 
     def put(self, value: Tensor) -> None:
-        self.seen += value.flatten().tolist()
-        self.left -= 1
-        if self.left == 0:
+        super().put(value)
+        if len(self.puts) == self.last:
             raise BrokenError
-
-    def end(self) -> None:
-        raise AssertionError("the text never ended")
 
 
 def breaks(module: Any, call: int) -> Any:
@@ -107,7 +73,8 @@ def test_an_exception_in_a_round(family: str, where: str, style: str) -> None:
         )  # fmt: skip
     if handle is not None:
         handle.remove()
-    emitted = streamer.seen if style == "full ids" else [*first[0].tolist(), *streamer.seen]
+    assert streamer.ends == 0
+    emitted = sum(streamer.puts, [] if style == "full ids" else first[0].tolist())
     assert ids.shape[1] < len(emitted) < plain.shape[1]
     assert emitted == plain[0, : len(emitted)].tolist()
     assert {layer.get_seq_length() for layer in cache.layers} == {len(emitted) - 1}
@@ -162,18 +129,23 @@ def through_torch(model: CausalLM) -> CausalLM:
 
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, through_pickle, through_torch])
 def test_copies_of_an_attached_target_are_ordinary(way: Any) -> None:
+    """Also once the states of its layers have been read."""
     target = tiny("llama")
     original, plain = type(target), generate(target)
+    reading = assistant_of("eagle3", target, rule="fixed", num_tokens=3)
+    assert torch.equal(generate(target, assistant_model=reading), plain)
     assistant = assistant_for(target)
     assistant.attach(target, default=True)
     twin = way(target)
     assert type(twin) is original
+    assert snapshot(twin)["hooks"] == 0
     assert torch.equal(generate(twin), plain)
     assert torch.equal(generate(twin, assistant_model=assistant), plain), "as an unattached target"
     assert not assistant.stats.complete
     assert torch.equal(generate(target, assistant_model=assistant), plain), "and ours is still attached"
     assert assistant.stats.complete
     assistant.detach()
+    reading.detach()
 
 
 def test_a_deep_copy_of_an_assistant_is_the_assistant() -> None:
@@ -184,6 +156,3 @@ def test_a_deep_copy_of_an_assistant_is_the_assistant() -> None:
     assert torch.equal(generate(target, **arguments), plain)
     assert assistant.stats.complete, "by our own loop"
     assistant.detach()
-
-
-# PEFT -----------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, prompt, tiny
+from support.models import assistant_for, prompt, tiny
 from support.products import products_of
 from support.snapshots import has_our_methods, of_own_class, snapshot
 from support.watchers import runs_of
 from torch import Tensor, nn
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor
 
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models import cpu_products
@@ -247,19 +247,3 @@ def test_products_are_this_thread_s() -> None:
 def in_context(context: Any, action: Callable[[], Any]) -> Any:
     with context:
         return action()
-
-
-@pytest.mark.parametrize("kind", ["conditioned", "eagle3"])
-def test_pickling_a_target_whose_states_were_read(kind: str) -> None:
-    """While it is attached, in the middle of a text, and afterwards."""
-    target = tiny("llama")
-    plain, assistant = generate(target), assistant_of(kind, target, rule="fixed", num_tokens=3)
-    meanwhile = elsewhere(lambda: pickle.dumps(target))
-    assert torch.equal(generate(target, assistant_model=assistant, logits_processor=[meanwhile]), plain)
-    made = [meanwhile.found[0], pickle.dumps(target)]
-    assistant.detach()
-    made.append(pickle.dumps(target))
-    for each in made:
-        again: PreTrainedModel = pickle.loads(each)  # noqa: S301 - our own bytes
-        assert snapshot(again)["hooks"] == 0
-        assert torch.equal(generate(again), plain)

@@ -58,24 +58,6 @@ def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: 
         assert len(full) > 2
 
 
-@pytest.mark.every(11)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rule", ["threshold", "throughput", "tree"])
-def test_other_rules(rule: str, kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
-    if rule == "tree" and kind == "mtp 3":
-        return  # which drafts no trees
-    target, assistant = made(kind, tmp_path, **(TREE if rule == "tree" else {"rule": rule, "max_tokens": 5}))
-    for how in ({}, SAMPLED):
-        for turn in range(2):
-            before, text = pretended["captured"], generate(target, assistant, 9, **how)
-            stats = assistant.stats
-            assert (stats.decided["rounds"], stats.generated) == ("captured", 24)
-            assert how or torch.equal(text, generate(target, None, 9))
-            if rule != "throughput":  # which may choose another shape
-                assert (pretended["captured"] > before) == (turn == 0)
-                assert stats.accepted > 0 or "dflash" in kind  # whose weights are random
-
-
 @pytest.mark.every(5)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in ("eagle3", "conditioned") or "dflash" in kind])
 def test_texts_after_one_in_which_drafting_did_not_pay(kind: str, tmp_path: Path) -> None:

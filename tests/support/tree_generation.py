@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdecpp import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.models import prompt, tiny
 
@@ -45,13 +44,3 @@ def generate(target: CausalLM, assistant: Any = None, **arguments: Any) -> Any:
     finally:
         if assistant is not None:
             assistant.detach()
-
-
-def assert_trees_mattered(stats: SpeculationStats) -> None:
-    """Candidates were accepted and rejected, also other than first siblings, and paths of several lengths."""
-    assert stats.complete
-    assert sum(stats.tree_depths) == stats.rounds
-    assert 0 < stats.accepted < stats.drafted
-    assert sum(stats.accepted_by_rank[1:]) > 0
-    assert len(stats.accepted_at) >= 2
-    assert stats.accepted_at[1] > 0

@@ -117,12 +117,6 @@ def test_the_last_tree(target: str, assistant: str) -> None:
     assert "└─" in output
 
 
-def test_nothing_said(target: str) -> None:
-    output = chat(target).stdout
-    assert "verdict" not in output
-    assert "measure it" not in output
-
-
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
     """Ctrl-C interrupts, also where the tests are a background job of a shell, which ignores it."""
@@ -339,22 +333,6 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_was_said() -> None:
     expected = plainly(talk, MESSAGES[1])
     assert said(talk, MESSAGES[1])[0][:14] == expected
     assert talk.answers[-1].carried > 0
-
-
-def test_an_exception_leaves_the_conversation_as_it_was() -> None:
-    talk = conversation(model_of("llama"))
-    said(talk, MESSAGES[0])
-    before = list(talk.messages)
-
-    def fail(text: str) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        talk.answer(MESSAGES[1], Stop(), fail)
-    assert talk.messages == before
-    expected = plainly(talk, MESSAGES[1])
-    assert said(talk, MESSAGES[1])[0] == expected
-    assert talk.answers[-1].carried == 0  # the cache may have been anywhere
 
 
 def test_reset_and_system() -> None:

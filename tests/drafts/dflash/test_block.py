@@ -299,16 +299,6 @@ def test_variants_and_other_targets(name: str, monkeypatch: pytest.MonkeyPatch) 
     check_rounds(target, assistant, TEXT, monkeypatch)
 
 
-@pytest.mark.parametrize("is_attached", [False, True])
-def test_transformers_own_is_left_alone(is_attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, target = VARIANTS["plain"].theirs(), target_for()
-    assistant = assisted(target, VARIANTS["windows"]) if is_attached else None
-    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    output = target.generate(TEXT, assistant_model=theirs, speculation_type="dflash", **how)
-    assert torch.equal(output, target.generate(TEXT, **how))
-    assert assistant is None or assistant.stats.rounds == 0
-
-
 @torch.no_grad()
 def test_chains_on_a_text_are_those_of_rounds() -> None:
     """What a head learns from, and what it is calibrated and measured on."""

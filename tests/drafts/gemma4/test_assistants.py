@@ -19,8 +19,6 @@ from transformers import DynamicCache
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafts.gemma4.drafter import sources
 from hf_specdecpp.drafts.gemma4.kind import read_model
-from hf_specdecpp.files import Repository
-from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -218,12 +216,6 @@ def test_the_order_of_tokens(case: str, tmp_path: Path) -> None:
     name, changes, reason = TOKENS[case]
     with pytest.raises(ValueError, match=reason):
         load(edited(saved(tmp_path, name), **changes))
-
-
-def test_inspected(tmp_path: Path) -> None:
-    report = inspect(Repository(str(saved(tmp_path, "clusters"))))
-    assert report.facts["draft"] == "Gemma 4 assistant, 2 layers (sliding, full), 16 wide"
-    assert report.facts["draft vocabulary"] == "2 of 4 clusters of 12 token ids"
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {

@@ -271,11 +271,3 @@ def test_bench(target: str, tmp_path: Path, options: tuple[str, ...]) -> None:
     assert f"multi-token layers of {target}" in (tmp_path / "bench" / "report.md").read_text()
     said = f"Without --assistant or --layers the draft is multi-token layers of {target}."
     assert (said in result.output) is not bool(options)
-
-
-@pytest.mark.parametrize("command", ["demo", "chat", "bench"])
-def test_beside_an_assistant(command: str) -> None:
-    """Before anything is loaded."""
-    result = run(command, "--target", "none", "--mtp", "--assistant", "org/assistant")
-    assert result.exit_code == 1
-    assert "--mtp takes no assistant, and --assistant names 'org/assistant'" in result.output
