@@ -1,4 +1,4 @@
-"""What the README shows works: its program, commands and links; and what cards say of where they come from."""
+"""What the README shows works: its program, names, commands, and length."""
 
 import re
 import runpy
@@ -12,7 +12,7 @@ import pytest
 from support.repos import save_chat_model
 from typer.main import get_command
 
-from hf_specdecpp import provenance
+from hf_specdecpp import SpecDecPPAssistant, provenance
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import GROWTHS, RULES
 from hf_specdecpp.version import REPOSITORY
@@ -47,9 +47,25 @@ def test_the_first_block_runs_from_a_wheel_without_a_clone(tmp_path: Path) -> No
     assert "z-lab/Qwen3-8B-DFlash-b16" in listed.stdout
 
 
+def test_a_stranger_sees_a_number_in_the_first_25_lines() -> None:
+    first = "\n".join(README.splitlines()[:25])
+    assert re.search(r"pip install.*assist\(.*\d times the speed of plain", first, flags=re.DOTALL)
+
+
+def test_names_exist() -> None:
+    for name in re.findall(r"SpecDecPPAssistant\.(\w+)", README):
+        assert hasattr(SpecDecPPAssistant, name)
+
+
 def test_every_command_is_shown() -> None:
     commands: Any = get_command(app)
     assert set(re.findall(r"^specdecpp (\w+)", README, flags=re.MULTILINE)) == set(commands.commands)
+
+
+def test_it_fits_on_a_few_screens() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 140
+    assert max(map(len, lines)) <= 120
 
 
 def test_every_rule_and_tree_is_in_the_guide_to_choosing() -> None:

@@ -10,7 +10,7 @@ from support.exact_distribution import Replay, Tokens, exact_distribution
 from support.families import model_of
 from support.fuzz.arguments import Counting
 from support.stock_rounds import small, target_distribution
-from support.watchers import Collector
+from support.watchers import Collector, heard
 from support.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
@@ -20,6 +20,7 @@ from hf_specdecpp.caches import batches
 from hf_specdecpp.caches.masks import row_masks
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.several.target import TargetOfRows
 from hf_specdecpp.generation.text import Round, Text
 
@@ -444,3 +445,12 @@ def test_speculation_fades_as_the_batch_grows() -> None:
         drafted.append(assistant.stats.drafted / assistant.stats.rounds)
     assert drafted[0] > drafted[1] > drafted[2]
     assert drafted[2] < 0.1
+
+
+def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making them reads every packed weight, as long as a pass takes."""
+    made: list[Any] = []
+    heard(monkeypatch, DraftSetup, "products", lambda *_: made.append(_))
+    target = models.tiny("llama")
+    generate(target, padded(LENGTHS), models.assistant_for(target, **RULES["throughput"]), max_new_tokens=4)
+    assert len(made) == 1

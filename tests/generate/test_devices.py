@@ -166,6 +166,7 @@ def counted_rounds(speculation: dict[str, Any], **sampling: Any) -> list[tuple[i
     target = tiny("llama")
     rounds: list[tuple[int, Counter[str]]] = []
     take = AssistedDecoding.round
+    launched: list[int] = []  # before each forward that runs
 
     def counted(decoding: AssistedDecoding) -> None:
         stats = decoding.texts[0].stats
@@ -173,10 +174,20 @@ def counted_rounds(speculation: dict[str, Any], **sampling: Any) -> list[tuple[i
         take(decoding)
         rounds.append((stats.drafted - drafted, Counter(counts) - before))
 
+    def begins(*_: Any) -> None:
+        launched.append(counts["launch"])
+
+    def ends(*_: Any) -> None:
+        counts["launch within forwards"] += counts["launch"] - launched.pop()
+
     with pretend_devices() as counts, torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(AssistedDecoding, "round", counted)
         on_device(target)
         assistant = with_draft(**speculation)(target)
+        for model in (target, assistant.ready_drafter().model):
+            for part in (model.get_decoder(), model.get_output_embeddings()):
+                part.register_forward_pre_hook(begins)
+                part.register_forward_hook(ends)
         torch.manual_seed(0)
         target.generate(on_device(prompt()), assistant_model=assistant, **OPTIONS, **sampling)
     assert len(rounds) > 2
@@ -210,6 +221,18 @@ def test_what_a_tree_costs(speculation: dict[str, Any], sampling: dict[str, Any]
         assert cost["read"] <= levels + 2
         assert cost["upload"] <= levels + 1
         assert cost["sync"] == 0
+
+
+@pytest.mark.takes(3)
+@pytest.mark.parametrize(
+    ("speculation", "most"), [(RULES[0], (17, 60)), (TREES[0], (31, 160))], ids=["chain of 4", "tree of 12"]
+)
+def test_what_is_launched_beside_forwards(speculation: dict[str, Any], most: tuple[int, int]) -> None:
+    """On average, since random numbers and columns that grow with the text are made for several rounds at once."""
+    for sampling, bound in zip(SAMPLING, most, strict=False):
+        rounds = counted_rounds(speculation, **sampling)
+        launches = [cost["launch"] - cost["launch within forwards"] for _, cost in rounds]
+        assert sum(launches) / len(launches) <= bound
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.calls import our_calls
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny
 from support.pretend_devices import on_device
 from support.pretend_graph import pretend_graphs_on_devices
 from torch import Tensor
@@ -17,6 +17,7 @@ from hf_specdecpp.generation.captured.text import BETWEEN
 from hf_specdecpp.generation.captured.whole import WholeRounds
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.models import cpu_products
+from hf_specdecpp.sampling.processors import Processing
 
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},
@@ -120,6 +121,61 @@ def test_a_draft_beside_captured_passes_leaves_out_cudnns_attention() -> None:
     assert len(seen) > 4
     assert not any(seen)
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+# What one round runs of the package: counted in functions and files, which no clock disturbs. -------------------------
+
+
+# Settings, and the most functions and files of a round.
+ROUNDS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "fixed": ({"rule": "fixed", "num_tokens": 3}, 60, 16),
+    "threshold": ({"rule": "threshold"}, 72, 18),
+    "tree": ({"rule": "fixed", "tree": "dyspec", "tree_budget": 8}, 106, 23),
+}
+
+
+def run_by_rounds(monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any]) -> list[set[tuple[str, str]]]:
+    """The files and functions of each round but the first two of the second text of an assistant."""
+    found: list[set[tuple[str, str]]] = []
+    original = AssistedDecoding.round
+
+    def watched(self: AssistedDecoding) -> None:
+        with our_calls() as calls:
+            original(self)
+        found.append({(code.co_filename, f"{code.co_name} at line {code.co_firstlineno}") for code in calls})
+
+    target = tiny("llama").float()
+    assistant = assistant_for(target, mix=0.9, **speculation)
+    with monkeypatch.context() as patch:
+        patch.setattr(AssistedDecoding, "round", watched)
+        for _ in range(2):
+            found.clear()
+            target.generate(prompt(9), assistant_model=assistant, max_new_tokens=30, do_sample=False)
+    return found[2:]
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_round_is_few_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    speculation, functions, files = ROUNDS[name]
+    rounds = run_by_rounds(monkeypatch, speculation)
+    assert len(rounds) > 3
+    # Some rounds learn, which takes a few functions more.
+    usual = sorted(rounds, key=len)[len(rounds) // 2]
+    assert len(usual) <= functions, "\n".join(sorted(f"{file} {function}" for file, function in usual))
+    assert len({file for file, _ in usual}) <= files
+
+
+def test_more_functions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a text asks its processors though there are none."""
+    speculation = ROUNDS["threshold"][0]
+    few, original = max(map(len, run_by_rounds(monkeypatch, speculation))), Processing.__init__
+
+    def asked(self: Processing, processors: Any) -> None:
+        original(self, processors)
+        self.does_nothing = False
+
+    monkeypatch.setattr(Processing, "__init__", asked)
+    assert max(map(len, run_by_rounds(monkeypatch, speculation))) > few
 
 
 # What a `generate()` does before its first round: counted in calls of our functions, which no clock disturbs. ---------

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.caches.states import Mark
 from hf_specdecpp.caches.text import GrowingText
+from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.generation.target import MOST_PENDING
 from hf_specdecpp.models.causal_lm import CausalLM
 
@@ -196,3 +197,23 @@ def test_tokens_that_are_not_read_again_are_noticed(monkeypatch: pytest.MonkeyPa
         self.pending = max(self.pending - 1, 0)
 
     assert changes_texts(monkeypatch, GrowingText, "keep", forgets)
+
+
+def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_of("granitemoehybrid")
+    plain = target.generate(PROMPT, **PLAIN, max_new_tokens=60)
+    settle, pending = Prefix.settle, set()
+
+    def check(self: Prefix, *arguments: Any) -> None:
+        settle(self, *arguments)
+        pending.add(self.text.pending)
+        held, expected = self.cache.get_seq_length(), DynamicCache(config=target.config)
+        with torch.no_grad():
+            target(plain[:, :held], past_key_values=expected, use_cache=True)
+        assert_same_states(self.cache, expected)
+
+    monkeypatch.setattr(Prefix, "settle", check)
+    ours = target.generate(PROMPT, **PLAIN, max_new_tokens=60, assistant_model=assistant_of(target, plain))
+    assert torch.equal(ours, plain)
+    assert 0 in pending
+    assert max(pending) > 4, "rejections followed one another"

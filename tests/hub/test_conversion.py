@@ -1,5 +1,6 @@
 """Released SpecDec++ heads judge the same after conversion, and nothing unsafe or ambiguous is converted."""
 
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,18 @@ def test_stored_as_float32(tmp_path: Path, dtype: torch.dtype, save: Any) -> Non
     head = load(tmp_path / "out")
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32}
     assert_same(head, released.float())
+
+
+def test_the_folder_and_its_config(tmp_path: Path) -> None:
+    source = save_bin(ReleasedHead(3), tmp_path / "released")
+    models = {"draft_id": "org/draft", "draft_revision": "abc", "target_id": "org/target", "target_revision": "def"}
+    convert(source, tmp_path / "out", None, **models)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["acceptance_head.safetensors", "config.json"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "specdecpp"
+    assert config["head"] | {"num_blocks": 3, "tied": True, "inputs": "after", "hidden_size": SIZE} == config["head"]
+    assert (config["draft_id"], config["draft_revision"]) == ("org/draft", "abc")
+    assert (config["target_id"], config["target_revision"]) == ("org/target", "def")
 
 
 def test_an_assistant_without_a_head_has_none_to_load(tmp_path: Path) -> None:

@@ -31,6 +31,20 @@ def folder(tmp_path: Path) -> Path:
     return write_assistant(tmp_path / "assistant")
 
 
+def test_a_sound_assistant(folder: Path) -> None:
+    report = look(folder)
+    assert report.sound
+    assert (problems(report), report.traps) == ({}, [])
+    contents = {file.name: file.content for file in report.files}
+    assert sorted(contents) == FILES
+    assert contents["acceptance_head.safetensors"].endswith("bytes, 162 parameters")  # 2 (8 * 8 + 8) + 2 * 8 + 2
+    assert contents["draft_vocab.safetensors"].endswith("bytes, 10 token ids")
+    assert contents["adapter/adapter_config.json"].endswith("LORA, rank 2, on q_proj, v_proj")
+    assert contents["adapter/adapter_model.safetensors"].endswith("bytes, 32 numbers for 1 modules")
+    assert report.config is not None
+    assert report.config.target_id == "org/target"
+
+
 def test_all_problems_are_collected(folder: Path) -> None:
     edit_config(folder, head=AcceptanceHead(9, num_blocks=2).to_config(), draft_vocab_size=11)
     (folder / "adapter" / "adapter_model.safetensors").write_bytes(b"")

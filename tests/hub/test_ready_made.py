@@ -123,6 +123,26 @@ def contents(report: Report) -> dict[str, str]:
     return {file.name: file.problem or file.content for file in report.files}
 
 
+@DIALECTS
+def test_inspected(tmp_path: Path, dialect: str) -> None:
+    report = look(VARIANTS["eagle-3.1"].save(tmp_path, dialect))
+    assert report.sound
+    assert report.traps == []
+    assert report.is_foreign
+    assert list(contents(report)) == ["config.json", "model.safetensors"]
+    assert contents(report)["config.json"].endswith("of a draft that others trained")
+    count = sum(t.numel() for name, t in VARIANTS["eagle-3.1"].tensors().items() if name not in ("d2t", "t2d"))
+    assert contents(report)["model.safetensors"].endswith(f"bytes, {count:,} parameters")
+    assert report.facts == {
+        "draft": "EAGLE-3, 1 x llama, 32 wide",
+        "reads of the target": "outputs of layers 1, 0, 2, counted from 0",
+        "flags": "norm_before_residual, fc_norm, norm_output",
+        "rope_theta": "10000",
+        "draft vocabulary": "20 of 48 token ids",
+        "embeddings, LM head": "the target's, its own",
+    }
+
+
 def test_inspected_on_the_hub_in_several_files(hub: HubServer, tmp_path: Path) -> None:
     commit = publish(hub, in_shards(VARIANTS["plain"].save(tmp_path / "draft", "speculators")))
     report = inspect(Repository("org/eagle"))
