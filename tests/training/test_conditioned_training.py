@@ -170,26 +170,18 @@ def published(folder: Path, target: Any) -> Path:
     return folder
 
 
-def begun(folder: Path, shorthand: bool) -> TrainingConfig:
-    """The settings of a run whose answers are there already."""
-    config: TrainingConfig = training_run(folder)
-    theirs = str(published(folder / "theirs", AutoModelForCausalLM.from_pretrained(config.target)))
-    config.layers, config.rollouts.data = None, ["prompts.jsonl"]
-    if shorthand:
-        config.draft = theirs
-    else:
-        config.draft, config.distill.enabled, config.distill.start_from = "eagle3", False, theirs
-    return config
-
-
 @pytest.mark.takes(4)
 @pytest.mark.parametrize("shorthand", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_head_on_a_frozen_draft(shorthand: bool, tmp_path: Path) -> None:
     """Named by its repository alone, with the Hub id of that local copy; or in full, and not measured before."""
-    config, theirs = begun(tmp_path, shorthand), tmp_path / "theirs"
+    config: TrainingConfig = training_run(tmp_path)
+    config.layers, config.rollouts.data = None, ["prompts.jsonl"]
+    theirs = published(tmp_path / "theirs", AutoModelForCausalLM.from_pretrained(config.target))
     before = (theirs / "model.safetensors").read_bytes()
     if shorthand:
-        config.draft_id, config.draft_revision = "org/theirs", "0123abc"
+        config.draft, config.draft_id, config.draft_revision = str(theirs), "org/theirs", "0123abc"
+    else:
+        config.draft, config.distill.enabled, config.distill.start_from = "eagle3", False, str(theirs)
     train(config, STAGES if shorthand else STAGES[1:])
     if shorthand:
         report = report_of(config)
@@ -265,13 +257,3 @@ def test_nobody_looks_for_the_repository_of_a_kind(monkeypatch: pytest.MonkeyPat
     for draft in (None, "eagle3", "conditioned", "org/draft"):
         TrainingConfig(draft=draft).find_ready_made()
     assert asked == ["org/draft"]
-
-
-def test_a_draft_that_is_not_there_stays_untrained_in_vain(tmp_path: Path) -> None:
-    config = begun(tmp_path, shorthand=False)
-    config.distill.start_from = None
-    with pytest.raises(ValueError, match=r"distill.enabled=False: the layer has to be trained.*draft=REPO"):
-        train(config, STAGES)
-    config.distill.start_from = config.target
-    with pytest.raises(ValueError, match="not of an hf_specdecpp assistant"):
-        train(config, STAGES)

@@ -22,7 +22,6 @@ from hf_specdecpp.training import chains, evaluation
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.evaluation import (
     Outcome,
-    discards_at,
     equal_verification,
     outcome,
     stop_lengths,
@@ -52,9 +51,7 @@ def test_the_report(fitted: Any, report: Any) -> None:
             assert set(part["estimators"]) == {"head", "draft probability"}
             assert all(0 <= e["ece"] <= 1 and 0 <= e["auc"] <= 1 for e in part["estimators"].values())
             assert set(part["curves"]) == {"head", "draft probability", "fixed"}
-            assert [point["setting"] for point in part["curves"]["fixed"]] == list(range(1, 15))
             assert set(part["equal_verification"]["at_best"]["fewer_discards"]) == set(part["curves"]) - {"fixed"}
-            assert part["candidates"] == 20 * part["chains"]
             if fitted.head.inputs == "before":
                 with Image.open(folder / f"curve-{name}-{temperature}.png") as image:
                     assert min(image.size) > 500
@@ -193,14 +190,7 @@ def test_expected_rates_are_what_coins_give(rule: float) -> None:
     discard_rate, verification_rate = simulated(drafted.tolist(), labels, coins=3000)
     assert exact.discard_rate == pytest.approx(discard_rate, rel=0.02)  # about eight standard deviations
     assert exact.verification_rate == pytest.approx(verification_rate, rel=0.02)
-
-
-@pytest.mark.parametrize("h", [0.2, 0.6, 0.9])
-def test_rates_obey_the_papers_identity(h: float) -> None:
-    """Every round yields its accepted candidates and one more token: discards = (K + 1) x verification rate - 1."""
-    _, true, judged = recorded(1)
-    point = outcome(lengths(h, true, judged), true, h)
-    assert point.discard_rate == pytest.approx((point.mean_length + 1) * point.verification_rate - 1)
+    assert exact.mean_length == pytest.approx(float(drafted.double().mean()))
 
 
 @pytest.mark.parametrize(("inputs", "estimates"), [
@@ -212,16 +202,3 @@ def test_a_threshold_counts_the_candidate_that_stops(inputs: str, estimates: lis
     true, judged = survivals(rows, {"head": torch.tensor(estimates)}, inputs)
     assert lengths(0.5, true, judged["head"]).tolist() == [3]
     assert [lengths(k, true, true).tolist() for k in (2, 9)] == [[2], [4]]
-
-
-def test_longer_rounds_verify_less_and_discard_more() -> None:
-    _, true, judged = recorded(3)
-    points = [outcome(lengths(k, true, judged), true, k) for k in range(1, 8)]
-    assert [point.verification_rate for point in points] == sorted((p.verification_rate for p in points), reverse=True)
-    assert [point.discard_rate for point in points] == sorted(point.discard_rate for point in points)
-
-
-def test_discards_between_two_points_of_a_curve() -> None:
-    points = [Outcome(1, 0.2, 0.6, 1), Outcome(2, 0.6, 0.4, 2)]
-    assert [discards_at(points, rate) for rate in (0.5, 0.6)] == pytest.approx([0.4, 0.2])
-    assert discards_at(points, 0.7) is None

@@ -85,13 +85,16 @@ def test_rows_are_those_of_the_local_target(tmp_path: Path, target: str, failure
 
 def test_what_is_asked_for(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    config = small_run(tmp_path, target, temperatures=[0.7], top_k=0, server_model="served-name", batch_size=4)
+    config = small_run(tmp_path, target, temperatures=[0.0, 0.7], top_k=0, server_model="served-name", batch_size=4)
     with serving(Model(target)) as server:
         config.rollouts.server = server.url
         rollouts.run(config)
         _, body, key = server.requests[-1]
+        asked = sorted(each["temperature"] for _, each, _ in server.requests)
     assert key == "Bearer sesame"
-    assert (body["model"], body["temperature"], body["top_k"]) == ("served-name", 0.7, targets.EVERY_TOKEN)
+    assert asked == [0.0] * NUM_PROMPTS + [0.7] * NUM_PROMPTS
+    assert sorted(round(row["temperature"], 6) for row in rows_of(config)) == asked
+    assert (body["model"], body["top_k"]) == ("served-name", targets.EVERY_TOKEN)
     # Nothing but temperature and top-k may shape p, whatever the server's or the model's defaults.
     assert (body["top_p"], body["min_p"], body["repetition_penalty"], body["repeat_penalty"]) == (1.0, 0.0, 1.0, 1.0)
 
@@ -150,16 +153,6 @@ def test_unusable_servers(tmp_path: Path, target: str, answer: Answer, error: ty
         with pytest.raises(error, match=f"(?s){message}"):
             rollouts.run(config)
     assert files(config) == ["rollouts.json"]
-
-
-def test_each_shard_is_asked_for_at_its_temperature(tmp_path: Path, target: str) -> None:
-    config = small_run(tmp_path, target, temperatures=[0.0, 0.8], top_k=5)
-    with serving(Model(target)) as server:
-        config.rollouts.server = server.url
-        rollouts.run(config)
-        asked = [body["temperature"] for _, body, _ in server.requests]
-    assert sorted(asked) == [0.0] * NUM_PROMPTS + [0.8] * NUM_PROMPTS
-    assert sorted(round(row["temperature"], 6) for row in rows_of(config)) == sorted(asked)
 
 
 def test_a_server_must_be_a_url(tmp_path: Path, target: str) -> None:
