@@ -10,7 +10,7 @@ from support.released_heads import ReleasedHead
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import (
     NUM_SCALARS,
     NUM_SIBLINGS,
@@ -169,13 +169,6 @@ def test_each_mode_is_calibrated_by_position(inputs: str, first: int, modes: lis
             log_odds = torch.tensor(probability(plain, step), dtype=torch.float64).logit()
             expected = float(((log_odds + bias) / temperature).sigmoid())
             assert probability(calibrated, step) == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_calibration_of_many_candidates_is_that_of_each() -> None:
-    calibration, log_odds = Calibration(0.5, [1.0, 2.0]), torch.tensor([-1.0, 0.0, 1.0, 2.0])
-    apart = [calibration.apply(log_odds[place], place) for place in range(4)]
-    assert_close(calibration.apply(log_odds, torch.arange(4)), torch.stack(apart))
-    assert_close(calibration.apply(log_odds, 1), (log_odds + 0.5) / 2.0)
 
 
 @pytest.mark.parametrize(("siblings", "alike"), [(1, [0, 1, 2, 3, 4, 5]), (3, [2, 3, 4, 5]), (None, [])])

@@ -263,7 +263,6 @@ def test_seconds_of_a_round() -> None:
 
 @pytest.mark.parametrize(("costs", "message"), [
     ({"draft": 0.1}, "must look like"),
-    ({"draft": 0.1, "verify": 1.0}, "must look like"),
     ({"draft": 0.1, "verify": [1.0], "speed": 2}, "must look like"),
     ({"draft": -0.1, "verify": [1.0]}, "none negative"),
     ({"draft": 0.1, "verify": ["1"]}, "none negative"),

@@ -102,27 +102,6 @@ def test_an_unwritable_cache_is_no_error(error: Exception | None, cache: Path, m
     costs.forget_costs()
 
 
-def test_what_is_assumed_holds_for_one_text(cache: Path) -> None:
-    """In passes of the target; then in seconds, and for later processes."""
-    target = tiny("llama")
-    assistant = assistant_for(target, rule="throughput", max_tokens=6)
-    rounds = costs.Rounds(target, assistant.setup().drafter, DraftProbability(), 6, products="own")
-    known = costs.costs_of(rounds)
-    assert known.is_assumed
-    assert (known.first, known.first.verify[0]) == (rounds.assumed(), 1.0)
-    assert 0.0 < known.first.read < known.first.draft
-    assert not list(cache.iterdir())
-    target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
-    assert costs.costs_of(rounds) is known
-    assert not known.is_assumed
-    (learned,) = assistant.memory.learned[target].values()
-    assert learned.plan is not None
-    spent = assistant.stats.target_seconds / assistant.stats.rounds
-    assert 0.0 < learned.plan.costs.verify[0] < 3.0 * spent, "of one pass, and of some verification, on this thread"
-    assert learned.plan.plain == learned.plan.costs.pass_seconds
-    assert list(cache.iterdir())
-
-
 def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> None:
     """Passes over two tokens seemed to take two thirds of those over one, and no candidate is ever accepted."""
     target = tiny("llama")

@@ -1,15 +1,12 @@
 """Rounds that are timed, and the costs that follow from them."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from hf_specdecpp import files
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.files import recall
 from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.round_times import Drafting, RoundTimes, corrected, in_seconds, length_class
+from hf_specdecpp.throughput.round_times import Drafting, RoundTimes, corrected, in_seconds
 
 MEASURED = Costs(0.002, (0.010, 0.030))
 
@@ -67,10 +64,6 @@ def test_a_round_is_its_drafting_and_the_rest() -> None:
     assert seconds == pytest.approx(0.005)
 
 
-def test_lengths_of_texts_that_cost_alike() -> None:
-    assert [length_class(length) for length in (0, 1, 127, 128, 255, 256, 4096)] == [7, 7, 7, 8, 8, 9, 13]
-
-
 # What follows for the costs. ------------------------------------------------------------------------------------------
 
 
@@ -84,11 +77,6 @@ def test_one_text_changes_no_cost_by_more_than_twice() -> None:
     costs = corrected(MEASURED, {1: [1.0] * 100, 2: [1.0] * 100}, [(Drafting(1), 1.0)] * 100)
     for new, old in zip((*costs.verify, costs.draft), (*MEASURED.verify, MEASURED.draft), strict=True):
         assert 1.9 * old < new <= 2.0 * old
-
-
-def test_widths_that_were_not_met_keep_their_place_among_the_others() -> None:
-    costs = corrected(Costs(0.002, (0.010, 0.012, 0.015)), {1: [0.020] * 1000}, [])
-    assert costs.verify == pytest.approx((0.020, 0.024, 0.030), rel=0.01)
 
 
 def test_wider_passes_than_were_measured_are_learned() -> None:
@@ -136,33 +124,8 @@ def test_each_length_has_its_costs() -> None:
     assert known.first == MEASURED
 
 
-def test_costs_of_a_text_are_those_of_its_beginning() -> None:
-    """Only `learn` changes them, between texts."""
-    known = KnownCosts(MEASURED)
-    first, times = known.at(50), rounds({1: [0.020] * 10})
-    assert known.at(50) is first
-    known.learn(times)
-    assert known.at(50) is not first
-
-
 def test_a_form_is_made_of_what_was_learned() -> None:
     known = KnownCosts(MEASURED, lambda costs: costs.share(2))
     assert known.at(0) == MEASURED.share(2)
     known.learn(rounds({1: [0.020] * 1000, 2: [0.030] * 1000}))
     assert known.at(0).verify == pytest.approx((0.010, 0.015), rel=0.01)
-
-
-def test_they_are_kept_where_they_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
-    of = {"target": "one"}
-    known = KnownCosts(MEASURED, of=of)
-    known.learn(rounds({1: [0.020] * 1000, 2: [0.060] * 1000}))
-    (path,) = tmp_path.iterdir()
-    again = KnownCosts.from_dict(recall("costs", of), lambda costs: costs, of)
-    assert again.at(16) == known.at(16)
-    assert again.first == MEASURED
-    before = path.read_bytes()
-    again.learn(rounds({1: [0.0201] * 10, 2: [0.060] * 10}))
-    assert path.read_bytes() == before, "half a percent is not worth a file"
-    again.learn(rounds({1: [0.030] * 10, 2: [0.090] * 10}))
-    assert path.read_bytes() != before
