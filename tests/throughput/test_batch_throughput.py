@@ -9,7 +9,7 @@ from support.plans import tell
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import pays_to_go_on
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.throughput.chains import BatchPlan, BatchThroughput, Throughput
+from hf_specdecpp.throughput.chains import BatchPlan, BatchThroughput, ChainPlan, Throughput
 from hf_specdecpp.throughput.known_costs import KnownCosts
 
 ROWS, LENGTH, MOST = 8, 64, 6
@@ -108,3 +108,18 @@ def test_a_text_to_read_is_weighed_against_what_drafting_gains() -> None:
         plan.begin_batch(unread)
         assert [row.starts(own) for row, own in zip(rows, (1, unread), strict=True)] == [starts, starts]
         assert [row.unread for row in rows] == [unread, unread]
+
+
+def test_lengths_that_do_not_pay_are_not_tried_out_in_batches() -> None:
+    """Only drafting nothing is, also once that was confirmed."""
+    known = KnownCosts(Costs(0.1, (1.0, 1.9, 2.8, 3.7)))
+    for kind, tried in ((BatchPlan, {0}), (ChainPlan, {0, 1, 2, 3})):
+        plan, lengths = kind(known, 3, 0), set()
+        for _ in range(20):
+            plan.begin_text()
+            plan.follow(10)
+            lengths |= set(plan.trials)
+            plan._confirmed |= {(plan._kind, 1): plan._texts}
+        assert 0 in lengths
+        assert lengths <= tried
+        assert kind is BatchPlan or len(lengths) > 1

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation.start import Lesson, student_of
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 from hf_specdecpp.training.models import load_assistant
 
@@ -43,18 +44,10 @@ def load_target(config: TrainingConfig) -> Any:
     return AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
 
 
-def trainer_of(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch) -> DistillationTrainer:
+def trainer_of(config: TrainingConfig) -> DistillationTrainer:
     """The trainer of a run, before its first step."""
-    caught: list[DistillationTrainer] = []
-
-    def stop(trainer: DistillationTrainer, **_: Any) -> None:
-        caught.append(trainer)
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DistillationTrainer, "train", stop)
-        run_and_be_killed(config)
-    return caught[0]
+    lesson = Lesson.load(config)
+    return distillation._trainer(lesson, student_of(lesson, distillation._vocabulary(lesson)))
 
 
 def by_hand(target: Any, draft: Drafter, answers: list[dict[str, Any]], kept: list[int]) -> tuple[float, float, float]:
@@ -86,7 +79,7 @@ def test_loss_and_measures(
     monkeypatch.setattr("hf_specdecpp.training.distillation.students.CHUNK", chunk)
     config, answers = prepare(tmp_path, kind, draft_vocab_size=vocab_size), rows(5, seed=3)
     write_rollouts(config.work, rows(64, seed=1), answers)
-    trainer = trainer_of(config, monkeypatch)
+    trainer = trainer_of(config)
     drafter = trainer.model.drafter
     torch.manual_seed(0)
     for parameter in trainer.model.parameters():
@@ -111,7 +104,7 @@ def test_loss_and_measures(
 def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int | None, loss: str) -> None:
     """The chunked gradient is that of the loss written in one line over all positions."""
     monkeypatch.setattr("hf_specdecpp.training.distillation.students.CHUNK", 7)
-    trainer = trainer_of(prepare(tmp_path, "early_exit", draft_vocab_size=vocab_size, loss=loss), monkeypatch)
+    trainer = trainer_of(prepare(tmp_path, "early_exit", draft_vocab_size=vocab_size, loss=loss))
     model, drafter = trainer.model, trainer.model.drafter
     batch = trainer.data_collator(rows(5, seed=3))
     where = batch["labels"][:, 1:] != -100

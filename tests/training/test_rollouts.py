@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.killing import die, run_until_it_dies
 from support.models import VOCAB_SIZE, tiny
 from support.repos import WORDS, save_model
+from support.rollout_files import EOS, NUM_PROMPTS, PROMPTS, SPLITS, files, greedy, rows_of, small_run
 from support.watchers import heard
 from transformers import AutoModelForCausalLM
-
-pytest.importorskip("datasets", reason="needs the [train] extra")
-
-from support.killing import die, run_until_it_dies
-from support.rollout_files import EOS, NUM_PROMPTS, PROMPTS, SPLITS, files, greedy, rows_of, small_run
 
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import rollouts
