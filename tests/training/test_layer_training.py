@@ -148,6 +148,19 @@ def test_it_computes_what_the_last_layer_does(step: int) -> None:
     assert off(plain(begun(target)), target, step) > 3 * ours
 
 
+def test_fc_makes_the_final_state_of_what_is_read() -> None:
+    target = target_of()
+    model = begun(target)
+    assert model.reader.fc is not None
+    read = torch.cat([torch.cat([outputs(target, layer, ids) for layer in READS], -1)[0] for ids in TEXTS])
+    final = torch.cat([outputs(target, LAST, ids)[0] for ids in TEXTS])
+    unit = final / final.square().mean(-1, keepdim=True).sqrt()
+    best = read @ torch.linalg.lstsq(read, unit).solution * final.square().mean().sqrt()
+    with torch.no_grad():
+        error = model.reader.fc(read) - best
+    assert float(error.square().mean()) < 0.05 * float(best.square().mean())
+
+
 def test_the_target_is_left_alone() -> None:
     target = target_of("gemma3_text")
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
