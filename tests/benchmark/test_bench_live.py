@@ -13,7 +13,7 @@ import torch
 from support.models import assistant_for, prompt, tiny
 from support.mutants import accept_everything
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.benchmark import live as live_module
 from hf_specdecpp.benchmark.contestants import (
     BASELINES,
@@ -23,7 +23,6 @@ from hf_specdecpp.benchmark.contestants import (
     all_contestants,
     choose,
     quick_contestants,
-    without_draft,
 )
 from hf_specdecpp.benchmark.live import (
     Disturbance,
@@ -236,14 +235,3 @@ def test_ours_keeps_the_passes_of_the_assistant() -> None:
         with contestant.arguments(assistant, target):
             expected: Any = contestant.speculation
             assert assistant.speculation == replace(expected, cpu_products="off")
-
-
-def test_another_benchmark_looks_up_for_its_own_target() -> None:
-    """Also in the process of an earlier one, whose target it does not keep."""
-    helpers = []
-    for _ in range(2):
-        target = tiny("llama")
-        with without_draft()[-1].arguments(assist(target, "lookup", default=False), target) as arguments:
-            helpers.append(arguments["assistant_model"])
-            target.generate(prompt(), max_new_tokens=4, do_sample=False, **arguments)
-    assert helpers[0] is not helpers[1]

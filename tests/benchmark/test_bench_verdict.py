@@ -31,7 +31,6 @@ def summary_row(contestant: str, speedup: float, same: float, **fields: Any) -> 
 
 @pytest.mark.parametrize(("row", "passes", "says"), [
     (summary_row("x", 1.4, 1.4), 1.0, "Speculation pays here: the fastest, x, runs at 1.40 (1.35 to 1.45) times"),
-    (summary_row("x", 2.1, 1.3), 1.6, "Speculation pays here"),
     (summary_row("x", 2.1, 1.3), 1.6, "1.30 (1.25 to 1.35) times that of plain generate() with the same passes."),
     (summary_row("x", 2.1, 1.3), 1.6, "take plain generate() to 1.60, so most of the speed comes from the passes."),
     (summary_row("x", 0.7, 1.2), 0.6, "does not pay here: even the fastest, x, runs at 0.70"),
@@ -43,7 +42,6 @@ def summary_row(contestant: str, speedup: float, same: float, **fields: Any) -> 
     (summary_row("x", 1.5, 1.0), 1.5, "neither pays nor costs here"),
     (summary_row("x", 1.5, 0.8), 1.9, "does not pay here: even the fastest, x"),
     (summary_row("x", 1.2, 1.0, tokens_per_pass=1.0), 1.2, "does not pay here, and all but stops: the fastest, x"),
-    (summary_row("x", 0.8, 0.8, tokens_per_pass=1.0), 1.0, "does not pay here: even the fastest, x"),
     (summary_row("theirs", 1.4, 0.9, ours=False), 1.6, "Speculation pays here: the fastest, theirs, runs at 1.40"),
 ])  # fmt: skip
 def test_verdict(row: dict[str, Any], passes: float, says: str) -> None:
@@ -91,9 +89,6 @@ def test_what_overlaps_is_too_close_to_tell() -> None:
         "assistant.speculation = SpeculationConfig(rule='throughput')  # throughput (q), too close to tell from fixed "
         "5: take more prompts (--data FILE)"
     )
-    said = next_step([{**fixed, "tokens_per_second": 50.0}, throughput, plain], contestants, assistant)
-    assert "# fixed 5, too close to tell from throughput (q), plain generate(): take" in said
-    assert "Too close to tell from it: throughput (q), plain" not in verdict([fixed, throughput, plain])
     assert "Too close to tell from it: throughput (q)." in verdict([fixed, throughput, plain])
     others = [summary_row(f"fixed {length}", 1.6, 1.6) for length in (2, 3, 4, 5)]
     assert "Too close to tell from it: fixed 3, fixed 4 and 1 more." in verdict([*others, plain])

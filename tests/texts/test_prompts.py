@@ -1,7 +1,6 @@
 """Reading, splitting and encoding the prompts of a training run."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import AutoTokenizer
 pytest.importorskip("datasets", reason="needs the [train] extra")
 
 from hf_specdecpp.texts.encoding import Codec
-from hf_specdecpp.texts.prompts import COLUMNS, Prompt, read_prompts, split_prompts
+from hf_specdecpp.texts.prompts import Prompt, read_prompts, split_prompts
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -218,17 +217,3 @@ def test_tokens_that_end_an_answer(tmp_path: Path) -> None:
     assert codec.read_answer(item, " w6 w7", finished=False) == ([6, 7], False)
     assert codec.read_answer(item, " w6 w9 w7", finished=False) == ([6, 9], True)
     assert codec.read_answer(item, "", finished=True) == ([8], True)
-
-
-def test_the_columns_of_the_guide(tmp_path: Path) -> None:
-    """Every example in the table of docs/training.md is a prompt as it says."""
-    guide = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \|.*\| `(\{.*\})` \|$", guide, flags=re.MULTILINE)
-    assert tuple(column for column, _ in rows) == COLUMNS
-    data = tmp_path / "guide.jsonl"
-    data.write_text("\n".join(example for _, example in rows))
-    read = read_prompts(str(data))
-    assert [prompt.messages[-1]["content"] for prompt in read] == [
-        "Why is the sky blue?", "Translate into French.\nInput: Good morning", "Name a planet.", "What is 17 + 25?",
-    ]  # fmt: skip
-    assert (read[2].id, [message["role"] for message in read[2].messages]) == ("guide-3", ["system", "user"])

@@ -96,13 +96,6 @@ def test_a_useless_draft_costs_little(costs: Costs, lag: int) -> None:
     assert not simulation.plan.pays
 
 
-def test_a_text_that_the_draft_has_not_read_is_part_of_a_probe_s_price() -> None:
-    plan = chain_plan(Costs(1.2, (1.0,), read=0.1), 20)
-    assert not plan.pays
-    assert plan.starts(unread=1)
-    assert not plan.starts(unread=1000)
-
-
 # In rounds and generations. -------------------------------------------------------------------------------------------
 
 
@@ -263,7 +256,6 @@ def test_seconds_of_a_round() -> None:
 
 @pytest.mark.parametrize(("costs", "message"), [
     ({"draft": 0.1}, "must look like"),
-    ({"draft": 0.1, "verify": 1.0}, "must look like"),
     ({"draft": 0.1, "verify": [1.0], "speed": 2}, "must look like"),
     ({"draft": -0.1, "verify": [1.0]}, "none negative"),
     ({"draft": 0.1, "verify": ["1"]}, "none negative"),

@@ -1,6 +1,7 @@
-"""What rounds cost before any was timed, how it follows the rounds, under what it is kept, and what is remembered."""
+"""What rounds cost: before any was timed, as it follows from timed ones, under what it is kept, what is remembered."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,21 @@ import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
 from torch import Tensor
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, assist, files
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, files
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput import known_costs as costs
+from hf_specdecpp.throughput import known_costs
 from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.plan import Plan
-from hf_specdecpp.throughput.round_times import Drafting, RoundTimes
+from hf_specdecpp.throughput.round_times import Drafting, RoundTimes, corrected, in_seconds
 
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def time_a_text(known: costs.KnownCosts, drafting: float = 1.0, passes: tuple[float, float] = (2.0, 2.0)) -> None:
+def time_a_text(known: known_costs.KnownCosts, drafting: float = 1.0, passes: tuple[float, float] = (2.0, 2.0)) -> None:
     """Nine rounds without candidates and nine with one, and the seconds of drafting it and of both passes."""
     now = [0.0]
     times = RoundTimes(lambda: now[0])
@@ -40,7 +41,9 @@ def time_a_text(known: costs.KnownCosts, drafting: float = 1.0, passes: tuple[fl
 def test_a_row_of_a_batch_pays_its_share() -> None:
     target = tiny("llama", hidden_size=256, intermediate_size=512)
     drafter = Drafter(target)
-    one, four = (costs.costs_of(costs.Rounds(target, drafter, DraftProbability(), 4, rows=rows)) for rows in (1, 4))
+    one, four = (
+        known_costs.costs_of(known_costs.Rounds(target, drafter, DraftProbability(), 4, rows=rows)) for rows in (1, 4)
+    )
     assert four.at(0) == four.first.share(4)
     assert four.at(0).verify[0] < one.at(0).verify[0]
     assert 0.0 < four.at(0).read < four.at(0).draft < one.at(0).draft
@@ -51,15 +54,15 @@ def test_they_are_kept_once_rounds_were_timed(cache: Path, monkeypatch: pytest.M
     target = tiny("llama")
     drafter = Drafter(partly_agreeing(target))
 
-    def ask(estimator: Any = None, most: int = 20) -> costs.KnownCosts:
-        return costs.costs_of(costs.Rounds(target, drafter, estimator or DraftProbability(), most))
+    def ask(estimator: Any = None, most: int = 20) -> known_costs.KnownCosts:
+        return known_costs.costs_of(known_costs.Rounds(target, drafter, estimator or DraftProbability(), most))
 
     first = ask()
     assert ask() is first
     assert first.is_assumed
     assert not list(cache.iterdir())
     time_a_text(first)
-    monkeypatch.setattr(costs, "_known", {})  # another process
+    monkeypatch.setattr(known_costs, "_known", {})  # another process
     assert not ask().is_assumed
     assert ask().at(16) == first.at(16)
     (path,) = cache.iterdir()
@@ -78,12 +81,12 @@ def test_they_are_kept_once_rounds_were_timed(cache: Path, monkeypatch: pytest.M
 ])  # fmt: skip
 def test_a_damaged_file_is_no_knowledge(text: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("llama")
-    rounds = costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20)
-    time_a_text(costs.costs_of(rounds))
+    rounds = known_costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20)
+    time_a_text(known_costs.costs_of(rounds))
     (path,) = cache.iterdir()
     path.write_text(text)
-    monkeypatch.setattr(costs, "_known", {})
-    again = costs.costs_of(rounds)
+    monkeypatch.setattr(known_costs, "_known", {})
+    again = known_costs.costs_of(rounds)
     assert again.is_assumed
     time_a_text(again)
     assert json.loads(path.read_text())["costs"]["first"] == again.first.to_dict()
@@ -98,35 +101,16 @@ def test_an_unwritable_cache_is_no_error(error: Exception | None, cache: Path, m
 
     monkeypatch.setattr(files, "cached_assets_path", fail)
     target = tiny("llama")
-    time_a_text(costs.costs_of(costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20)))
-    costs.forget_costs()
-
-
-def test_what_is_assumed_holds_for_one_text(cache: Path) -> None:
-    """In passes of the target; then in seconds, and for later processes."""
-    target = tiny("llama")
-    assistant = assistant_for(target, rule="throughput", max_tokens=6)
-    rounds = costs.Rounds(target, assistant.setup().drafter, DraftProbability(), 6, products="own")
-    known = costs.costs_of(rounds)
-    assert known.is_assumed
-    assert (known.first, known.first.verify[0]) == (rounds.assumed(), 1.0)
-    assert 0.0 < known.first.read < known.first.draft
-    assert not list(cache.iterdir())
-    target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
-    assert costs.costs_of(rounds) is known
-    assert not known.is_assumed
-    (learned,) = assistant.memory.learned[target].values()
-    assert learned.plan is not None
-    spent = assistant.stats.target_seconds / assistant.stats.rounds
-    assert 0.0 < learned.plan.costs.verify[0] < 3.0 * spent, "of one pass, and of some verification, on this thread"
-    assert learned.plan.plain == learned.plan.costs.pass_seconds
-    assert list(cache.iterdir())
+    time_a_text(
+        known_costs.costs_of(known_costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20))
+    )
+    known_costs.forget_costs()
 
 
 def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> None:
     """Passes over two tokens seemed to take two thirds of those over one, and no candidate is ever accepted."""
     target = tiny("llama")
-    known = costs.costs_of(costs.Rounds(target, Drafter(target), DraftProbability(), 4))
+    known = known_costs.costs_of(known_costs.Rounds(target, Drafter(target), DraftProbability(), 4))
     time_a_text(known, 0.5, (3.0, 1.5))
     plan = ChainPlan(known, 4, lag=0)
     assert plan.costs.verify[1] == plan.costs.verify[0]
@@ -134,12 +118,6 @@ def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> N
         plan.observe([0.5], 0, 1, 0)
         plan.follow(16)
     assert not plan.pays
-
-
-def test_a_draft_without_layers_costs_nothing() -> None:
-    target = tiny("llama")
-    drafter = assist(target, "lookup", default=False).ready_drafter()
-    assert costs.Rounds(target, drafter, DraftProbability(), 2).assumed() == Costs(0.0, (1.0, 1.1, 1.2))
 
 
 def test_few_ways_of_sampling_are_remembered() -> None:
@@ -182,9 +160,9 @@ KINDS: dict[str, tuple[dict[str, Any], Tensor, dict[str, Any]]] = {
 @pytest.fixture
 def wrong(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An earlier process has kept costs that are wrong by far."""
-    recall, kept = costs.recall, {"first": WRONG.to_dict(), "by_length": {}}
-    monkeypatch.setattr(costs, "recall", lambda kind, of: recall(kind, of) or kept)
-    monkeypatch.setattr(costs, "_known", {})
+    recall, kept = known_costs.recall, {"first": WRONG.to_dict(), "by_length": {}}
+    monkeypatch.setattr(known_costs, "recall", lambda kind, of: recall(kind, of) or kept)
+    monkeypatch.setattr(known_costs, "_known", {})
 
 
 def plan_of(assistant: SpecDecPPAssistant, target: CausalLM) -> Plan:
@@ -218,3 +196,129 @@ def test_given_costs_never_change() -> None:
     for _ in range(2):
         target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False)
     assert plan_of(assistant, target).costs == Costs.from_dict(given)
+
+
+# Rounds that are timed, and the costs that follow from them. --------------------------------------------------
+
+
+MEASURED = Costs(0.002, (0.010, 0.030))
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rounds(passes: dict[int, list[float]], length: int = 16) -> RoundTimes:
+    """Rounds without drafting of these widths and seconds."""
+    clock = Clock()
+    times = RoundTimes(clock)
+    for width, each in passes.items():
+        for seconds in each:
+            times.begin()
+            times.drafted(Drafting())
+            clock.now += seconds
+            times.end(length, width)
+    return times
+
+
+def test_assumed_costs_become_seconds() -> None:
+    """The example of `in_seconds`: passes and drafting each by one factor, whatever single rounds took."""
+    times = rounds({3: [0.022, 0.022, 0.9, 0.022]})
+    times.drafts[7] = [(Drafting(2), 0.006), (Drafting(4), 0.012), (Drafting(1), 0.9)]
+    costs = in_seconds(Costs(0.1, (1.0, 1.05, 1.1), read=0.01), times)
+    assert costs is not None
+    assert costs.verify == pytest.approx((0.020, 0.021, 0.022))
+    assert (costs.draft, costs.read) == pytest.approx((0.003, 0.0003))
+    alone = in_seconds(Costs(0.1, (1.0, 1.05, 1.1)), rounds({1: [0.02] * 3}))
+    assert alone is not None
+    assert alone.draft == pytest.approx(0.002), "nothing was drafted: its share of a pass"
+
+
+# Timing. --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_is_its_drafting_and_the_rest() -> None:
+    clock = Clock()
+    times = RoundTimes(clock)
+    for drafted, width in ((Drafting(3, read=2), 4), (Drafting(), 1), (None, 4)):
+        times.begin()
+        clock.now += 0.005
+        times.drafted(drafted)
+        clock.now += 0.030
+        times.end(200, width)
+    assert times.passes == {8: {4: pytest.approx([0.030, 0.030]), 1: pytest.approx([0.030])}}
+    ((drafting, seconds),) = times.drafts[8]
+    assert drafting == Drafting(3, read=2)
+    assert seconds == pytest.approx(0.005)
+
+
+# What follows for the costs. ------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_docstring() -> None:
+    costs = corrected(MEASURED, {2: [0.020] * 8 + [9.0]}, [])
+    assert costs.verify == pytest.approx((0.0074, 0.0221), rel=0.01)
+    assert costs.draft == pytest.approx(0.74 * MEASURED.draft, rel=0.01), "nothing was drafted: as the passes"
+
+
+def test_one_text_changes_no_cost_by_more_than_twice() -> None:
+    costs = corrected(MEASURED, {1: [1.0] * 100, 2: [1.0] * 100}, [(Drafting(1), 1.0)] * 100)
+    for new, old in zip((*costs.verify, costs.draft), (*MEASURED.verify, MEASURED.draft), strict=True):
+        assert 1.9 * old < new <= 2.0 * old
+
+
+def test_wider_passes_than_were_measured_are_learned() -> None:
+    costs = corrected(MEASURED, {4: [0.015] * 1000}, [])
+    assert len(costs.verify) == 4
+    assert costs.verify[3] == pytest.approx(0.035, rel=0.01), "half of the 0.07 that the straight line says"
+
+
+@pytest.mark.parametrize("start", [0.001, 0.0])
+def test_a_step_and_starting_are_told_apart(start: float) -> None:
+    """The example of the docstring; also from costs that know of no starting."""
+    costs, drafts = replace(MEASURED, start=start), [(Drafting(1), 0.004), (Drafting(3), 0.008)] * 300
+    costs = corrected(corrected(costs, {}, drafts), {}, drafts)
+    assert costs.draft == pytest.approx(0.002, rel=0.05)
+    assert costs.start == pytest.approx(0.002, rel=0.1)
+
+
+def test_drafts_of_one_length_change_their_price_as_a_whole() -> None:
+    costs = corrected(replace(MEASURED, start=0.001, read=0.0001, branch=0.0002), {}, [(Drafting(2), 0.010)] * 1000)
+    found = costs.draft, costs.start, costs.read, costs.branch
+    assert found == pytest.approx((0.004, 0.002, 0.0002, 0.0004), rel=0.01)
+
+
+def test_what_a_draft_reads_beside_its_steps_is_not_a_step_s_price() -> None:
+    costs = replace(MEASURED, read=0.001, branch=0.002)
+    drafts = [(each, each.seconds(costs)) for each in (Drafting(1, 5, 0), Drafting(2, 0, 9), Drafting(4, 1, 3))]
+    followed = corrected(costs, {}, drafts * 100)
+    assert followed.draft == pytest.approx(costs.draft)
+    assert followed.start == pytest.approx(0.0, abs=1e-9)
+
+
+# Kept by length, in memory and on disk. -------------------------------------------------------------------------------
+
+
+def test_each_length_has_its_costs() -> None:
+    known = known_costs.KnownCosts(MEASURED)
+    assert known.at(50) is known.at(99)
+    assert known.at(50) == known.at(5000) == known.first == MEASURED
+    known.learn(rounds({1: [0.020] * 1000}, length=50))
+    known.learn(rounds({1: [0.040] * 1000}, length=4000))
+    assert known.at(50).verify[0] == pytest.approx(0.020, rel=0.01)
+    assert known.at(4000).verify[0] == pytest.approx(0.040, rel=0.01)
+    assert known.at(9000) == known.at(4000), "the nearest that is known"
+    assert known.at(150) == known.at(50)
+    assert known.first == MEASURED
+
+
+def test_a_form_is_made_of_what_was_learned() -> None:
+    known = known_costs.KnownCosts(MEASURED, lambda costs: costs.share(2))
+    assert known.at(0) == MEASURED.share(2)
+    known.learn(rounds({1: [0.020] * 1000, 2: [0.030] * 1000}))
+    assert known.at(0).verify == pytest.approx((0.010, 0.015), rel=0.01)

@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hf_specdecpp.drafting.captured_draft import RoundShape
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.throughput import tiers
-from hf_specdecpp.throughput.tiers import TREES, MostTokens, RoundSeconds, chains_up_to, first_branch
+from hf_specdecpp.throughput.tiers import TREES, MostTokens, RoundSeconds, chains_up_to
 from hf_specdecpp.trees.tree import DraftTree
 
 TREE_STEPS = {TREES[0]: 1.3, TREES[1]: 1.5}  # times those of a chain of this depth
@@ -104,13 +103,3 @@ def test_a_tree_that_is_judged_by_its_tokens_alone_loses(monkeypatch: pytest.Mon
     monkeypatch.setattr(tiers, "first_branch", lambda _tree, path: len(path))
     most = throughput()
     assert tokens_a_second(most, Texts((0.5, 0.3)), 0.55) < 0.97 * best_of(most.shapes, (0.5, 0.3), 0.55)
-
-
-def test_the_first_branch() -> None:
-    tree = DraftTree()
-    one, two = tree.add(0, 5), tree.add(0, 6)
-    three, four = tree.add(one, 7), tree.add(one, 8)
-    five = tree.add(four, 9)
-    assert (first_branch(tree, []), first_branch(tree, [one, three])) == (0, 2)
-    assert (first_branch(tree, [one, four, five]), first_branch(tree, [two])) == (1, 0)
-    assert first_branch(DraftTree.chain([1, 2], [torch.empty(0)] * 2), [1, 2]) == 2

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from support import eagle3_files
 from support.dflash_files import Checkpoint
 from support.distillation_files import check_that_training_helps, measured, prepare, report_of, states_of
-from support.models import VOCAB_SIZE, prompt, quiet_later_layers, random_fusion, random_layer, tiny
+from support.models import VOCAB_SIZE, prompt, quiet_later_layers, random_fusion, tiny
 from support.training_files import training_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -17,8 +18,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import in_rounds, unrolled
 from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.eagle3.checkpoint import tensors_of
-from hf_specdecpp.drafts.eagle3.kind import flat_config
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts.answers import load as load_answers
 from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains, target_states
@@ -161,35 +160,18 @@ def test_chains_of_a_text_are_those_of_rounds() -> None:
 STAGES = ["distill", "head", "calibrate", "eval", "card"]
 
 
-def published(folder: Path, target: Any) -> Path:
-    """A repository as others make them: one layer that guesses some tokens, of 40 of the target's."""
-    layer = random_layer(target, (0, 1), vocab=torch.arange(4, 44))
-    folder.mkdir()
-    save_file(tensors_of(layer), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(flat_config(layer.settings, [0, 1], target.config)))
-    return folder
-
-
-def begun(folder: Path, shorthand: bool) -> TrainingConfig:
-    """The settings of a run whose answers are there already."""
-    config: TrainingConfig = training_run(folder)
-    theirs = str(published(folder / "theirs", AutoModelForCausalLM.from_pretrained(config.target)))
-    config.layers, config.rollouts.data = None, ["prompts.jsonl"]
-    if shorthand:
-        config.draft = theirs
-    else:
-        config.draft, config.distill.enabled, config.distill.start_from = "eagle3", False, theirs
-    return config
-
-
 @pytest.mark.takes(4)
 @pytest.mark.parametrize("shorthand", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_head_on_a_frozen_draft(shorthand: bool, tmp_path: Path) -> None:
     """Named by its repository alone, with the Hub id of that local copy; or in full, and not measured before."""
-    config, theirs = begun(tmp_path, shorthand), tmp_path / "theirs"
+    config: TrainingConfig = training_run(tmp_path)
+    config.layers, config.rollouts.data = None, ["prompts.jsonl"]
+    theirs = eagle3_files.Checkpoint(vocab=40).save(tmp_path / "theirs")
     before = (theirs / "model.safetensors").read_bytes()
     if shorthand:
-        config.draft_id, config.draft_revision = "org/theirs", "0123abc"
+        config.draft, config.draft_id, config.draft_revision = str(theirs), "org/theirs", "0123abc"
+    else:
+        config.draft, config.distill.enabled, config.distill.start_from = "eagle3", False, str(theirs)
     train(config, STAGES if shorthand else STAGES[1:])
     if shorthand:
         report = report_of(config)
@@ -265,13 +247,3 @@ def test_nobody_looks_for_the_repository_of_a_kind(monkeypatch: pytest.MonkeyPat
     for draft in (None, "eagle3", "conditioned", "org/draft"):
         TrainingConfig(draft=draft).find_ready_made()
     assert asked == ["org/draft"]
-
-
-def test_a_draft_that_is_not_there_stays_untrained_in_vain(tmp_path: Path) -> None:
-    config = begun(tmp_path, shorthand=False)
-    config.distill.start_from = None
-    with pytest.raises(ValueError, match=r"distill.enabled=False: the layer has to be trained.*draft=REPO"):
-        train(config, STAGES)
-    config.distill.start_from = config.target
-    with pytest.raises(ValueError, match="not of an hf_specdecpp assistant"):
-        train(config, STAGES)

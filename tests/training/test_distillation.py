@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +13,12 @@ from support.repos import WORDS, files_of, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.distillation import start
+from hf_specdecpp.training.distillation.start import Lesson, student_of
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
+from hf_specdecpp.training.models import load_assistant
 
 KINDS = ["independent", "early_exit"]
 TRAIN_STEPS = 48  # of `prepare`: 64 answers, 4 a step, 3 epochs
@@ -45,18 +44,10 @@ def load_target(config: TrainingConfig) -> Any:
     return AutoModelForCausalLM.from_pretrained(config.target, dtype=torch.float32)
 
 
-def trainer_of(config: TrainingConfig, monkeypatch: pytest.MonkeyPatch) -> DistillationTrainer:
+def trainer_of(config: TrainingConfig) -> DistillationTrainer:
     """The trainer of a run, before its first step."""
-    caught: list[DistillationTrainer] = []
-
-    def stop(trainer: DistillationTrainer, **_: Any) -> None:
-        caught.append(trainer)
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DistillationTrainer, "train", stop)
-        run_and_be_killed(config)
-    return caught[0]
+    lesson = Lesson.load(config)
+    return distillation._trainer(lesson, student_of(lesson, distillation._vocabulary(lesson)))
 
 
 def by_hand(target: Any, draft: Drafter, answers: list[dict[str, Any]], kept: list[int]) -> tuple[float, float, float]:
@@ -88,7 +79,7 @@ def test_loss_and_measures(
     monkeypatch.setattr("hf_specdecpp.training.distillation.students.CHUNK", chunk)
     config, answers = prepare(tmp_path, kind, draft_vocab_size=vocab_size), rows(5, seed=3)
     write_rollouts(config.work, rows(64, seed=1), answers)
-    trainer = trainer_of(config, monkeypatch)
+    trainer = trainer_of(config)
     drafter = trainer.model.drafter
     torch.manual_seed(0)
     for parameter in trainer.model.parameters():
@@ -113,7 +104,7 @@ def test_loss_and_measures(
 def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int | None, loss: str) -> None:
     """The chunked gradient is that of the loss written in one line over all positions."""
     monkeypatch.setattr("hf_specdecpp.training.distillation.students.CHUNK", 7)
-    trainer = trainer_of(prepare(tmp_path, "early_exit", draft_vocab_size=vocab_size, loss=loss), monkeypatch)
+    trainer = trainer_of(prepare(tmp_path, "early_exit", draft_vocab_size=vocab_size, loss=loss))
     model, drafter = trainer.model, trainer.model.drafter
     batch = trainer.data_collator(rows(5, seed=3))
     where = batch["labels"][:, 1:] != -100
@@ -167,45 +158,15 @@ def check_assistant(config: TrainingConfig, acceptance: float, vocab_size: int |
     target = load_target(config)
     probe = torch.tensor([row["input_ids"][:12] for row in rows(4, seed=5)])
     logits, flags = target(probe).logits, [p.requires_grad for p in target.parameters()]
-    vocab = load_file(config.work / "draft_vocab.safetensors")["token_ids"] if vocab_size else None
-    adapter = config.work / "adapter"
-    if config.draft is None:
-        assistant = SpecDecPPAssistant.from_early_exit(target, config.layers or 4, adapter=adapter, draft_vocab=vocab)
-    else:
-        assistant = SpecDecPPAssistant.from_draft(config.draft, target, adapter=adapter, draft_vocab=vocab)
+    assistant = load_assistant(config, target)
     with torch.no_grad():
+        vocab = assistant.parts.draft_vocab
         kept = list(range(VOCAB_SIZE)) if vocab is None else vocab.tolist()
+        assert len(kept) == (vocab_size or VOCAB_SIZE)
         measured = by_hand(target, assistant.ready_drafter(), rows(16, seed=2), kept)[1]
     assert measured == pytest.approx(acceptance, abs=1e-4)
     assert torch.equal(target(probe).logits, logits)
     assert [p.requires_grad for p in target.parameters()] == flags
-
-
-class Adapted(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lora_A = torch.nn.Parameter(torch.tensor([0.3, 3.0]))
-        self.lora_B = torch.nn.Parameter(torch.tensor([0.7, -2.0]))
-        self.frozen = torch.nn.Parameter(torch.tensor([1.0]), requires_grad=False)
-
-
-@pytest.mark.parametrize("best", distillation.SHARES)
-def test_the_best_share_of_the_update_is_kept(tmp_path: Path, best: float) -> None:
-    config, model = prepare(tmp_path, "independent"), Adapted()
-    trained = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def evaluate() -> dict[str, float]:
-        share = float(model.lora_B[1] / trained["lora_B"][1])
-        return {distillation.MEASURE: 0.9 - abs(share - best)}
-
-    trainer: Any = SimpleNamespace(model=model, evaluate=evaluate)
-    reports = distillation._keep_best_share(trainer, config, {"all": {"acceptance": 0.1}})
-    accepted = {share: report["all"]["acceptance"] for share, report in reports.items()}
-    assert accepted[best] == pytest.approx(max(accepted.values())) == pytest.approx(0.9, abs=1e-3)
-    assert accepted[0.0] == 0.1, "without the update"
-    wanted = trained | {"lora_B": trained["lora_B"] * best}
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, wanted[name].half().float()), name
 
 
 def test_an_update_that_does_not_help_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,32 +184,6 @@ def test_an_update_that_does_not_help_is_not_kept(tmp_path: Path, monkeypatch: p
     assert max(list(report["shares"].values())[:-1]) < 0.999, "or there is nothing to refuse"
     assert len(warnings) == 1
     assert "Nothing of the update is kept, and there is no adapter" in warnings[0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_target_is_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Its logits, flags and gradients, in the very process that trains a draft on its tensors."""
-    config = prepare(tmp_path, kind, answers=8, epochs=1)
-    targets: list[Any] = []
-    load, probe = start.load, torch.tensor([row["input_ids"][:12] for row in rows(4, seed=5)])
-
-    def load_and_note(name: str, *arguments: Any) -> Any:
-        model = load(name, *arguments)
-        if name == config.target:
-            flags = {name: p.requires_grad for name, p in model.named_parameters()}
-            state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            targets.append((model, model(probe).logits, flags, state))
-        return model
-
-    monkeypatch.setattr(start, "load", load_and_note)
-    distillation.run(config)
-    ((target, logits, flags, state),) = targets
-    assert torch.equal(target(probe).logits, logits)
-    assert {name: p.requires_grad for name, p in target.named_parameters()} == flags
-    assert all(flags.values()), "or the comparison shows nothing"
-    assert all(p.grad is None for p in target.parameters())
-    assert all(torch.equal(tensor, state[name]) for name, tensor in target.state_dict().items())
-    assert not target.training
 
 
 @pytest.mark.takes(3)

@@ -20,7 +20,6 @@ from transformers import Trainer, TrainingArguments
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.session import DraftSession
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.estimation.metrics import binary_kl
 from hf_specdecpp.models.target_states import TargetStates
@@ -75,19 +74,6 @@ def test_siblings_have_labels_and_weights(tmp_path: Path) -> None:
     assert item["scalars"][:, :, 4].unique().tolist() == [0.0, 1.0, 2.0]
 
 
-def test_greedy_labels_say_whether_both_models_agree(tmp_path: Path) -> None:
-    config = training_run(tmp_path, num_texts=2)
-    target = load_target(config)
-    drafter = load_assistant(config, target).ready_drafter()
-    ids = torch.tensor([answers.load(config.work, "train")[0]["input_ids"]])
-    item = features.Examples(config.head, drafter, target).of_text(ids, 5, Sampling(0.0), torch.Generator())
-    with torch.no_grad():
-        p, q = (model(ids).logits[0, 4:-1].argmax(-1) for model in (target, drafter.model))
-    assert_close(item["tokens"][:, 0], q)
-    assert_close(item["label"][:, 0], (p == q).float())
-    assert set(item["scalars"][:, 0, 5].tolist()) == {1.0}
-
-
 def test_each_text_is_labelled_at_its_own_temperature(tmp_path: Path) -> None:
     config = training_run(tmp_path, num_texts=4, mix=0.8, temperatures=(1.0, 0.5, 0.0))
     config.rollouts.top_k = 5
@@ -122,17 +108,6 @@ def test_a_head_may_be_for_some_of_the_texts(tmp_path: Path) -> None:
     assert len(head_fitting.load_data(config)[1]) == len(answers.load(config.work, "train")) > 3
 
 
-@pytest.mark.parametrize("inputs", ["before", "after"])
-def test_a_head_is_fitted_and_written(tmp_path: Path, inputs: str) -> None:
-    config = training_run(tmp_path, inputs=inputs, siblings=1, rejection_weight=1.0, epochs=8.0, learning_rate=1e-2)
-    metrics, head = head_fitting.run(config), load_head(config.work / "head")
-    assert head.inputs == inputs
-    assert 0 < metrics["train_candidates"] <= 12 * 24
-    assert metrics["binary_kl"] < 0.6
-    assert not (config.work / "head" / "checkpoints").exists()
-    assert head_fitting.run(config) == metrics, "done already"
-
-
 def test_fitting_beats_the_draft_probability(tmp_path: Path) -> None:
     """An unfitted head says q(y)."""
     config = training_run(tmp_path, num_texts=40, mix=0.9, rejection_weight=1.0, epochs=10.0, learning_rate=1e-2)
@@ -147,27 +122,14 @@ def test_fitting_beats_the_draft_probability(tmp_path: Path) -> None:
     assert fitted["binary_kl"] < 0.9 * binary_kl(q_of, label)
 
 
-def trainer_of(config: Any, tmp_path: Path) -> tuple[head_fitting.HeadTrainer, AcceptanceHead, dict[str, Tensor]]:
-    drafter, train, _ = head_fitting.load_data(config)
-    head = head_fitting.new_head(config, drafter)
-    torch.nn.init.normal_(head.output.weight)
-    arguments = TrainingArguments(str(tmp_path / "none"), learning_rate=0.01, weight_decay=0.0, report_to="none")
-    trainer = head_fitting.HeadTrainer(config.head, drafter, model=head, args=arguments)
-    return trainer, head, head_fitting.collate([train[0]])
-
-
-def test_the_network_on_the_scalars_learns_faster(tmp_path: Path) -> None:
-    trainer, head, _ = trainer_of(training_run(tmp_path, num_texts=2, inputs="before"), tmp_path)
-    names = {id(parameter): name for name, parameter in head.named_parameters()}
-    rates = {names[id(group["params"][0])]: group["lr"] for group in trainer.create_optimizer().param_groups}
-    assert set(rates) == set(names.values())
-    fast = {name for name, rate in rates.items() if rate > 0.01}
-    assert fast == {name for name in rates if "scalars" in name} != set()
-
-
 @pytest.mark.parametrize("inputs", ["before", "after"])
 def test_hidden_states_are_dropped_only_while_a_before_head_is_fitted(tmp_path: Path, inputs: str) -> None:
-    trainer, head, batch = trainer_of(training_run(tmp_path, num_texts=2, inputs=inputs, dropout=0.9), tmp_path)
+    config = training_run(tmp_path, num_texts=2, inputs=inputs, dropout=0.9)
+    drafter, train, _ = head_fitting.load_data(config)
+    head, batch = head_fitting.new_head(config, drafter), head_fitting.collate([train[0]])
+    torch.nn.init.normal_(head.output.weight)
+    arguments = TrainingArguments(str(tmp_path / "none"), report_to="none")
+    trainer = head_fitting.HeadTrainer(config.head, drafter, model=head, args=arguments)
     stored = batch["hidden"].clone()
     with torch.no_grad():
         fitting = [float(trainer.compute_loss(head.train(), batch)) for _ in range(2)]
@@ -177,19 +139,11 @@ def test_hidden_states_are_dropped_only_while_a_before_head_is_fitted(tmp_path: 
     assert torch.equal(batch["hidden"], stored)
 
 
-def test_shards_hold_the_features_and_are_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_features_are_not_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "TEXTS_PER_SHARD", 5)
     config = training_run(tmp_path)
     made = Trained.load(config)
-    built = features.build(made, "train")
-    assert len(built) == 12
-    ids = torch.tensor([answers.load(config.work, "train")[7]["input_ids"]])
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + 7)
-    item = features.Examples(config.head, made.drafter, made.target).of_text(ids, 5, Sampling(), generator)
-    assert_close(built[7]["hidden"], item["hidden"].half())
-    for name in ("label", "mask", "scalars"):
-        assert_close(built[7][name], item[name])
-
+    assert len(features.build(made, "train")) == 12
     shards = sorted((config.work / "features" / "train").glob("*.safetensors"))
     assert len(shards) == 3
     contents = shards[1].read_bytes()
@@ -252,15 +206,6 @@ def test_a_killed_fit_goes_on_to_the_same_head(tmp_path: Path, monkeypatch: pyte
         assert_close(actual[name], value, rtol=0, atol=1e-6)
 
 
-def test_half_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    assert last_checkpoint(tmp_path) is None
-    for step, complete in ((9, True), (10, True), (11, False)):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        if complete:
-            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
-    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-
-
 def test_a_loss_that_is_not_a_number_stops_the_fit(tmp_path: Path) -> None:
     config = training_run(tmp_path, learning_rate=1e35, epochs=4.0)
     with pytest.raises(ValueError, match=r"loss is (nan|inf).*learning_rate \(now 1e\+35\)"):
@@ -271,23 +216,25 @@ def test_a_loss_that_is_not_a_number_stops_the_fit(tmp_path: Path) -> None:
 # A run that goes on from what another one trained. --------------------------------------------------------------------
 
 
-def goes_on(config: TrainingConfig, first: TrainingConfig, **settings: Any) -> TrainingConfig:
+def goes_on(config: TrainingConfig, first: TrainingConfig) -> TrainingConfig:
     """`config` of the first run's target, starting from what it trained."""
     shutil.copytree(first.target, config.target, dirs_exist_ok=True)
     config.distill.start_from = str(first.work)
-    for name, value in settings.items():
-        setattr(config.distill, name, value)
     return config
 
 
 @pytest.mark.takes(4)
-@pytest.mark.parametrize("kind", [pytest.param("early_exit", marks=pytest.mark.slow), "conditioned"])
+@pytest.mark.parametrize(
+    "kind",
+    ["conditioned", pytest.param("early_exit", marks=pytest.mark.slow), pytest.param("eagle3", marks=pytest.mark.slow)],
+)
 def test_a_second_run_begins_where_the_first_ended(tmp_path: Path, kind: str) -> None:
-    first, second = (prepare(tmp_path / name, kind, epochs=2) for name in ("first", "second"))
+    vocab = 40 if kind == "eagle3" else None
+    first, second = (prepare(tmp_path / n, kind, epochs=2, draft_vocab_size=vocab) for n in ("first", "second"))
     distillation.run(first)
     distillation.run(goes_on(second, first))
     ended, begun = report_of(first)["after"]["all"], report_of(second)["before"]["all"]
-    assert begun["acceptance"] == pytest.approx(ended["acceptance"], abs=1e-4)
+    assert begun["acceptance"] == pytest.approx(ended["acceptance"], abs=2e-3 if kind == "eagle3" else 1e-4)
     assert report_of(first)["before"]["all"]["acceptance"] < begun["acceptance"] - 0.01
     assert report_of(second)["after"]["all"]["acceptance"] > begun["acceptance"]
 
@@ -333,7 +280,6 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
 
 
 KINDS, SAMPLINGS = ["independent", "early exit", "conditioned"], [Sampling(0.0), Sampling(0.8, 20)]
-PROMPT_LENGTH = 5
 
 
 def made(kind: str, device: str | None = None) -> tuple[Any, SpecDecPPAssistant]:
@@ -356,38 +302,22 @@ def on_host(tensor: Tensor) -> Tensor:
 @pytest.mark.every(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("inputs", ["before", "after"])
-def test_features_of_the_head(kind: str, sampling: Sampling, inputs: Any) -> None:
-    head = HeadConfig(inputs=inputs, siblings=3 if inputs == "before" else 1)
-
-    def features(device: str | None = None) -> dict[str, Tensor]:
+@pytest.mark.parametrize("what", ["before", "after", "chains"])
+def test_features_of_the_head_and_chains_for_the_calibration(kind: str, sampling: Sampling, what: Any) -> None:
+    def computed(device: str | None = None) -> dict[str, Tensor]:
         target, assistant = made(kind, device)
-        drafter, generator = assistant.ready_drafter(), torch.Generator().manual_seed(0)
-        return Examples(head, drafter, target).of_text(prompt(14), PROMPT_LENGTH, sampling, generator)
+        generator = torch.Generator().manual_seed(0)
+        if what == "chains":
+            return Recorder(assistant, target, sampling, "before").of_text(prompt(14)[0].tolist(), [6, 9], generator)
+        head = HeadConfig(inputs=what, siblings=3 if what == "before" else 1)
+        return Examples(head, assistant.ready_drafter(), target).of_text(prompt(14), 5, sampling, generator)
 
-    expected = features()
-    with pretend_devices():
-        found = features("cuda:0")
-    for name, value in found.items():
-        assert str(value.device) == "cuda:0"
-        assert_close(on_host(value), expected[name])
-
-
-@pytest.mark.every(5)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
-def test_chains_for_the_calibration(kind: str, sampling: Sampling) -> None:
-    def chains(device: str | None = None) -> dict[str, Tensor]:
-        target, assistant = made(kind, device)
-        ids, generator = prompt(14)[0].tolist(), torch.Generator().manual_seed(0)
-        return Recorder(assistant, target, sampling, "before").of_text(ids, [6, 9], generator)
-
-    expected = chains()
+    expected = computed()
     with pretend_devices(), torch.no_grad():
-        found = chains("cuda:0")
+        found = computed("cuda:0")
     for name, value in found.items():
-        assert not isinstance(value, DeviceTensor), "what is kept goes to the disk"
-        assert_close(value, expected[name])
+        assert isinstance(value, DeviceTensor) is (what != "chains"), "chains go to the disk"
+        assert_close(on_host(value), expected[name])
 
 
 @pytest.mark.parametrize("kind", KINDS)

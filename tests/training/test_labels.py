@@ -27,11 +27,6 @@ def p_and_q(seed: int, shape: tuple[int, ...] = (VOCAB,)) -> tuple[Tensor, Tenso
     return p, q
 
 
-def test_the_sampled_label_is_the_chance_that_the_verifier_accepts() -> None:
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.25, 0.6, 0.15])
-    assert_close(acceptance(p.expand(3, 3), q.expand(3, 3), torch.arange(3)), torch.tensor([1.0, 0.5, 1.0]))
-
-
 def remaining(q: Tensor, drawn: list[int]) -> Tensor:
     """q without what was drawn, renormalised."""
     left = q.clone()
@@ -154,31 +149,27 @@ def answers(*texts: list[int], prompt: int = 2) -> Dataset:
     return Dataset.from_list([{"input_ids": [40] * prompt + text, "prompt_length": prompt} for text in texts])
 
 
-def test_most_frequent() -> None:
-    written = answers([7, 7, 7, 3], [5, 5, 3, 9])
-    chosen = choose_vocab(written, 4, always=[30], num_ids=VOCAB_SIZE)
-    assert chosen.tolist() == [3, 5, 7, 30], "ascending, with what is always kept; 9 is rarer"
-    assert covered_mass(chosen, written) == 7 / 8
+PROMPTS = [[11, 12, 12], [12, 13, 13, 8]]
+
+
+@pytest.mark.parametrize(("written", "size", "always", "prompts", "chosen"), [
+    ([[7, 7, 7, 3], [5, 5, 3, 9]], 4, [30], [], [3, 5, 7, 30]),  # ascending, with what is always kept; 9 is rarer
+    ([[9, 8, 7, 6]], 3, [1], [], [1, 6, 7]),  # equally frequent ones go by id
+    ([[19, 18, 19]], 6, [1], [], [0, 1, 2, 3, 18, 19]),  # few texts are filled up with low ids, which are frequent
+    ([[9, 8, 9]], 5, [1], PROMPTS, [1, 8, 9, 12, 13]),  # before that with tokens of the prompts
+    ([[9, 8, 9]], 2, [1], PROMPTS, [1, 9]),  # after the answers
+    ([[60, 60, 60, 5, 6, 6]], 3, [1, 61], [], [1, 5, 6]),  # without ids that the draft lacks
+])  # fmt: skip
+def test_chosen_tokens(
+    written: list[list[int]], size: int, always: list[int], prompts: list[list[int]], chosen: list[int]
+) -> None:
+    assert choose_vocab(answers(*written), size, always, VOCAB_SIZE, prompts).tolist() == chosen
+
+
+def test_covered_mass() -> None:
+    chosen = torch.tensor([3, 5, 7, 30])
+    assert covered_mass(chosen, answers([7, 7, 7, 3], [5, 5, 3, 9])) == 7 / 8
     assert covered_mass(chosen, answers([9, 41, 7, 7])) == 1 / 2, "also on tokens that were not counted"
-
-
-def test_equally_frequent_go_by_id() -> None:
-    assert choose_vocab(answers([9, 8, 7, 6]), 3, always=[1], num_ids=VOCAB_SIZE).tolist() == [1, 6, 7]
-
-
-def test_few_texts_are_filled_up_with_low_ids() -> None:
-    """Tokenizers number their tokens by frequency: better than leaving places empty."""
-    assert choose_vocab(answers([19, 18, 19]), 6, always=[1], num_ids=VOCAB_SIZE).tolist() == [0, 1, 2, 3, 18, 19]
-
-
-def test_places_that_are_left_go_to_the_prompts() -> None:
-    prompts = [[11, 12, 12], [12, 13, 13, 8]]
-    assert choose_vocab(answers([9, 8, 9]), 5, [1], VOCAB_SIZE, prompts).tolist() == [1, 8, 9, 12, 13]
-    assert choose_vocab(answers([9, 8, 9]), 2, [1], VOCAB_SIZE, prompts).tolist() == [1, 9], "answers come first"
-
-
-def test_ids_that_the_draft_lacks() -> None:
-    assert choose_vocab(answers([60, 60, 60, 5, 6, 6]), 3, always=[1, 61], num_ids=VOCAB_SIZE).tolist() == [1, 5, 6]
 
 
 @pytest.mark.parametrize("size", [1, 2, VOCAB_SIZE, -1])

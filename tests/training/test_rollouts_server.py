@@ -2,42 +2,26 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.models import tiny
 from support.openai_server import Reply, serving
 from support.repos import WORDS, save_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from support.rollout_files import EOS, NUM_PROMPTS, files, greedy, rows_of, small_run
 
-pytest.importorskip("datasets", reason="needs the [train] extra")
-
-from support.rollout_files import EOS, NUM_PROMPTS, files, rows_of, small_run
-
-from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import rollouts, targets
 
-TEMPLATE = (
-    "{% for message in messages %}w1 {{ message.content }} {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
-)
 Answer = Callable[[str, dict[str, Any]], Reply]
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny target on disk, with a chat template, that ends some of its answers."""
-    folder = tmp_path_factory.mktemp("target")
-    # No special tokens, since servers leave those out of what they answer; this model says any of its words.
-    inner = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}))
-    inner.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TEMPLATE).save_pretrained(folder)
-    return save_model(tiny("llama", seed=4, eos_token_id=EOS), folder, words=None)
+    """A tiny target on disk that ends some of its answers."""
+    return save_model(tiny("llama", seed=4, eos_token_id=EOS), tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(autouse=True)
@@ -46,19 +30,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-class Model:
+def model(path: str, body: dict[str, Any], target: str) -> Reply:
     """What a server does with the target: greedy answers as text, without the token that ends them."""
-
-    def __init__(self, target: str) -> None:
-        self.model: CausalLM = AutoModelForCausalLM.from_pretrained(target)
-
-    def __call__(self, path: str, body: dict[str, Any]) -> Reply:
-        ids = body["prompt"]
-        output = self.model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=body["max_tokens"])
-        tokens = output[0, len(ids) :].tolist()
-        ended = tokens[-1] == EOS
-        text = " ".join(WORDS[token] for token in (tokens[:-1] if ended else tokens))
-        return 200, {"choices": [{"text": text, "index": 0, "finish_reason": "stop" if ended else "length"}]}
+    tokens = greedy(target, body["prompt"], max_new_tokens=body["max_tokens"])[len(body["prompt"]) :]
+    ended = tokens[-1] == EOS
+    text = " ".join(WORDS[token] for token in (tokens[:-1] if ended else tokens))
+    return 200, {"choices": [{"text": text, "index": 0, "finish_reason": "stop" if ended else "length"}]}
 
 
 @pytest.mark.every(3)
@@ -70,7 +47,7 @@ def test_rows_are_those_of_the_local_target(tmp_path: Path, target: str, failure
     expected = rows_of(config)
     assert {row["finished"] for row in expected} == {True, False}
     config.work_dir = str(tmp_path / "served")
-    with serving(Model(target)) as server:
+    with serving(partial(model, target=target)) as server:
         server.failures = list(failures)
         config.rollouts.server = server.url + "/v1/"
         rollouts.run(config)
@@ -85,19 +62,22 @@ def test_rows_are_those_of_the_local_target(tmp_path: Path, target: str, failure
 
 def test_what_is_asked_for(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    config = small_run(tmp_path, target, temperatures=[0.7], top_k=0, server_model="served-name", batch_size=4)
-    with serving(Model(target)) as server:
+    config = small_run(tmp_path, target, temperatures=[0.0, 0.7], top_k=0, server_model="served-name", batch_size=4)
+    with serving(partial(model, target=target)) as server:
         config.rollouts.server = server.url
         rollouts.run(config)
         _, body, key = server.requests[-1]
+        asked = sorted(each["temperature"] for _, each, _ in server.requests)
     assert key == "Bearer sesame"
-    assert (body["model"], body["temperature"], body["top_k"]) == ("served-name", 0.7, targets.EVERY_TOKEN)
+    assert asked == [0.0] * NUM_PROMPTS + [0.7] * NUM_PROMPTS
+    assert sorted(round(row["temperature"], 6) for row in rows_of(config)) == asked
+    assert (body["model"], body["top_k"]) == ("served-name", targets.EVERY_TOKEN)
     # Nothing but temperature and top-k may shape p, whatever the server's or the model's defaults.
     assert (body["top_p"], body["min_p"], body["repetition_penalty"], body["repeat_penalty"]) == (1.0, 0.0, 1.0, 1.0)
 
 
 def test_requests_are_in_flight_together(tmp_path: Path, target: str) -> None:
-    meeting, answer = threading.Barrier(4, timeout=20), Model(target)
+    meeting, answer = threading.Barrier(4, timeout=20), partial(model, target=target)
 
     def reply(path: str, body: dict[str, Any]) -> Reply:
         meeting.wait()
@@ -114,7 +94,7 @@ def test_requests_are_in_flight_together(tmp_path: Path, target: str) -> None:
 
 def test_a_server_that_dies_and_comes_back(tmp_path: Path, target: str) -> None:
     config = small_run(tmp_path, target, batch_size=1)
-    with serving(Model(target)) as server:
+    with serving(partial(model, target=target)) as server:
         config.rollouts.server = server.url
         answer, asked = server.answer, []
 
@@ -130,7 +110,7 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path, target: str) -> None:
     with pytest.raises(ConnectionError, match=r"did not answer after 6 attempts.*refused.*Is it running"):
         rollouts.run(config)
     assert files(config) == kept
-    with serving(Model(target)) as other:
+    with serving(partial(model, target=target)) as other:
         config.rollouts.server = other.url  # another address is no other setting
         rollouts.run(config)
         assert len(other.requests) == NUM_PROMPTS - 4, "but those of the shard"
@@ -150,16 +130,6 @@ def test_unusable_servers(tmp_path: Path, target: str, answer: Answer, error: ty
         with pytest.raises(error, match=f"(?s){message}"):
             rollouts.run(config)
     assert files(config) == ["rollouts.json"]
-
-
-def test_each_shard_is_asked_for_at_its_temperature(tmp_path: Path, target: str) -> None:
-    config = small_run(tmp_path, target, temperatures=[0.0, 0.8], top_k=5)
-    with serving(Model(target)) as server:
-        config.rollouts.server = server.url
-        rollouts.run(config)
-        asked = [body["temperature"] for _, body, _ in server.requests]
-    assert sorted(asked) == [0.0] * NUM_PROMPTS + [0.8] * NUM_PROMPTS
-    assert sorted(round(row["temperature"], 6) for row in rows_of(config)) == sorted(asked)
 
 
 def test_a_server_must_be_a_url(tmp_path: Path, target: str) -> None:
