@@ -150,9 +150,6 @@ def test_what_cannot_go_on_in_rooms() -> None:
     assert "keeps" in str(why_not_rooms(DynamicCache(config=mixed.config)))
 
 
-# Compiled pieces -----------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_norms_mlps_and_rotary_embeddings_are_compiled(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,9 +110,6 @@ def test_rounds_without_candidates(reading: Making, drafted: list[Drafted], rule
     assert worst(assistant, target, drafted) < 1e-4
 
 
-# Mutants. -------------------------------------------------------------------------------------------------------------
-
-
 def _late(take: Callable[..., Any]) -> Callable[..., Any]:
     def mutant(self: TargetStates, rows: Any = slice(None)) -> Any:
         states = take(self, rows)
@@ -157,9 +154,6 @@ def test_stale_candidates_are_noticed(reading: Making, drafted: list[Drafted], m
     monkeypatch.setattr(DraftSession, "begin_round", keeps)
     target.generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
     assert worst(assistant, target, drafted) > 1e-3
-
-
-# Around it. -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -22,9 +22,6 @@ def rule_for(min_tokens: int = 1, **knobs: Any) -> StoppingRule:
     return make_rule(SpeculationConfig(**{"rule": "threshold", **knobs}), DraftProbability(), min_tokens=min_tokens)
 
 
-# Each rule's formula. -------------------------------------------------------------------------------------------------
-
-
 def test_fixed_never_stops() -> None:
     rule = rule_for(rule="fixed", num_tokens=7, max_tokens=3)
     assert rule.max_tokens == 7
@@ -43,9 +40,6 @@ def test_a_config_is_checked_again_when_it_is_used() -> None:
     config.threshold = 1.5
     with pytest.raises(ValueError, match="threshold=1.5 must be between 0 and 1"):
         make_rule(config, DraftProbability())
-
-
-# Rounds. --------------------------------------------------------------------------------------------------------------
 
 
 def steps_of(models: Models) -> Step:

@@ -52,9 +52,6 @@ def probability(head: AcceptanceHead, step: DraftStep) -> float:
     return answer.item()
 
 
-# The paper's head ("after"). ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("depth", range(5))
 def test_the_after_head_is_the_papers(depth: int, tied: bool) -> None:
@@ -89,9 +86,6 @@ def test_estimates_are_probabilities_even_if_the_head_overflows(inputs: str, siz
         for place, parameter in enumerate(head.parameters()):
             parameter.copy_(size * (-1.0) ** torch.arange(place, place + parameter.numel()).view(parameter.shape))
     assert 0.0 <= probability(head, make_step(index=1, token=3)) <= 1.0
-
-
-# The token head ("before"). -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", range(VOCAB))
@@ -151,9 +145,6 @@ def test_scalar_features() -> None:
     assert_close(rows[0], rows[1])
     assert bool(scalar_features(q, torch.tensor(3)).isfinite().all())
     assert float(scalar_features(torch.ones(1), torch.tensor(0))[2]) == 0.0  # a vocabulary of one has no runner-up
-
-
-# Both. ----------------------------------------------------------------------------------------------------------------
 
 
 CALIBRATION = {"sampled": {"bias": 0.3, "temperatures": [2.0, 0.5]}, "greedy": {"bias": -1.0, "temperatures": [0.7]}}

@@ -110,9 +110,6 @@ def _can_be_built(family: str) -> bool:
     return True
 
 
-# Batches. -------------------------------------------------------------------------------------------------------------
-
-
 OF_BATCHES = ("llama", "gpt2", "opt", "mistral", "gemma3_text")
 DRAFTS = ("close", "close", "other", "exit", "conditioned", "eagle3")
 OF_ROWS = (
@@ -171,9 +168,6 @@ def test_random_batches() -> None:
 @pytest.mark.slow
 def test_many_random_batches() -> None:
     assert sum(check(seed) for seed in range(SLOW_BATCHES)) > 10 * SLOW_BATCHES
-
-
-# The fuzzer itself ----------------------------------------------------------------------------------------------------
 
 
 def positions_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:

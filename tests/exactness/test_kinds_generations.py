@@ -101,9 +101,6 @@ def test_two_layers_go_on_by_themselves(enumerate_torch: Enumerate) -> None:
     assert_exactly_p(*pair("mtp, two layers", rule="fixed", num_tokens=3), enumerate_torch, NEW_TOKENS + 1)
 
 
-# Mutants. -------------------------------------------------------------------------------------------------------------
-
-
 def telling(change: Callable[[Tensor], Tensor]) -> Callable[[DraftTree], DraftTree]:
     """Chains and trees are drawn from q, and the one of changed scores is told."""
 

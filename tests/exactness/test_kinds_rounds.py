@@ -180,9 +180,6 @@ def test_a_tree_emits_exactly_p(kind: str, verifier: str, algorithm: str) -> Non
     assert accepted >= ({0, 1, 2} if kind == "dflash" else {1})
 
 
-# Mutants. -------------------------------------------------------------------------------------------------------------
-
-
 class LessCertain(KindRound):
     """A looked up candidate's q is told as its share of what followed before, and not as 1."""
 

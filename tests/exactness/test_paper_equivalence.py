@@ -116,9 +116,6 @@ def test_the_drafts_tokens_are_drawn_from_q() -> None:
     assert sum(shares) / 100 == pytest.approx(0.15, abs=0.03)
 
 
-# Mutants --------------------------------------------------------------------------------------------------------------
-
-
 def states_of_the_unmixed_text(item: Batch, draft: Any, ids: Tensor) -> Batch:
     with torch.no_grad():
         return {**item, "hidden": Drafter(draft).hidden_states(ids)[0, PROMPT_LENGTH:]}

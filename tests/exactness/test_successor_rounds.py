@@ -70,9 +70,6 @@ def test_with_a_draft_vocabulary_and_a_temperature(enumerate_torch: Enumerate) -
     assert_exactly_p(target, assistant, enumerate_torch)
 
 
-# Mutants. -------------------------------------------------------------------------------------------------------------
-
-
 def tell_q_again(monkeypatch: pytest.MonkeyPatch, again: Again) -> None:
     """Let chains and trees be drawn from q, and tell what `again` makes of the processing, the text, a path, the token
     that was drawn after it, and the draft's own logits there."""

@@ -248,9 +248,6 @@ def test_the_mutants_walk_is_right_with_all_its_parts() -> None:
     assert error_of(Whole(Models("plain", 3, 0), "dyspec", ESTIMATORS[0], budget=4)) < TOLERANCE
 
 
-# Corners of the verification. -----------------------------------------------------------------------------------------
-
-
 def test_a_zero_residual_falls_back_to_p() -> None:
     """Rounding can reject a candidate although p equals q, which leaves nothing to draw from."""
     tree, rejecting = DraftTree(0), Answering([False])

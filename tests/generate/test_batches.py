@@ -247,9 +247,6 @@ def test_several_answers_to_one_prompt() -> None:
     assert torch.equal(generate(target, inputs, assistant, top_k=1, do_sample=True, num_return_sequences=3), plain)
 
 
-# The cache. -----------------------------------------------------------------------------------------------------------
-
-
 def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     target, inputs = models.tiny("llama"), padded(LENGTHS)
     assistant = models.assistant_for(target, mix=0.9)
@@ -372,9 +369,6 @@ class SameDraw(Replay):
         if not self.first:
             self.first.append(self.replay._choose(weights))
         return self.first[0]
-
-
-# What is refused. -----------------------------------------------------------------------------------------------------
 
 
 class Forbids(LogitsProcessor):

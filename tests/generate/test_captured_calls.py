@@ -47,9 +47,6 @@ def assert_captured(assistant: SpecDecPPAssistant) -> None:
     assert stats.accepted > 0
 
 
-# What is returned ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -81,9 +78,6 @@ def test_images_and_positions_in_three_dimensions() -> None:
     assert (assistant.stats.uncaptured, assistant.stats.graphs > 0) == (None, True)
 
 
-# Static caches -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(3, takes=2)
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -107,9 +101,6 @@ def test_a_static_cache_of_the_users_own() -> None:
     assert torch.equal(text, generate(target, None))
     assert assistant.stats.uncaptured == "the text is in a StaticCache"
     assert int(cache.get_seq_length()) == text.shape[1] - 1
-
-
-# Captures ------------------------------------------------------------------------------------------------------------
 
 
 def other_weights(target: CausalLM) -> None:
@@ -152,9 +143,6 @@ def test_passes_go_with_their_target() -> None:
     del target, assistant
     gc.collect()
     assert passes() is None
-
-
-# Failures ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [12, 20])  # after the prompt's own pass, and in a later round

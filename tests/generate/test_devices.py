@@ -158,9 +158,6 @@ def test_a_batch() -> None:
             target.generate(**inputs, do_sample=True, assistant_model=assistant, **OPTIONS)
 
 
-# Counts. --------------------------------------------------------------------------------------------------------------
-
-
 def counted_rounds(speculation: dict[str, Any], **sampling: Any) -> list[tuple[int, Counter[str]]]:
     """Of each round but the first, in a generation: how many candidates it had, and what it cost."""
     target = tiny("llama")

@@ -97,9 +97,6 @@ def assert_refused(target: CausalLM, door: str, message: str, **inputs: Any) -> 
         target.generate(assistant_model=assistant, **{**ARGUMENTS, **inputs})
 
 
-# Right ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize("door", ["chain", "tree"])
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4", "granite4 of attention", "llama4", "ettin"])
@@ -125,8 +122,6 @@ def test_a_cache_that_its_config_switches_off() -> None:
     assert_refused(target, "chain", "use_cache=False.*in the model's own config.*Pass use_cache=True", input_ids=PROMPT)
     assert_equal(target, "chain", input_ids=PROMPT, use_cache=True, return_dict_in_generate=True)
 
-
-# Refused --------------------------------------------------------------------------------------------------------------
 
 KEEPS_NO_CACHE = "does not use a key-value cache of transformers"
 BOTH_WAYS = {"input_ids": PROMPT, "token_type_ids": torch.zeros_like(PROMPT)}
@@ -161,8 +156,6 @@ def test_sampling_with_another_tokenizer() -> None:
     plain = target.generate(PROMPT, do_sample=False, max_new_tokens=8)
     assert torch.equal(target.generate(PROMPT, assistant_model=assistant, do_sample=False, **arguments), plain)
 
-
-# Adapters and offloading ----------------------------------------------------------------------------------------------
 
 VIRTUAL = {
     "prompt tuning": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
@@ -213,9 +206,6 @@ def test_offloaded_targets(kind: str) -> None:
         with pytest.raises(ValueError, match="is offloaded.*Use an independent draft"):
             SpecDecPPAssistant.from_early_exit(target, 1)
         assert_refused(target, "unattached", "The target is offloaded.*Attach", input_ids=PROMPT)
-
-
-# Drafts ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "layers", "message"), [

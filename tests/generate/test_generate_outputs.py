@@ -23,9 +23,6 @@ def generate(target: CausalLM, ids: Tensor = PROMPT, **arguments: Any) -> Any:
     return target.generate(ids, **{"do_sample": False, "max_new_tokens": 24, **arguments})
 
 
-# Records --------------------------------------------------------------------------------------------------------------
-
-
 def test_logits_are_those_of_the_model() -> None:
     """Also where a processor writes into its scores. Plain `generate()` returns what that left of them as logits."""
     target = tiny("llama", num_hidden_layers=2)
@@ -53,9 +50,6 @@ def test_records_are_refused_without_attaching() -> None:
     ours = generate(target, output_scores=True, output_logits=True, **arguments)
     assert_same(ours.scores, plain.scores)
     assert_same(ours.logits, plain.logits)
-
-
-# Caches ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 24])  # for one token transformers asks for no candidates

@@ -47,9 +47,6 @@ def attached() -> Any:
     assistant.detach()
 
 
-# Criteria -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scores", [False, True])
 def test_criteria_are_asked_token_by_token(attached: Any, scores: bool) -> None:
     arguments = {"max_new_tokens": 30, "return_dict_in_generate": scores, "output_scores": scores}

@@ -48,9 +48,6 @@ def generate(target: CausalLM, assistant: Any = None, seed: int = 0, **options: 
     return target.generate(PROMPT, assistant_model=assistant, **{**GREEDY, **options})
 
 
-# Alone. ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(5)
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -93,9 +90,6 @@ def test_special_tokens_are_never_proposed() -> None:
     assert proposed
     assert not {image, int(plain[0, -1])} & set(proposed)
     assert {image, int(plain[0, -1])} <= special_ids(target.config, target.generation_config)
-
-
-# Beside a draft. ------------------------------------------------------------------------------------------------------
 
 
 def test_a_chain_goes_on_with_what_follows_what_was_drafted() -> None:
@@ -155,9 +149,6 @@ def test_a_draft_reads_a_prompt_once_it_has_missed_as_much(shape: str) -> None:
     assert rounds[0.0] + 3 <= rounds[0.2] < rounds[100.0]
 
 
-# Batches. -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize("rule", ["throughput", "fixed"])
 @pytest.mark.parametrize("drafts", [True, False], ids=["beside a draft", "alone"])
@@ -175,9 +166,6 @@ def test_batches(rule: str, drafts: bool) -> None:
     assert torch.equal(target.generate(ids, assistant_model=assistant, **options), plain)
     assert assistant.stats.accepted_lookups > 30
     assert len(assistant.memory.answers._answers) == 6
-
-
-# Unattached. ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drafts", [True, False], ids=["beside a draft", "alone"])
@@ -207,9 +195,6 @@ def test_a_request_that_comes_again_is_answered_from_memory() -> None:
     assert len(assistant.memory.answers) == 0
     generate(target, assistant)
     assert assistant.stats.target_passes == before.target_passes
-
-
-# The choice. ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_example_of_the_choice() -> None:

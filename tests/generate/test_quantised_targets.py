@@ -93,9 +93,6 @@ def test_the_text_of_plain_generation(kind: str, setting: str, name: str, tmp_pa
     assert torch.equal(generate(target), plain)
 
 
-# Sharing --------------------------------------------------------------------------------------------------------------
-
-
 def bytes_in(thing: Any, sizes: dict[int, int], seen: set[int]) -> dict[int, int]:
     """The storages of all tensors that a model holds, those inside quantised tensors and beside them too."""
     if id(thing) in seen:
@@ -184,8 +181,6 @@ def test_only_layers_that_are_not_quantised_are_packed(monkeypatch: pytest.Monke
     assert assistant.packed.bytes == bare.lm_head.weight.nbytes
 
 
-# Embeddings and LM heads ----------------------------------------------------------------------------------------------
-
 HEADS: dict[str, Callable[[], CausalLM]] = {
     "torchao": with_torchao,
     "torchao, embeddings": lambda: with_torchao(kinds=(nn.Linear, nn.Embedding)),
@@ -224,8 +219,6 @@ def test_an_adapter_cannot_stand_beside_quantised_embeddings(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"changes model\.embed_tokens, which is quantised \(Int8Tensor\)"):
         SpecDecPPAssistant.from_early_exit(target, 2, adapter=folder, speculation=CHAIN)
 
-
-# Refused --------------------------------------------------------------------------------------------------------------
 
 ACTIVATIONS: dict[str, Callable[[], CausalLM]] = {
     "torchao": lambda: with_torchao("Int8DynamicActivationInt8WeightConfig"),
@@ -266,9 +259,6 @@ def test_a_draft_may_quantise_its_activations() -> None:
     assert assistant.stats.accepted > 0
 
 
-# Drafts of others. ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("settings", ["chain", "tree"])
 @pytest.mark.parametrize("kind", ["dflash", "gemma4"])
 def test_drafts_of_others(kind: str, settings: str, tmp_path: Path) -> None:
@@ -284,9 +274,6 @@ def test_drafts_of_others(kind: str, settings: str, tmp_path: Path) -> None:
     ids = 1 + prompt() % 11
     assert torch.equal(generate(target, assistant, ids), generate(target, None, ids))
     assert assistant.stats.drafted > 0
-
-
-# Multi-token layers. --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["torchao", "bitsandbytes"])

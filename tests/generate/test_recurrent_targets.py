@@ -51,9 +51,6 @@ def assert_same_states(cache: Any, expected: Any) -> None:
         torch.testing.assert_close(ours, theirs, rtol=ROUNDING, atol=ROUNDING)
 
 
-# Texts. ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(11, takes=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_and_all_that_goes_with_them(family: str) -> None:
@@ -119,9 +116,6 @@ def test_what_is_pending_is_settled_in_time() -> None:
     assert assistant.stats.idle_rounds >= 50 // (MOST_PENDING + 1) - 1
 
 
-# Drafts. --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 def test_drafts_with_recurrent_layers(kind: str) -> None:
@@ -164,9 +158,6 @@ def test_a_recurrent_draft_goes_back(family: str) -> None:
         expected = target.generate(PROMPT, **settings)
         assert torch.equal(target.generate(PROMPT, **settings, assistant_model=assistant), expected)
         assert assistant.stats.accepted == assistant.stats.drafted, "it is the target"
-
-
-# Mutants. -------------------------------------------------------------------------------------------------------------
 
 
 def changes_texts(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mutant: Any) -> bool:

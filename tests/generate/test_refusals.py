@@ -108,9 +108,6 @@ def test_at_one_door(target: CausalLM, attached: bool, arguments: dict[str, Any]
     assistant.detach()
 
 
-# Models ---------------------------------------------------------------------------------------------------------------
-
-
 def test_a_model_without_a_head(target: CausalLM) -> None:
     headless = target.get_decoder()
     with pytest.raises(ValueError, match="cannot generate.*AutoModelForCausalLM"):

@@ -41,9 +41,6 @@ from hf_specdecpp.trees.tree import TreePass
 EACH = pytest.mark.parametrize("how", ["fixed", "dyspec"])  # a chain and a tree
 
 
-# Texts ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(89, takes=4)
 @pytest.mark.parametrize("how", [*RULES, *GROWTHS])
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
@@ -146,9 +143,6 @@ def test_records(family: str, how: str) -> None:
         assert_same(getattr(ours, name), getattr(plain, name))
     assert isinstance(ours.past_key_values, StaticCache)
     assert_prefilled(held(ours.past_key_values), target, ours.sequences[:, :-1])
-
-
-# Rows -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every(5)
@@ -261,9 +255,6 @@ def test_an_exception_rolls_a_users_cache_back(length: int, how: str) -> None:
     assert torch.equal(target.generate(whole, past_key_values=cache, **OPTIONS)[:, : again.shape[1]], again)
 
 
-# Widths --------------------------------------------------------------------------------------------------------------
-
-
 def test_dummies_need_no_further_positions() -> None:
     longer = extended({"position_ids": torch.tensor([[6, 7]]), "attention_mask": torch.tensor([[0, 1]])}, 2, dummies=1)
     assert longer["position_ids"].tolist() == [[6, 7, 8, 9, 9]]
@@ -296,9 +287,6 @@ def test_passes_have_few_widths_and_end_within_the_cache(how: str) -> None:
     assert max(ends) <= rooms[0]
     last = max(begin for begin, width in zip(begins, widths, strict=True) if width == max(widths))
     assert how not in TREES or last + max(widths) > length - 1
-
-
-# Costs and refusals ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["throughput", "tree, throughput"])

@@ -71,9 +71,6 @@ def test_steps_that_are_clamped_among_several_tokens_only(family: str, dtype: to
         check_states(target)
 
 
-# States beside the cache ----------------------------------------------------------------------------------------------
-
-
 def test_caches_beside_the_cache() -> None:
     target = from_config("VoxtralRealtimeForConditionalGeneration", "voxtral_realtime")
     with pytest.raises(ValueError, match="keeps encoder_cache, padding_cache beside its cache"):
@@ -142,9 +139,6 @@ def test_what_counts_from_the_end_of_the_prompt(name: str, family: str) -> None:
         target.generate(PROMPT, **GREEDY, assistant_model=assistant)
 
 
-# Drafts ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_head_in_half_precision_after_a_stream_in_float32(dtype: torch.dtype) -> None:
@@ -168,9 +162,6 @@ def test_layers_in_several_lists() -> None:
     assert early_exit(tiny_of("llama"), 2).config.num_hidden_layers == 2
 
 
-# Tables of positions --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("family", "most"),
@@ -187,9 +178,6 @@ def test_the_longest_text(family: str, most: float) -> None:
         if most < 600:
             with pytest.raises((IndexError, RuntimeError)):
                 model(input_ids=text, use_cache=False)
-
-
-# Wrappers -------------------------------------------------------------------------------------------------------------
 
 
 def test_windows_shrink_again_in_later_turns_without_an_assistant() -> None:

@@ -15,8 +15,6 @@ from transformers import DynamicCache
 
 from hf_specdecpp.models.causal_lm import CausalLM
 
-# Exceptions -----------------------------------------------------------------------------------------------------------
-
 
 class BrokenError(Exception):
     pass
@@ -90,9 +88,6 @@ def test_an_exception_in_a_round(family: str, where: str, style: str) -> None:
     assert snapshot(target) == before
 
 
-# Without our assistant ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.takes(2)
 def test_other_calls_on_an_attached_target_are_plain() -> None:
     target, stock = tiny("llama"), partly_agreeing(tiny("llama"))
@@ -111,9 +106,6 @@ def test_other_calls_on_an_attached_target_are_plain() -> None:
         assert torch.equal(run(arguments), expected), arguments
     assert assistant.stats.rounds == 0
     assistant.detach()
-
-
-# Copies and files -----------------------------------------------------------------------------------------------------
 
 
 def through_pickle(model: CausalLM) -> CausalLM:

@@ -70,9 +70,6 @@ def elsewhere(action: Callable[[], Any]) -> Meanwhile:
     return Meanwhile(lambda: in_a_thread(action))
 
 
-# Attaching and detaching ----------------------------------------------------------------------------------------------
-
-
 CALLS = ("plain", "another's", "by default", "by name")
 
 
@@ -159,9 +156,6 @@ def test_a_class_and_a_subclass_of_it() -> None:
     assert has_our_methods(target)
     parents.detach()
     assert not has_our_methods(target)
-
-
-# Defaults of others ---------------------------------------------------------------------------------------------------
 
 
 def test_another_default_for_this_thread_s_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,6 @@ def test_generate_emits_exactly_p(kind: Any, enumerate_torch: Any) -> None:
     assert assistant.stats.tree_depths
 
 
-# Ends. ----------------------------------------------------------------------------------------------------------------
-
-
 def test_nothing_is_drafted_below_an_end_of_sequence() -> None:
     target, eos = target_of("llama"), plain_text("llama")[0, 20:].tolist()[10]
     assistant = assistant_for(target, mix=1.0, **{**TREES["dyspec"], "tree_budget": 40})
@@ -44,9 +41,6 @@ def test_nothing_is_drafted_below_an_end_of_sequence() -> None:
     tree = assistant.stats.last_tree.tree
     assert eos in tree.tokens[1:]
     assert all(not children for token, children in zip(tree.tokens[1:], tree.children[1:], strict=True) if token == eos)
-
-
-# The rest. ------------------------------------------------------------------------------------------------------------
 
 
 def test_statistics_of_trees() -> None:

@@ -206,9 +206,6 @@ def test_why_rounds_are_made_step_by_step(name: str, tmp_path: Path) -> None:
     assert assistant.stats.uncaptured is None
 
 
-# Batches -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(11)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
@@ -261,9 +258,6 @@ def test_more_rows_than_graphs_are_made_for(tmp_path: Path) -> None:
     ids, mask = batch(9)
     assert torch.equal(together(target, assistant, ids, mask), together(target, None, ids, mask))
     assert assistant.stats.uncaptured == "more than 8 sequences"
-
-
-# Wrong versions are noticed ------------------------------------------------------------------------------------------
 
 
 def moves_nothing(cache: RoomCache, rows: Tensor) -> None:
@@ -349,9 +343,6 @@ def test_a_first_round_that_cannot_be_captured(tmp_path: Path, monkeypatch: pyte
         assert torch.equal(text, together(target, None, ids, mask))
         assert "a round cannot be captured (RuntimeError" in str(assistant.stats.uncaptured)
         assert assistant.stats.accepted > 0
-
-
-# Which shape ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every(2)

@@ -62,9 +62,6 @@ def test_a_penalty_that_misses_tokens_is_noticed(
     assert not torch.equal(generate(target, assistant, **how), generate(target, None, **how))
 
 
-# Of batches ----------------------------------------------------------------------------------------------------------
-
-
 def padding_counts(_: Processing, texts: Tensor) -> Tensor:
     """A mutant: processors see the padding, too."""
     return texts
@@ -135,8 +132,6 @@ def test_two_penalties_are_called_between_the_graphs(tmp_path: Path) -> None:
     assert assistant.stats.uncaptured is None
     assert assistant.stats.decided["rounds"] == BETWEEN
 
-
-# Between the graphs --------------------------------------------------------------------------------------------------
 
 NAMES = ["no_repeat_ngram_size", "many", "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens",
          "min_length", "min_new_tokens", "exponential_decay_length_penalty", "forced_eos_token_id",

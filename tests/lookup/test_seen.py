@@ -103,9 +103,6 @@ def test_a_match_is_counted_up_to_the_longest_class() -> None:
     assert len({each for classes in (longest, *others) for each in classes}) == 36
 
 
-# Earlier answers. -----------------------------------------------------------------------------------------------------
-
-
 def test_the_oldest_answers_go() -> None:
     answers = Answers(20)
     for first in range(0, 60, 3):
@@ -134,9 +131,6 @@ def test_answers_are_saved_on_purpose_and_loaded_again(tmp_path: Path) -> None:
         (tmp_path / "damaged.json").write_text(damaged)
         with pytest.raises(ValueError, match="holds no answers"):
             others.load(tmp_path / "damaged.json")
-
-
-# What it costs. -------------------------------------------------------------------------------------------------------
 
 
 def like_text(length: int) -> list[int]:

@@ -197,9 +197,6 @@ def test_a_compiled_target(target: CausalLM) -> None:
     assert not faster(target).layers
 
 
-# Never stale. ---------------------------------------------------------------------------------------------------------
-
-
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "counted by autograd": torch.no_grad()(lambda weight, new: weight.copy_(new)),
     "other data": lambda weight, new: setattr(weight, "data", new),
@@ -242,9 +239,6 @@ def test_a_write_during_a_generation_is_noticed_where_torch_counts_it(calls: Cal
         layer.weight = nn.Parameter(torch.randn(8, 8))
         torch.testing.assert_close(layer(x), x @ layer.weight.T)
     assert calls == [(3, True)]
-
-
-# In generations. ------------------------------------------------------------------------------------------------------
 
 
 def logits_of(target: CausalLM, **arguments: Any) -> Tensor:

@@ -55,9 +55,6 @@ def test_a_pass_leaves_nothing_on_the_model() -> None:
     assert model.training
 
 
-# Exceptions. ----------------------------------------------------------------------------------------------------------
-
-
 def fails_once(model: CausalLM) -> None:
     """Its next pass runs out of memory."""
     error = torch.OutOfMemoryError("17 GiB are needed")

@@ -89,9 +89,6 @@ def test_what_fails_after_a_text_does_not_take_it_away(monkeypatch: pytest.Monke
     assert "ZeroDivisionError('of no importance')" in said[0]
 
 
-# Assumed. -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("clock", ["stands", "backwards"], indirect=True)
 @pytest.mark.usefixtures("clock")
 def test_products_stay_pytorch_s_own(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +103,6 @@ def test_products_stay_pytorch_s_own(cache: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_coarse_clock_tells_by_the_mean() -> None:
     assert typical([0.0] * 22 + [0.01] * 3) == pytest.approx(0.0012)
     assert typical([0.0, 0.0]) is typical([-1.0]) is typical([math.nan]) is first_sensible(math.inf) is None
-
-
-# Rounds. --------------------------------------------------------------------------------------------------------------
 
 
 MEASURED = Costs(0.002, (0.010, 0.030))

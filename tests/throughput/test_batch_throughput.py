@@ -94,9 +94,6 @@ def test_rows_that_accept_more_and_less_lose_little(rates: list[float], least: f
     assert mean(batches.run() for _ in range(20)) > least
 
 
-# Beginning. -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_text_to_read_is_weighed_against_what_drafting_gains() -> None:
     """Rows begin together: by what the draft has to read in the row with most, and 64 rounds of what is gained."""
     costs = Costs(0.1, (1.0, 1.0, 1.0, 1.0), read=0.01).share(ROWS)

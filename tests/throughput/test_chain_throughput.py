@@ -96,9 +96,6 @@ def test_a_useless_draft_costs_little(costs: Costs, lag: int) -> None:
     assert not simulation.plan.pays
 
 
-# In rounds and generations. -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(5)
 @pytest.mark.parametrize("trials", [[], [2], [1, 2]], ids=str)
 @pytest.mark.parametrize("draft_cost", [0.2, 0.9])
@@ -241,9 +238,6 @@ def test_independent_estimates_without_steps_have_one_threshold() -> None:
     plan._fit()
     critical = np.array([[plan.critical(k, b) for b in range(NO_VERDICT + 1)] for k in range(20)])
     assert critical == pytest.approx(plan.rate * 0.19 / float(plan.rates.following[0] @ plan.rates.acceptance))
-
-
-# Costs. ---------------------------------------------------------------------------------------------------------------
 
 
 def test_seconds_of_a_round() -> None:

@@ -239,9 +239,6 @@ def test_assumed_costs_become_seconds() -> None:
     assert alone.draft == pytest.approx(0.002), "nothing was drafted: its share of a pass"
 
 
-# Timing. --------------------------------------------------------------------------------------------------------------
-
-
 def test_a_round_is_its_drafting_and_the_rest() -> None:
     clock = Clock()
     times = RoundTimes(clock)

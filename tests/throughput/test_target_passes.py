@@ -105,9 +105,6 @@ def test_plain_passes_are_those_of_the_machine_now() -> None:
     assert ratio_of({(4, "own"): [1.0], (8, "packed"): [2.0]}, (3, "packed")) == 2.0
 
 
-# In texts. ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> Seconds:
     """What a row costs with each product; layers of every size take part."""

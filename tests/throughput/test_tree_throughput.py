@@ -34,9 +34,6 @@ DIP = Costs(
 GPU = Costs(0.15, verify({1: 1.0, 16: 1.02, 17: 1.08, 32: 1.1, 65: 1.25}), branch=0.002)
 
 
-# Simulated rounds. ----------------------------------------------------------------------------------------------------
-
-
 class Simulation:
     """Rounds with random distributions. What the target says is drawn from the draft's at another temperature.
 
@@ -186,9 +183,6 @@ def test_a_round_that_has_asked_the_draft_draws_while_little_is_known() -> None:
     rule.rounds = 33
     assert rule.pays
     assert drawn() == 0
-
-
-# Generations. ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tree", ["dyspec-exact", [2, 1]], ids=str)

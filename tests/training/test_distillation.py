@@ -67,9 +67,6 @@ def by_hand(target: Any, draft: Drafter, answers: list[dict[str, Any]], kept: li
     return divergence / count, accepted / count, agreed / count
 
 
-# The numbers ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(3)
 @pytest.mark.parametrize("chunk", [256, 7])
 @pytest.mark.parametrize(("kind", "vocab_size"), [("independent", None), ("early_exit", 20)])
@@ -125,9 +122,6 @@ def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: i
     assert any(gradient.abs().max() > 1e-4 for gradient in gradients)
     decoder = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert {name.split(".")[-4] for name in trained} == decoder, "all linear layers of the decoder"
-
-
-# The stage -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every(3, takes=3)
@@ -233,9 +227,6 @@ def test_order(count: int) -> None:
         assert padded < 1.1 * sum(lengths)
 
 
-# Runs that are killed ------------------------------------------------------------------------------------------------
-
-
 def kill_at(patch: pytest.MonkeyPatch, step: int) -> None:
     compute = DistillationTrainer.compute_loss
 
@@ -318,9 +309,6 @@ def test_other_settings_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(warnings) == 1
     assert "is of other settings and is made again: rank was 8 and is now 4" in warnings[0]
     assert {min(tensor.shape) for tensor in adapter_of(config).values()} == {4}
-
-
-# Bad input -----------------------------------------------------------------------------------------------------------
 
 
 def test_loss_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

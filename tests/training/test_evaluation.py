@@ -243,9 +243,6 @@ def test_survival() -> None:
     assert_close(table, expected, equal_nan=True, rtol=1e-6, atol=0)
 
 
-# Recorded chains ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("inputs", ["before", "after"])
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_labels_of_chains_are_conditioned_on_own_candidates(tmp_path: Path, temperature: float, inputs: str) -> None:
@@ -287,9 +284,6 @@ def test_chains_end_with_the_text(tmp_path: Path) -> None:
     ends = torch.cat((rows["index"][1:] == 0, torch.tensor([True])))
     assert (rows["token"][ends] % 2 == 0).all() or len(rows["token"]) == 40
     assert (rows["token"][~ends] % 2 == 1).all()
-
-
-# The stage ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every(2)

@@ -156,9 +156,6 @@ def test_every_temperature_has_its_shards(config: TrainingConfig) -> None:
         answers.written_at(answers.load(config.work, "train"), 1.0)
 
 
-# Test sets ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def tested(config: TrainingConfig, tmp_path: Path) -> TrainingConfig:
     """With a test set of four prompts, two of which are in the training data, too."""

@@ -33,9 +33,6 @@ def growth(
     return Growth(expand, Slots(estimator or DraftProbability(), randomness), root=0, max_depth=depth)
 
 
-# Algorithms. ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.every(7)
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [2, 16, 64, 256, 1024])
@@ -149,9 +146,6 @@ def test_a_shape_larger_than_the_support(support: list[int], randomness: TreeRan
     assert sorted(tree_growth.tree.tokens[1:]) == sorted(3 * support)
 
 
-# Shapes. --------------------------------------------------------------------------------------------------------------
-
-
 def test_shapes() -> None:
     shape = algorithms.from_expansions([2, 1, 2])
     assert algorithms.size(shape) == 2 + 2 + 4
@@ -190,9 +184,6 @@ def test_the_best_shape_is_the_best_of_all(rates: list[float], budget: int) -> N
     best = algorithms.best_shape(rates, budget, max_depth=3)
     assert algorithms.size(best) <= budget
     assert value(best) == pytest.approx(max(value(shape) for n in range(1, budget + 1) for shape in shapes(n, 3)))
-
-
-# Siblings and their estimates. ----------------------------------------------------------------------------------------
 
 
 def race(q: Tensor) -> Siblings:
@@ -277,9 +268,6 @@ def test_a_head_judges_a_level_at_once(randomness: TreeRandomness | None) -> Non
     algorithms.grow_by_level(tree_growth, 64, algorithms.ThresholdSchedule())
     assert len(tree_growth.tree) == 64
     assert len(calls) < 64 / 2
-
-
-# Trees. ---------------------------------------------------------------------------------------------------------------
 
 
 def test_drawings(tmp_path: Path) -> None:
