@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,34 +26,6 @@ AHEAD = 4
 
 Draw = Callable[[Tensor], Siblings]
 Expand = Callable[[DraftTree, list[int]], "Level"]
-
-
-@dataclass
-class Slots:
-    """How the slots of one text's trees are valued and filled.
-
-    Args:
-        estimator: judges the tokens that are drawn.
-        randomness: draws siblings without replacement; `None` takes the likeliest tokens (greedy targets).
-        eos_token_ids: these tokens get no children.
-        valuation: what estimates and slots count for.
-        buffer: for q; trees that are grown one after another share it.
-        ahead: how many siblings of a node a head may judge before they are asked for.
-    """
-
-    estimator: Estimator
-    randomness: TreeRandomness | None = None
-    eos_token_ids: Collection[int] = ()
-    valuation: SlotValuation = field(default_factory=lambda: SlotValuation())
-    buffer: SoftmaxBuffer = field(default_factory=lambda: SoftmaxBuffer(0))
-    ahead: int = AHEAD
-
-    def judged(self, q: Tensor, level: Level, depths: list[int]) -> JudgedSiblings | HeadJudgedSiblings:
-        """The siblings below nodes of these depths, drawn by q `[n, vocab]` and judged one after another."""
-        draw = likeliest if self.randomness is None else self.randomness.siblings
-        if isinstance(self.estimator, AcceptanceHead):
-            return HeadJudgedSiblings(q, draw, self, level, depths)
-        return JudgedSiblings(draw(q), len(depths))
 
 
 class Growth:
@@ -160,7 +131,7 @@ class SoftmaxBuffer:
     On a CPU a softmax that has to ask the system for memory takes four times as long.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int = 0) -> None:
         self.num_rows, self.used = num_rows, 0  # the latter: rows that are needed
         self.rows: Tensor | None = None
 
@@ -178,6 +149,34 @@ class SoftmaxBuffer:
         if np.isnan(q[:, 0].numpy()).any():
             q[q[:, 0].isnan()] = 0.0
         return q
+
+
+@dataclass
+class Slots:
+    """How the slots of one text's trees are valued and filled.
+
+    Args:
+        estimator: judges the tokens that are drawn.
+        randomness: draws siblings without replacement; `None` takes the likeliest tokens (greedy targets).
+        eos_token_ids: these tokens get no children.
+        valuation: what estimates and slots count for.
+        buffer: for q; trees that are grown one after another share it.
+        ahead: how many siblings of a node a head may judge before they are asked for.
+    """
+
+    estimator: Estimator
+    randomness: TreeRandomness | None = None
+    eos_token_ids: Collection[int] = ()
+    valuation: SlotValuation = field(default_factory=SlotValuation)
+    buffer: SoftmaxBuffer = field(default_factory=SoftmaxBuffer)
+    ahead: int = AHEAD
+
+    def judged(self, q: Tensor, level: Level, depths: list[int]) -> JudgedSiblings | HeadJudgedSiblings:
+        """The siblings below nodes of these depths, drawn by q `[n, vocab]` and judged one after another."""
+        draw = likeliest if self.randomness is None else self.randomness.siblings
+        if isinstance(self.estimator, AcceptanceHead):
+            return HeadJudgedSiblings(q, draw, self.estimator, self, level, depths)
+        return JudgedSiblings(draw(q), len(depths))
 
 
 # The siblings of a level. --------------------------------------------------------------------------------------------
@@ -221,8 +220,9 @@ class HeadJudgedSiblings:
     growth does not see a sibling before it has decided to take it, and those that it does not take are forgotten.
     """
 
-    def __init__(self, q: Tensor, draw: Draw, how: Slots, level: Level, depths: Sequence[int]) -> None:
-        head: Any = how.estimator
+    def __init__(
+        self, q: Tensor, draw: Draw, head: AcceptanceHead, how: Slots, level: Level, depths: Sequence[int]
+    ) -> None:
         greedy, ahead = how.randomness is None, how.ahead
         self.head, self.level, self.greedy = head, level, greedy
         self.depths = torch.tensor(depths, device=q.device)
