@@ -43,14 +43,7 @@ class Prompt(NamedTuple):
     offset: Tensor  # `[texts, 1]`, or `[d, texts, 1]` where a model has d positions: of a token less its row
 
 
-def tree_inputs(
-    model: CausalLM,
-    cache: Cache,
-    ancestors: Tensor,
-    depths: Tensor,
-    num_prefix: int,
-    prefix_mask: Tensor | None = None,
-) -> dict[str, Any]:
+def tree_inputs(model: CausalLM, cache: Cache, ancestors: Tensor, depths: Tensor, num_prefix: int) -> dict[str, Any]:
     """Forward arguments for one pass over the last n_query of n nodes; `check_tree(model)` says whether they work.
 
     Example: 3 tokens of text and a root with two children, none of them fed yet. The positions are 3, 4, 4; the mask's
@@ -64,14 +57,13 @@ def tree_inputs(
         depths: int `[n]`: node i stands at place `num_prefix + depths[i]`. The root, which is the last emitted token
             and not yet in the cache, has depth 0.
         num_prefix: tokens of text in the cache, masked ones included.
-        prefix_mask: bool `[num_prefix]`: false where a token is padding, which nobody sees. `None` if none is.
 
     Returns:
         `attention_mask`: `[1, 1, n_query, kv]`, bool where the attention implementation is sdpa and additive in the
         model's dtype where it is eager; or a dict of such masks by layer type where layers differ.
         `position_ids`: `[1, n_query]`, where the root's is `num_prefix`.
     """
-    mask = tree_mask(model, cache, ancestors, depths, num_prefix, prefix_mask)
+    mask = tree_mask(model, cache, ancestors, depths, num_prefix)
     return {"attention_mask": mask, "position_ids": (num_prefix + depths[-ancestors.shape[0] :])[None]}
 
 
@@ -83,7 +75,8 @@ def tree_mask(
     num_prefix: int,
     prefix_mask: Tensor | None = None,
 ) -> Any:
-    """The mask of `tree_inputs`, for who has positions: they are others after masked tokens and images."""
+    """The mask of `tree_inputs` alone, for a text whose rows are not its positions: after masked tokens and images.
+    `prefix_mask`, bool `[num_prefix]`, is false where a token is padding, which nobody sees; `None` if none is."""
     config = model.config.get_text_config(decoder=True)
     num_queries = ancestors.shape[0]
     if num_queries < ancestors.shape[1]:

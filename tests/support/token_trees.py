@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from hf_specdecpp.caches.text import keep_path
 from hf_specdecpp.models.causal_lm import CausalLM, positions_of
-from hf_specdecpp.trees.attention import tree_inputs
+from hf_specdecpp.trees.attention import tree_inputs, tree_mask
 from hf_specdecpp.trees.tree import relations
 
 # Depth-first order; branches of different depth, the accepted path (PATH) with gaps before, within and after it.
@@ -67,7 +67,10 @@ def read_tree(
     fed: list[int] = []
     for group in groups or [list(range(len(PARENTS)))]:
         fed += group
-        inputs = tree_inputs(model, cache, ancestors[group][:, fed], depths[fed], num_prefix, prefix_mask)
+        tree = ancestors[group][:, fed], depths[fed], num_prefix
+        inputs = tree_inputs(model, cache, *tree)
+        if prefix_mask is not None:
+            inputs["attention_mask"] = tree_mask(model, cache, *tree, prefix_mask)
         if position is not None:
             inputs["position_ids"] = inputs["position_ids"] + position - num_prefix
         out = model(input_ids=nodes[group][None], past_key_values=cache, use_cache=True, **inputs).logits[0]

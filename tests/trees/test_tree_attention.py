@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_specdecpp.captured.rooms import RoomCache, num_room_layers
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.trees.attention import Prompt, check_tree, inputs_in_place, tree_inputs
+from hf_specdecpp.trees.attention import Prompt, check_tree, inputs_in_place, tree_inputs, tree_mask
 from hf_specdecpp.trees.tree import relations
 
 PREFIX = 2 * WINDOW
@@ -209,8 +209,8 @@ def passes(
     room = RoomCache(num_room_layers(model.config) or 0, ROOM, torch.device("cpu"))
     room.read(cache, total)
     position = positions[..., -1] + 1
-    growing = tree_inputs(model, cache, ancestors, depths, total, mask[0].bool())
-    growing["position_ids"] += position[:, None] - total
+    seen = tree_mask(model, cache, ancestors, depths, total, mask[0].bool())
+    growing = {"attention_mask": seen, "position_ids": position[:, None] + depths}
     shown = torch.ones((1, ROOM), dtype=torch.bool)
     shown[0, :total] = mask[0].bool()
     known: dict[str, Any] = {"ancestors": F.pad(ancestors, (0, 3)), "depths": F.pad(depths, (0, 3)), "places": depths}
