@@ -27,8 +27,10 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.copies import WeightCopies
 from hf_specdecpp.models.loading import check_hash, check_same_tokenizer
-from hf_specdecpp.models.products import PackedWeights, quantise
+from hf_specdecpp.models.product_times import measured_copy
+from hf_specdecpp.models.products import quantise
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.provenance import warn_of_drift
 from hf_specdecpp.throughput.memory import Memory
@@ -73,7 +75,7 @@ class AssistantModel(PreTrainedModel):
         self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
         self.decisions, self.stats = Decisions(), SpeculationStats()
         self.memory = Memory(config.calibration)
-        self.packed, self.int8 = PackedWeights(), PackedWeights(quantise)
+        self.copies, self.int8 = WeightCopies(measured_copy), WeightCopies(quantise)
         if head is not None and isinstance(drafter, Drafter):
             check_head(head, drafter, draft_name(config))
 
@@ -125,6 +127,7 @@ class AssistantModel(PreTrainedModel):
         attached.attach(self, target)
         attached.set_default(self, target, default)
         self.config.note_target(target)
+        self.setup().products(target)  # copies of weights are made from now on
 
     def detach(self, target: CausalLM | None = None) -> None:
         """Undo `attach` for `target`, or for all targets: class, attributes and logits are as before."""
@@ -132,7 +135,7 @@ class AssistantModel(PreTrainedModel):
         for model in targets:
             if attached.is_attached(self, model):
                 attached.detach(self, model)
-                self.packed.clear()
+                self.copies.clear()
                 self.int8.clear()
 
     @contextmanager
@@ -232,7 +235,7 @@ class AssistantModel(PreTrainedModel):
             speculation=self.speculation,
             decisions=self.decisions,
             memory=Memory(self.config.calibration) if self.speculation.reproducible else self.memory,
-            packed=self.packed,
+            copies=self.copies,
             int8=self.int8,
             rates=self.config.acceptance_by_rank,
             vocab_size=self.config.vocab_size,

@@ -94,7 +94,7 @@ class Contestant:
             speculation = replace(self.speculation, cpu_products=assistant.speculation.cpu_products)
             if self.alone:
                 helper = self._without_draft = self._without_draft or assist(target, "lookup", default=False)
-                helper.speculation, helper.packed, helper.memory = speculation, assistant.packed, self.memory
+                helper.speculation, helper.copies, helper.memory = speculation, assistant.copies, self.memory
                 yield {"assistant_model": helper}
                 assistant.stats = helper.stats
                 return

@@ -64,10 +64,11 @@ class SpeculationConfig:
         reproducible: nothing follows the clock or earlier texts, so a seed repeats a sampled text: every text begins
             with nothing learned, costs are given or assumed of the models' sizes, and matrix products are PyTorch's
             own.
-        cpu_products: on a CPU, for float32 layers of an attached target and its draft. `"auto"`: oneDNN's products,
-            with packed weights where memory allows, where they make the target's passes at least 1.05 times as fast;
-            int8 copies of a draft that is a model of its own; attention that copies no shared keys and values. The
-            first two round otherwise. `"off"`: PyTorch's own.
+        cpu_products: on a CPU, for large layers of an attached target and its draft. `"auto"`: matrix products with
+            exact float16 copies of the weights, or oneDNN's packed copies of float32 weights that float16 cannot hold,
+            where they are at least 1.05 times as fast here and take at most a quarter of the free memory; int8 copies
+            of a draft that is a model of its own; attention that copies no shared keys and values. The first two round
+            otherwise. `"off"`: PyTorch's own, and no copies.
         graphs: on CUDA. `"auto"`: rounds or the target's passes are captured as CUDA graphs where that can be done
             (`stats.uncaptured` says why not); `"off"`: they run as ever.
         compile: compile small pieces of captured passes with `torch.compile`: on an H100 a pass took 10 to 28 % less,
@@ -210,7 +211,6 @@ class Decisions:
             gain (`docs/drafts.md`), unless whole rounds are captured.
         verification: of candidates that were drawn, on an attached target (`docs/verification.md`). `"block"` accepts a
             chain as a block and a tree from its leaves; `"token"` one candidate after the other, as in the papers.
-        pack_weights: let oneDNN compute with packed copies of the weights. `None`: where memory allows.
         int8_draft: let the draft read a few tokens with int8 copies of its weights. `None`: drafts that are models of
             their own.
     """
@@ -223,7 +223,6 @@ class Decisions:
     draft_temperature: float = 1.0
     draft_successors: bool | None = None
     verification: Verification = "block"
-    pack_weights: bool | None = None
     int8_draft: bool | None = None
 
     def __post_init__(self) -> None:

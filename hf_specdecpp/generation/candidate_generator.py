@@ -31,7 +31,6 @@ from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRando
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
 from hf_specdecpp.throughput.round_times import RoundTimes
-from hf_specdecpp.throughput.target_passes import passes_of
 from hf_specdecpp.trees.attention import check_tree
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -138,17 +137,18 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     @property
     def products(self) -> FasterProducts:
-        """Made where they are needed first: that reads every packed weight."""
+        """Made where they are needed first: that reads every weight that there is a copy of."""
         if self._products is None:
             begin = time.perf_counter()
             self._products = self.setup.products(self._target)
             own = set() if self._target is None else set(modules_of(self._target))
             self.stats.has_products = any(layer in own for layer in self._products.layers)
+            self.stats.decided["products"] = self._described()
             self.stats.preparing_seconds += time.perf_counter() - begin
         return self._products
 
     def share_products(self, other: SpecDecPPCandidateGenerator) -> None:
-        """Take the products of another row of the same batch: to make them reads every packed weight."""
+        """Take the products of another row of the same batch: to make them reads every weight with a copy."""
         self._products = other.products
 
     def begin_text(self, length: int) -> None:
@@ -158,8 +158,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.rests = self.plan is not None and not follows and self.plan.rests(length)
         if self.rests and self._target is not None:
             self.successors = None
-            if passes_of(self._target, self.setup.other_product(self._target)).chosen.get(1) == "own":
-                self._products = FasterProducts()  # hardly a pass of the text would take others
 
     @torch.inference_mode()
     def propose(self, input_ids: Tensor, max_tokens: int | None = None, states: Tensor | None = None) -> DraftTree:
@@ -279,8 +277,14 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """The draft has been shown nothing yet."""
         self._shown = 0
 
+    def _described(self) -> str:
+        """How the layers of target and draft multiply now."""
+        in_int8 = self._target is not None and self.setup.drafts_in_int8
+        return f"{self.products.described}{', draft in int8' if in_int8 else ''}"
+
     def finish(self) -> None:
         """Learn, at the end of a generation, what its rounds cost. Whatever goes wrong here, the text is complete."""
+        self.stats.decided["products"] = self._described()
         if self.plan is not None and self.times is not None:
             try:
                 self.plan.learn(self.times)

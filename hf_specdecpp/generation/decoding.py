@@ -75,7 +75,7 @@ class AssistedDecoding:
                 self._make_rounds()
             self.target.complete(self.texts)
         for text in self.texts:
-            passes = self.target.passes.seconds(count, max(text.stats.rounds, 1))
+            passes = self.target.passes.seconds(count, max(text.stats.rounds, 1), products)
             shares = [each and each / count for each in passes]
             text.stats.plain_pass_seconds, text.stats.same_pass_seconds = shares
 

@@ -18,16 +18,17 @@ from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, lag_
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp
 from hf_specdecpp.lookup.text import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
-from hf_specdecpp.models.cpu_products import FasterProducts, Part, large_layers
+from hf_specdecpp.models.copies import WeightCopies
+from hf_specdecpp.models.cpu_products import FasterProducts, large_layers
 from hf_specdecpp.models.loading import special_ids
-from hf_specdecpp.models.products import PackedWeights, Product, has_int8, quantise
+from hf_specdecpp.models.product_times import measured_copy
+from hf_specdecpp.models.products import has_int8, quantise
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors
 from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.plan import Plan
-from hf_specdecpp.throughput.target_passes import other_product, parts_of
 
 logger = logging.get_logger("hf_specdecpp")
 HISTORY = 50_000  # tokens of earlier answers, which `lookup="history"` searches
@@ -40,7 +41,7 @@ class DraftSetup:
     Attributes:
         head: `None` lets the draft's own probability judge candidates.
         memory: what was learned of targets, which generations add to.
-        packed, int8: packed copies of weights and int8 copies of the draft's, which a generation renews.
+        copies, int8: exact copies of weights and int8 copies of the draft's, which a generation renews.
         rates: `SpecDecPPConfig.acceptance_by_rank`, for the best static tree.
         rows: sequences in the batch, which share the target's passes.
         vocab_size: width of the target's logits, where no target says it.
@@ -53,8 +54,8 @@ class DraftSetup:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     decisions: Decisions = field(default_factory=Decisions)
     memory: Memory = field(default_factory=Memory)
-    packed: PackedWeights = field(default_factory=PackedWeights)
-    int8: PackedWeights = field(default_factory=lambda: PackedWeights(quantise))
+    copies: WeightCopies = field(default_factory=lambda: WeightCopies(measured_copy))
+    int8: WeightCopies = field(default_factory=lambda: WeightCopies(quantise))
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     rows: int = 1
     vocab_size: int | None = None
@@ -102,13 +103,12 @@ class DraftSetup:
         is_open = {"draft": not self.drafter.places, "throughput": self.speculation.rule != "throughput"}
         return self.trainable | {name for name, value in is_open.items() if value}
 
-    def other_product(self, target: CausalLM) -> Product | None:
-        """What PyTorch's own product is compared with in the target's passes (`target_passes.other_product`)."""
-        if self.speculation.cpu_products == "off" or self.speculation.reproducible:
-            return None
-        if "other" not in self._found:  # looks through the layers
-            self._found["other"] = other_product(target, self.decisions.pack_weights)
-        return self._found["other"]
+    def uses_copies(self, target: CausalLM | None) -> bool:
+        """Whether large layers may use copies of their weights. Where no target is given, which is the unattached door,
+        nothing would say when they are no longer needed; several processes would have to take them up in step."""
+        config = self.speculation
+        is_off = target is None or config.cpu_products == "off" or config.reproducible
+        return not is_off and num_processes(target) == 1
 
     @property
     def drafts_in_int8(self) -> bool:
@@ -143,29 +143,26 @@ class DraftSetup:
         }
 
     def described_products(self, target: CausalLM | None) -> str:
-        """Which matrix products passes may take, on which their costs depend: such as `"packed int8"`."""
-        if target is None:
-            return "own"
-        return f"{self.other_product(target) or 'own'}{' int8' if self.drafts_in_int8 else ''}"
+        """Which matrix products passes may take, on which their costs depend: "own", "copies", "copies int8"."""
+        copies = "copies" if self.uses_copies(target) else "own"
+        return f"{copies} int8" if target is not None and self.drafts_in_int8 else copies
 
     def products(self, target: CausalLM | None) -> FasterProducts:
         """The context in which target and draft compute as the settings say.
 
-        Copies of weights are made, checked or dropped now. Where no target is given, which is the unattached door,
-        there are none: nothing would say when they are no longer needed.
+        int8 copies of weights are made now, exact ones in the background; those of changed weights are dropped.
         """
-        other = None if target is None else self.other_product(target)
-        in_int8 = target is not None and self.drafts_in_int8
+        in_int8, uses_copies = target is not None and self.drafts_in_int8, self.uses_copies(target)
         if not in_int8:
             self.int8.clear()
-        parts: list[Part] = []
-        if self.speculation.cpu_products == "auto":
-            parts = parts_of(target, None if in_int8 else self.drafter, other)
-        if not any("packed" in part.ways.products for part in parts):
-            self.packed.clear()
+        if not uses_copies:
+            self.copies.clear()
+        models = [] if target is None else [target]
+        if not in_int8 and self.drafter.model is not None:
+            models += self.drafter.parts
         return FasterProducts(
-            *parts,
-            packed=self.packed if other == "packed" else None,
+            *(models if self.speculation.cpu_products == "auto" else []),
+            copies=self.copies if uses_copies else None,
             draft=self.drafter.parts,
             target=target,
             int8=self.int8 if in_int8 else None,

@@ -22,7 +22,7 @@ from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
 from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.throughput.target_passes import passes_of
+from hf_specdecpp.throughput.pass_times import pass_times_of
 
 MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and again before a round settles them
 
@@ -35,7 +35,7 @@ class TargetSide(ABC):
         self.model, self.config, self.device = model, config, input_device(model)
         self.generator, setup = texts[0].generator, texts[0].generator.setup
         self.states = TargetStates(model, None if self.generator.rests else setup.drafter.reads)
-        self.passes, self.has_choice = passes_of(model, setup.other_product(model)), False
+        self.passes = pass_times_of(model)
         self.captured = Captured(self, texts)
 
     @property
@@ -54,7 +54,6 @@ class TargetSide(ABC):
 
     def begin(self, texts: Sequence[Text]) -> None:
         """Told once, before the first round."""
-        self.has_choice = self.products.has_choice
         if texts:
             self.captured.begin(texts)
 
@@ -117,13 +116,12 @@ class TargetSide(ABC):
     def output(self, texts: Sequence[Text]) -> Tensor | GenerateDecoderOnlyOutput:
         """What `generate()` returns."""
 
-    def compare_products(self, first: Text, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
-        """Time a pass over one token of each of `rows` texts beside those of the rounds, where these do not tell which
-        product is the fastest; `first` of the texts notes it."""
-        product = self.passes.missing(rows, self.products.has_choice)
-        if product is not None:
+    def time_plain_pass(self, first: Text, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
+        """Time a pass over one token of each of `rows` texts beside those of the rounds, where nothing else says what
+        such a pass takes; `first` of the texts notes it."""
+        if self.passes.is_missing(rows, self.products):
             begin = time.perf_counter()
-            self.passes.make(rows, product, self.model, inputs(), self.device)
+            self.passes.make(rows, self.model, inputs(), self.device)
             first.stats.compared_passes += 1
             first.stats.preparing_seconds += time.perf_counter() - begin
 
@@ -153,7 +151,7 @@ class OneTarget(TargetSide):
     def prepare(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
         if self.captured.rounds is None:
             self.stats.rounds_at_change += self.prefix.is_at_change(self.text.ids)
-            self.compare_passes()
+            self.time_one_token()
 
     @property
     def growing(self) -> Any:
@@ -177,7 +175,7 @@ class OneTarget(TargetSide):
             if (reason := differs(found, expected, self.model.dtype)) is not None:
                 return reason
             passes.checked = True
-        self.compare_passes()  # with the target's usual ones, which the verdict compares with
+        self.time_one_token()  # of the target's usual passes, which the verdict compares with
         self.prefix = text
         return None
 
@@ -214,7 +212,7 @@ class OneTarget(TargetSide):
         """The target's pass over `count` tokens, in a static cache with dummies after them."""
         if self.prefix.is_captured:
             return self.prefix.forward(self.states, inputs, count)
-        with self.passes.timed(self.prefix.width, self.has_choice, self.device):
+        with self.passes.timed(self.prefix.width, self.device):
             return self.prefix.forward(self.states, inputs, count)
 
     def keep(self, rounds: Sequence[Round]) -> None:
@@ -239,12 +237,12 @@ class OneTarget(TargetSide):
         """Make a pass over the last token and so many candidates, only for it to be captured."""
         try_pass(self.prefix, self._forward, self.text.ids, self.generator.draws_trees, count)
 
-    def compare_passes(self) -> None:
-        """Time a pass over one token beside those of the rounds, where these do not tell what it takes."""
+    def time_one_token(self) -> None:
+        """Time a pass over one token beside those of the rounds, where nothing else says what it takes."""
         prefix, ids = self.prefix, self.text.ids
         tell_it = self.generator.rests and self.device.type == "cpu"
         if not (prefix.is_captured or tell_it or prefix.text.pending or prefix.is_at_change(ids)):
-            self.compare_products(self.text, 1, lambda: prefix.chain_inputs(ids, []))
+            self.time_plain_pass(self.text, 1, lambda: prefix.chain_inputs(ids, []))
 
     def complete(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
         with self.products:

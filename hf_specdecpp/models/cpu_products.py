@@ -1,18 +1,18 @@
 """Which product the linear layers of target and draft take in a pass on a CPU (`FasterProducts`).
 
-Of the products in `models.products` large float32 layers take one by the number of rows; small ones keep PyTorch's own.
-Attention over several tokens reads the keys and values as they are cached, where transformers copies them once for each
-query head that shares them (`grouped_attention`). That computes the same bits.
+Large layers use copies of their weights (`models.products`) for the numbers of rows that gain by it
+(`models.product_times`); small layers keep PyTorch's own product. Attention over several tokens reads the keys and
+values as they are cached, where transformers copies them once for each query head that shares them
+(`grouped_attention`). That computes the same bits.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import RLock, local
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import devices_of, has_compiled_call, modules_of
-from hf_specdecpp.models.products import MOST_INT8_ROWS, PackedCopy, PackedWeights, Ways, int8_product, onednn
+from hf_specdecpp.models.copies import WeightCopies, WeightCopy, background, can_fingerprint
+from hf_specdecpp.models.product_times import ProductTimes, product_times
+from hf_specdecpp.models.products import MOST_INT8_ROWS, int8_product
 
 Forward = Callable[[Tensor], Tensor]
 UNUSUAL = frozenset({"position_bias", "cache", "softcap"})  # arguments of attention that transformers handles
 LEAST_ELEMENTS = 100_000  # of a weight: below, calling another product costs more than PyTorch's own
-# Where a container's limit of memory and what it uses stand.
-CONTAINERS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-
-
-class Part(NamedTuple):
-    """What belongs to a model, and how its large linear layers multiply."""
-
-    modules: Sequence[nn.Module]
-    ways: Ways
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Here(local):
@@ -57,50 +48,68 @@ _lock = RLock()
 class FasterProducts:
     """A context in which models on a CPU use the products that are fastest for them here. It can be entered again.
 
-    In other threads the models compute as ever, or as in contexts that these have entered. Inside autocast, with
-    gradients or for another dtype layers compute as ever, hooks run as ever, and layers of compiled, parametrised or
-    quantised modules, or whose forward somebody else has replaced, are left alone. Attention takes part in every dtype,
-    unless a model is compiled.
+    In other threads the models compute with PyTorch's own products, or as the contexts say that these have entered.
+    Inside autocast, with gradients or for another dtype layers compute with PyTorch's own product, hooks run as usual,
+    and layers of compiled, parametrised or quantised modules, or whose forward somebody else has replaced, are left
+    alone. Attention takes part in every dtype, unless a model is compiled.
+
+    A layer uses the copy of its weight as soon as that was made in the background, also in the middle of a text.
 
     Args:
-        parts: models; a layer that several share goes as in the first. By default none, and then nothing changes.
-        packed: keeps packed copies of the weights for which they are used; they are checked and renewed here.
+        models: target and draft, or their modules. By default none, and then nothing changes.
+        copies: keeps exact copies of the weights, which are checked and renewed here. `None`: no layer uses any.
         draft: modules whose large layers compute in int8 where they are given a few tokens.
-        target: a layer that it shares with the draft stays as it is: int8 would change the output.
-        int8: keeps the int8 copies of the draft's, likewise. Without it the draft is one of the parts.
+        target: the model whose passes `seconds` is about. A layer that it shares with the draft stays as it is: int8
+            would change the output.
+        int8: keeps the int8 copies of the draft's weights, likewise. `None`: no layer computes in int8.
 
     Attributes:
-        layers: that take other products, with how they multiply.
-        has_choice: whether layers of the parts can take another product than PyTorch's.
+        layers: that may take other products, with how they multiply.
     """
 
     def __init__(
         self,
-        *parts: Part,
-        packed: PackedWeights | None = None,
+        *models: nn.Module,
+        copies: WeightCopies | None = None,
         draft: Iterable[nn.Module] = (),
         target: nn.Module | None = None,
-        int8: PackedWeights | None = None,
+        int8: WeightCopies | None = None,
     ) -> None:
         self.layers: dict[nn.Linear, Forward] = {}
+        self._of_target: list[tuple[int, WeightCopy, ProductTimes]] = []  # elements, copy and times of its layers
+        shared = set() if target is None or (int8 is None and copies is None) else set(modules_of(target))
         if int8 is not None:
-            shared = set() if target is None else set(modules_of(target))
             for layer in large_layers(draft):
-                if layer not in shared and can_be_packed(layer):
+                if layer not in shared and can_be_copied(layer):
                     self.layers[layer] = _int8_forward(layer, int8.current(layer.weight))
-        seen: set[nn.Module] = set()
-        for modules, ways in parts:
-            for layer in large_layers(modules, seen):
-                copy = None
-                if packed is not None and "packed" in ways.products and can_be_packed(layer):
-                    copy = packed.current(layer.weight)
-                if ways.products != {"own"}:
-                    self.layers.setdefault(layer, _forward(layer, ways, copy))
-        self.has_choice = any(ways.products != {"own"} for _, ways in parts)
-        models = [module for modules, _ in parts for module in modules]
+        for layer in large_layers(models) if copies is not None else ():
+            times = product_times(layer.weight) if layer not in self.layers and can_be_copied(layer) else None
+            if copies is not None and times is not None:
+                copy = copies.prepared(layer.weight)
+                self.layers[layer] = _copied_forward(layer, copy)
+                if layer in shared:
+                    self._of_target.append((layer.weight.numel(), copy, times))
         # Attention that comes and goes would compile a compiled model again.
         on_cpu = any(all(device.type == "cpu" for device in devices_of(model)) for model in models)
         self.groups_attention = on_cpu and not any(map(_recompiles, models))
+
+    @property
+    def described(self) -> str:
+        """How the target's large layers multiply now: "own", or such as "float16 (200 of 210 layers)"."""
+        made = Counter(copy.made.copy.name for _, copy, _ in self._of_target if copy.made is not None)
+        count = len(self._of_target)
+        names = [name if number == count else f"{name} ({number} of {count} layers)" for name, number in made.items()]
+        return ", ".join(names) or "own"
+
+    def seconds(self, rows: int, own: bool = False) -> float | None:
+        """Seconds of processor time that the target's large layers take in a pass over so many tokens, as measured when
+        the assistant was attached; `None` where it has no such layers. `own`: with PyTorch's own products."""
+        if not self._of_target:
+            return None
+        return sum(
+            count * times.seconds(rows, with_copy=not own and copy.made is not None)
+            for count, copy, times in self._of_target
+        )
 
     def __enter__(self) -> None:
         with _lock:
@@ -112,8 +121,10 @@ class FasterProducts:
                 _uses[layer] += 1
                 vars(layer).setdefault("forward", MethodType(_multiply, layer))
         _here.contexts.append(self.layers)
+        background.begin_text()
 
     def __exit__(self, *_: object) -> None:
+        background.end_text()
         _here.contexts.pop()
         with _lock:
             for layer in self.layers:
@@ -182,14 +193,14 @@ def grouped_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def large_layers(models: Iterable[nn.Module], seen: set[nn.Module] | None = None) -> Iterator[nn.Linear]:
-    """Ordinary float32 linear layers on a CPU that are large enough for other products than PyTorch's own.
+def large_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:
+    """Ordinary linear layers on a CPU that are large enough for other products than PyTorch's own.
 
-    Each comes once, without modules that were `seen`, to which they are added, and what is below compiled ones. Each
-    `generate()` walks over all modules here, of which there may be thousands, so nothing is called for a usual one.
+    Each comes once, and none below compiled modules. Each `generate()` walks over all modules here, of which there may
+    be thousands, so nothing is called for a usual one.
     """
-    seen = set() if seen is None else seen
-    left: list[nn.Module | None] = list(models) if torch.backends.mkldnn.is_available() else []
+    seen: set[nn.Module] = set()
+    left: list[nn.Module | None] = list(models)
     while left:
         module = left.pop()
         if module is None or module in seen:
@@ -207,7 +218,7 @@ def large_layers(models: Iterable[nn.Module], seen: set[nn.Module] | None = None
         left.extend(below.values())
         if type(module) is nn.Linear and (is_usual or _is_routed(module)):
             weight: Any = module._parameters.get("weight")
-            is_ordinary = type(weight) is nn.Parameter and weight.dtype is torch.float32
+            is_ordinary = type(weight) is nn.Parameter and weight.dtype in DTYPES
             if is_ordinary and weight.device.type == "cpu" and weight.numel() >= LEAST_ELEMENTS:
                 yield module
 
@@ -217,69 +228,47 @@ def _recompiles(module: nn.Module) -> bool:
     return has_compiled_call(module) or "_compiled_call" in vars(module)  # `generate(cache_implementation="static")`
 
 
-def can_be_packed(layer: nn.Linear) -> bool:
-    """Whether a copy of the weight can be kept up to date: no hook changes it before each product."""
-    weight = layer.weight
-    even = weight.numel() % 2 == 0 and weight.storage_offset() % 2 == 0  # for `fingerprint`
-    return even and weight.is_contiguous() and not weight.is_inference() and not layer._forward_pre_hooks
+def can_be_copied(layer: nn.Linear) -> bool:
+    """Whether a copy of the weight can be kept up to date: no hook changes the weight before each product."""
+    return can_fingerprint(layer.weight) and not layer.weight.is_inference() and not layer._forward_pre_hooks
 
 
-def free_memory() -> float:
-    """Bytes that this process may still use; 0 where the system does not say."""
-    try:
-        found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = 1024.0 * int(found["MemAvailable"].split()[0])
-        for limit, used in CONTAINERS:
-            if Path(limit).is_file() and (most := Path(limit).read_text().strip()) != "max":
-                free = min(free, int(most) - int(Path(used).read_text()))
-    except (OSError, KeyError, ValueError):
-        return 0.0
-    return max(free, 0.0)
-
-
-def _forward(layer: nn.Linear, ways: Ways, packed: PackedCopy | None) -> Forward:
-    """A forward of the layer that goes these ways; without a packed copy oneDNN takes the weight as it is."""
-    is_current, width = _unchanged(layer), layer.in_features
+def _copied_forward(layer: nn.Linear, copy: WeightCopy) -> Forward:
+    """A forward of the layer that uses the copy of its weight once that was made, for the rows that gain by it."""
+    width = layer.in_features
 
     def forward(input: Tensor) -> Tensor:
-        product = ways.of(input.numel() // width)  # first: there are hundreds of layers
-        if product == "own" or not _plain_rows(layer, input):
-            return functional.linear(input, layer.weight, layer.bias)
-        if product == "onednn" or packed is None:
-            return onednn(input, layer.weight, layer.bias)
-        if not is_current():
-            return functional.linear(input, layer.weight, layer.bias)
-        return onednn(input, packed.tensor, layer.bias)
-
-    return forward
-
-
-def _int8_forward(layer: nn.Linear, copy: PackedCopy) -> Forward:
-    """A forward of the layer that is in int8 for up to `MOST_INT8_ROWS` rows."""
-    is_current = _unchanged(layer)
-
-    def forward(input: Tensor) -> Tensor:
-        if 0 < _plain_rows(layer, input) <= MOST_INT8_ROWS and is_current():
-            return int8_product(input, copy.tensor, layer.bias)
+        made, rows = copy.made, input.numel() // width
+        if (
+            made is not None  # first: there are hundreds of layers
+            and made.times.least <= rows <= made.times.most
+            and _is_plain(layer, input)
+            and copy.is_of(layer.weight)
+        ):
+            output: Tensor = made.copy.multiply(input, layer.bias)
+            return output
         return functional.linear(input, layer.weight, layer.bias)
 
     return forward
 
 
-def _plain_rows(layer: nn.Linear, input: Tensor) -> int:
-    """Rows of a product that may take another way; 0 where it has to be PyTorch's own."""
-    if (
-        input.dtype is not torch.float32
-        or layer.weight.dtype is not torch.float32
-        or torch.is_autocast_enabled("cpu")
-        or torch.is_grad_enabled()
-    ):
-        return 0
-    return input.numel() // layer.in_features
+def _int8_forward(layer: nn.Linear, copy: WeightCopy) -> Forward:
+    """A forward of the layer that is in int8 for up to `MOST_INT8_ROWS` rows."""
+    width = layer.in_features
+
+    def forward(input: Tensor) -> Tensor:
+        if 0 < input.numel() // width <= MOST_INT8_ROWS and _is_plain(layer, input) and copy.is_of(layer.weight):
+            return int8_product(input, copy.made, layer.bias)
+        return functional.linear(input, layer.weight, layer.bias)
+
+    return forward
 
 
-def _unchanged(layer: nn.Linear) -> Callable[[], bool]:
-    """Says whether the weight is the one that it is now."""
-    made_of = layer.weight
-    version, address = made_of._version, made_of.data_ptr()
-    return lambda: layer.weight is made_of and made_of._version == version and made_of.data_ptr() == address
+def _is_plain(layer: nn.Linear, input: Tensor) -> bool:
+    """Whether the layer computes in the dtype of its weight, and nothing is to be differentiated."""
+    return (
+        input.dtype is layer.weight.dtype
+        and input.dtype in DTYPES
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.is_grad_enabled()
+    )

@@ -1,70 +1,144 @@
-"""The products of a linear layer on a CPU beside PyTorch's own: oneDNN's, with packed weights, and in int8.
+"""Matrix products of a linear layer on a CPU that use a copy of its weight: in float16, packed by oneDNN, or in int8.
 
-PyTorch gives float32 products to MKL. oneDNN is faster for some models on some processors, and faster still with a copy
-of the weights in an order of its own. The last digits differ, as those of passes over one token and over several do.
-Which of them a pass takes is chosen on the passes of texts (`throughput.target_passes`).
+PyTorch's own product reads a weight of `out * in` elements once for each few rows. These products read it once for many
+rows, so that a forward pass over eight tokens takes little more than one over one token.
 
-A draft may compute in int8, in about a third of the time for a few tokens, which is what weights take to be read. It
-then says something slightly different, which costs a little acceptance and never correctness: q is what the candidates
-were drawn from, whatever it was computed with.
+`Float16Weight` holds each element exactly (or with an error below 2^-24 of its row's largest element) and adds up in
+float32, so its results differ from PyTorch's in the order of the sums only. A row of a result has the same bits for any
+number of other rows. `OneDnnWeight` is for float32 weights that float16 cannot hold. `Int8Weight` is inexact and is for
+drafts alone: q is the distribution that candidates were drawn from, whatever it was computed with.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
-from weakref import ref
+from functools import cache
+from threading import Event
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.nn import functional
 
-Product = Literal["own", "onednn", "packed"]
-
-PACKED_FOR = 4  # rows; the order of a packed copy is the same for all numbers but 1
-BUCKETS = 1021  # a prime, so that whatever moves rows or columns of a weight moves numbers from bucket to bucket
+PACKED_FOR = 4  # rows; oneDNN's order of a packed weight is the same for all numbers of rows but 1
 MOST_INT8_ROWS = 16  # tokens read at once in int8. They share a scale, and a prompt's first token would spoil it.
 LEVELS = 127
-TINY = 1e-30  # in the place of 0, where a scale is divided by
+TINY = 1e-30  # replaces 0 where a scale is divided by
+AT_ONCE = 1 << 24  # elements that one call packs: a process that ends waits for one call
+LARGEST = 15  # a float16 weight is scaled so that its largest element lies between 2^14 and 2^15
+MOST_SCALE = 100  # bits: float32 holds the scaled weight and 2^-100 times an activation
+EXACT = 2.0**-24  # of a row's largest element: the largest error of an element that counts as equal
 
 
-class Ways(Protocol):
-    """Which product the layers of a model take, by the number of rows."""
+@dataclass(frozen=True, eq=False)
+class Float16Weight:
+    """A weight `[out, in]` times a power of two, as float16 elements in the order that FBGEMM reads.
 
-    @property
-    def products(self) -> set[Product]:
-        """All that may be taken."""
+    Attributes:
+        parts: FBGEMM's packed matrices of consecutive outputs.
+        unit: 1 / the power of two, which the activations are multiplied by.
+    """
 
-    def of(self, rows: int) -> Product:
-        """The product for so many rows, now."""
+    parts: tuple[Any, ...]
+    unit: float
+    name = "float16"
+    bytes_of_element = 2
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Float16Weight | None:
+        """The copy of a float32, bfloat16 or float16 weight; `None` if float16 cannot hold its elements.
+
+        Example: a weight whose largest element is 0.3 is multiplied by 2^16, so that this element becomes 19661.
+        A bfloat16 element of 2^-30 becomes 2^-14, which float16 holds with all 8 bits.
+        """
+        weight = weight.detach()
+        largest = float(weight.abs().max()) if weight.numel() else 0.0
+        if not math.isfinite(largest):
+            return None
+        exponent = min(LARGEST - math.frexp(largest)[1], MOST_SCALE) if largest else 0
+        scale = 2.0**exponent
+        parts = []
+        for rows in _blocks(weight):
+            scaled = rows.float() * scale
+            error = (scaled.half().float() - scaled).abs_().amax(dim=1)
+            if bool((error > EXACT * scaled.abs().amax(dim=1)).any()):
+                return None
+            parts.append(torch.ops.quantized.linear_prepack_fp16(scaled, None))
+        return cls(tuple(parts), 1.0 / scale)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x` `[..., in]` times the weight, plus `bias`: sums in float32, rounded to the dtype of `x` at the end."""
+        inputs = x.reshape(-1, x.shape[-1]).float() * self.unit
+        parts = [torch.ops.quantized.linear_dynamic_fp16(inputs, part) for part in self.parts]
+        output: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if bias is not None:
+            output += bias
+        return output.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-@dataclass(frozen=True)
-class Always:
-    """One product for all numbers of rows."""
+@dataclass(frozen=True, eq=False)
+class OneDnnWeight:
+    """A float32 weight in the order that oneDNN reads for few rows."""
 
-    product: Product
+    packed: Tensor
+    name = "oneDNN"
+    bytes_of_element = 4
 
-    @property
-    def products(self) -> set[Product]:
-        return {self.product}
+    @classmethod
+    def of(cls, weight: Tensor) -> OneDnnWeight:
+        return cls(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR))
 
-    def of(self, rows: int) -> Product:  # noqa: ARG002 - all alike
-        return self.product
-
-
-def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """oneDNN's product; `weight` may be a packed copy."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return product
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return product
 
 
-def pack(weight: Tensor) -> Tensor:
-    """A copy of the weight in the order that oneDNN likes best for few rows."""
-    copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR)
-    return copy
+def exact_copy(weight: Tensor) -> Float16Weight | OneDnnWeight | None:
+    """The copy of a weight that computes the layer itself, but for the order of sums; `None` where there is none."""
+    found = Float16Weight.of(weight) if has_float16() else None
+    if found is None and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available():
+        return OneDnnWeight.of(weight)
+    return found
+
+
+@cache
+def has_float16() -> bool:
+    """Whether this PyTorch has FBGEMM's float16 product for this processor, and computes with it what float64 does.
+
+    `torch.ops.onednn.linear_dynamic_fp16` is a slow reference implementation, so another engine does not count.
+    """
+    if torch.backends.quantized.engine not in ("x86", "fbgemm") or not _has_vectors():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, generator=generator).bfloat16().float() for size in ((64, 96), (3, 96)))
+    try:
+        found = Float16Weight.of(weight)
+        product = None if found is None else found.multiply(x, None)
+    except (AttributeError, RuntimeError):  # an operator is missing, or is none of this processor
+        return False
+    expected = functional.linear(x.double(), weight.double())
+    return product is not None and bool((product - expected).norm() <= 1e-5 * expected.norm())
+
+
+def _has_vectors() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX")
+
+
+class EndingError(RuntimeError):
+    """The process ends, so the copy that is being made is not needed."""
+
+
+ending = Event()  # set when the process ends
+
+
+def _blocks(weight: Tensor) -> Iterator[Tensor]:
+    """Consecutive rows of a weight, of at most `AT_ONCE` elements; `EndingError` when the process ends."""
+    for rows in weight.split(max(AT_ONCE // max(weight.shape[1], 1), 1)):
+        if ending.is_set():
+            raise EndingError
+        yield rows
 
 
 class Int8Weight(NamedTuple):
@@ -77,13 +151,12 @@ class Int8Weight(NamedTuple):
 
 def has_int8() -> bool:
     """Whether this PyTorch has int8 products for this processor. Without AVX2 they are far slower than float32's."""
-    has_vectors = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return has_vectors and torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_prepack")
+    return _has_vectors() and torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_prepack")
 
 
 def quantise(weight: Tensor) -> Int8Weight:
     """The weight `[out, in]` rounded to int8, with a scale for each output, in the order that the product reads."""
-    weight = weight.detach()
+    weight = weight.detach().float()
     scales = (weight.abs().amax(dim=1) / LEVELS).clamp_min(TINY)
     rounded = (weight / scales[:, None]).round_().to(torch.int8)
     packed: Tensor = torch.ops.onednn.qlinear_prepack(rounded, None)
@@ -91,7 +164,8 @@ def quantise(weight: Tensor) -> Int8Weight:
 
 
 def int8_product(x: Tensor, copy: Int8Weight, bias: Tensor | None) -> Tensor:
-    """The product of float32 `x` `[..., in]`, rounded to 8 bits by its largest number, with a `quantise`d weight.
+    """The product of `x` `[..., in]`, rounded to 8 bits by its largest number, with a `quantise`d weight; in the dtype
+    of `x`.
 
     To 7 bits on processors without VNNI instructions: these add two products in 16 bits, and 2 * 127 * 127 fits.
 
@@ -100,67 +174,12 @@ def int8_product(x: Tensor, copy: Int8Weight, bias: Tensor | None) -> Tensor:
     """
     is_vnni_supported = getattr(torch.cpu, "_is_vnni_supported", lambda: False)  # not in every PyTorch
     levels = LEVELS if is_vnni_supported() else LEVELS // 2
-    scale, middle = max(x.abs().max().item(), TINY) / levels, levels + 1  # oneDNN's fast kernels take no signs
+    rows = x.reshape(-1, x.shape[-1]).float()
+    scale, middle = max(rows.abs().max().item(), TINY) / levels, levels + 1  # oneDNN's fast kernels take no signs
     # Half a level is added before the digits after the point are cut off.
-    rounded = torch.add(torch.tensor(middle + 0.5), x.reshape(-1, x.shape[-1]), alpha=1.0 / scale).to(torch.uint8)
+    rounded = torch.add(torch.tensor(middle + 0.5), rows, alpha=1.0 / scale).to(torch.uint8)
+    bias = None if bias is None else bias.float()
     product: Tensor = torch.ops.onednn.qlinear_pointwise(
         rounded, scale, middle, *copy, bias, 1.0, 0, torch.float32, "none", [], ""
     )
-    return product.view(*x.shape[:-1], -1)
-
-
-class PackedWeights:
-    """Copies of weights that `pack` makes. They go with this object, and each of them with its weight.
-
-    Objects that pack the same weight in the same way share the copy.
-    """
-
-    def __init__(self, pack: Callable[[Tensor], Any] = pack) -> None:
-        self._pack = pack
-        self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight -> PackedCopy
-
-    def current(self, weight: Tensor) -> PackedCopy:
-        """The copy of the weight as it is now. The whole weight is read for this, as for a product with one row."""
-        copies = _shared[self._pack]
-        shared = copies.get(weight)
-        copy = shared() if shared is not None else None
-        state = fingerprint(weight)
-        if copy is None or not torch.equal(copy.state, state):
-            copy = PackedCopy(state, self._pack(weight))
-            copies[weight] = ref(copy)
-        self._copies[weight] = copy
-        return copy
-
-    def clear(self) -> None:
-        self._copies.clear()
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the weights that there are copies of."""
-        return sum(weight.nbytes for weight in self._copies)
-
-
-@dataclass(eq=False)
-class PackedCopy:
-    """A weight in another order, or rounded; `state` is the `fingerprint` of the weight that it was made of."""
-
-    state: Tensor
-    tensor: Any
-
-
-# By the function that packs: weight -> weak reference to its copy.
-_shared: defaultdict[Callable[[Tensor], Any], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
-
-
-def fingerprint(weight: Tensor) -> Tensor:
-    """Sums over all bits of a weight, to notice writes that autograd does not count (`.data`, numpy).
-
-    The numbers are taken two by two as 64-bit integers; number j is added to sum j mod 1021, overflow wrapping around.
-    So a write to one element always shows, and several are missed only if they cancel out in each sum.
-
-    Returns:
-        `[1021 + rest]` int64, the `rest` being numbers that do not fill a row of 1021.
-    """
-    numbers = weight.detach().view(-1).view(torch.int64)
-    whole = numbers.numel() - numbers.numel() % BUCKETS
-    return torch.cat((numbers[:whole].view(-1, BUCKETS).sum(0), numbers[whole:]))
+    return product.view(*x.shape[:-1], -1).to(x.dtype)

@@ -17,11 +17,12 @@ from hf_specdecpp.estimation.estimators import MODES, Estimator, lag_of
 from hf_specdecpp.lookup.looking_up import Choice
 from hf_specdecpp.lookup.text import Answers, LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.product_times import forget_product_times
 from hf_specdecpp.sampling.successors import Successors
 from hf_specdecpp.throughput.chains import BatchPlan, ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds, costs_of, forget_costs, in_widths
+from hf_specdecpp.throughput.pass_times import forget_pass_times
 from hf_specdecpp.throughput.plan import Plan
-from hf_specdecpp.throughput.target_passes import forget_products
 from hf_specdecpp.throughput.trees import TreePlan
 
 T = TypeVar("T")
@@ -78,7 +79,8 @@ class Memory:
         """Forget what was learned, and costs and fastest products of this machine: rounds say them again."""
         self.clear()
         forget_costs()
-        forget_products()
+        forget_pass_times()
+        forget_product_times()
 
     def calibrations(self) -> dict[str, list[float]]:
         """For each kind of target the line that rests on most candidates, or what was given."""

@@ -103,12 +103,12 @@ class TargetOfRows(TargetSide):
         self.text.close_up()
         if len(texts) == self.count:
             rounds = [Round(text, DraftTree.chain()) for text in texts]
-            self.compare_products(texts[0], len(texts), lambda: self._inputs(rounds, _is_token(rounds)))
+            self.time_plain_pass(texts[0], len(texts), lambda: self._inputs(rounds, _is_token(rounds)))
 
     def read(self, rounds: Sequence[Round]) -> None:
         is_token = _is_token(rounds)
         inputs = self._inputs(rounds, is_token)
-        with self.passes.timed(is_token.numel(), self.has_choice, self.device):
+        with self.passes.timed(is_token.numel(), self.device):
             outputs = self.states.catch(self.model, **inputs, return_dict=True)
         self.text.note(is_token)
         self._hand_out(rounds, outputs)
