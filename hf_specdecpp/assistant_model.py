@@ -158,9 +158,9 @@ class AssistantModel(PreTrainedModel):
 
     def warm_up(self, max_length: int, target: CausalLM | None = None, **options: Any) -> float:
         """Capture all that single texts of up to `max_length` tokens need as CUDA graphs, so that no text waits for it;
-        `ValueError` if nothing can be captured here, the length makes no sense, or the target is not attached.
+        on a CPU wait until all copies of weights have been made (`SpeculationConfig.cpu_products`).
 
-        A text is generated that makes what texts may make: rounds of each length and shape that `speculation` may lead
+        On a GPU a text is generated that makes what texts may make: rounds of each length and shape that `speculation` may lead
         to, or passes of the target of each width, in a cache of each size; with `rule="throughput"` costs are measured
         if they are not known. Nothing is learned of it: statistics, estimates, known costs and torch's generators stay
         as they are. Afterwards `generate()` captures nothing for texts of up to that length, with these options and
@@ -173,6 +173,10 @@ class AssistantModel(PreTrainedModel):
 
         Returns:
             Seconds that it took.
+
+        Raises:
+            ValueError: there is nothing to capture or to copy here, the length makes no sense, or the target is not
+                attached.
         """
         targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
         if len(targets) != 1 or not attached.is_attached(self, targets[0]):

@@ -46,12 +46,12 @@ class Counters:
         target_seconds: target passes, the one over the prompt excluded (`prompt_seconds`). On an accelerator the
             verification that waits for them is part of it.
         overhead_seconds: everything else between the first token and the last: verification, processors, streaming.
-        plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, measured; `None` if it
-            was not.
-        same_pass_seconds: the same pass on the CPU products and packed weights that the assistant's passes run on.
-        compared_passes: target passes beside those of the rounds, over one token, to know what these take and which CPU
-            products are faster. The first texts of a process make most of them.
-        preparing_seconds: these, and making or checking packed and int8 copies of weights.
+        plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, by what was measured;
+            `None` if nothing was.
+        same_pass_seconds: the same pass on the CPU products that the assistant's passes run on.
+        compared_passes: target passes over one token beside those of the rounds, where nothing else says what such a
+            pass takes: on a GPU, and on a CPU without large layers.
+        preparing_seconds: these, and making or checking copies of weights.
         state_bytes: memory of the copies that a target with recurrent layers goes back to after a rejection.
         graphs, graph_seconds, graph_bytes: CUDA graphs of these passes and rounds up to now, seconds that they took,
             and the memory of graphs and of the caches, target's and draft's, that they work in.
@@ -64,8 +64,8 @@ class Counters:
         refusal: why a target's default assistant was left out of a call, which was a plain one.
         remedies: what could still be done for its speed, of `DraftSetup.remedies`.
         decided: what the package decided, by name: `{"rule": "throughput", "costs": "followed", "verification":
-            "block", "products": "packed int8", "corrections": "off"}`, where oneDNN with packed weights is compared
-            with PyTorch's own products, and the draft reads in int8.
+            "block", "products": "float16, draft in int8", "corrections": "off"}`, where the target multiplies with
+            float16 copies of its weights, and the draft reads in int8.
         has_products: whether any layer computes otherwise than in plain `generate()`.
     """
 

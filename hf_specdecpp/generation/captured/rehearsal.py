@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
 from hf_specdecpp.caches.text import width_of
+from hf_specdecpp.captured.graphs import can_capture
 from hf_specdecpp.captured.rooms import LEAST_ROOM, room_for
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.captured_draft import RoundShape
@@ -27,6 +28,7 @@ from hf_specdecpp.generation.several.ranks import is_spread
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, longest_text
+from hf_specdecpp.models.copies import background
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.tiers import SPARE
 
@@ -110,7 +112,7 @@ def filling(most: int, room: int) -> list[int]:
 
 
 def warm_up(setup: DraftSetup, target: CausalLM, max_length: int, options: dict[str, Any]) -> float:
-    """Capture all that one text of up to `max_length` tokens needs (`SpecDecPPAssistant.warm_up`): seconds it took."""
+    """Prepare all that one text of up to `max_length` tokens needs (`SpecDecPPAssistant.warm_up`): seconds it took."""
     longest = longest_text(target)
     if not isinstance(max_length, int) or not PROMPT + 2 <= max_length <= longest:
         raise ValueError(
@@ -123,9 +125,12 @@ def warm_up(setup: DraftSetup, target: CausalLM, max_length: int, options: dict[
         )
     if is_spread(target):
         raise ValueError("A target that is spread over several processes warms up with its first texts.")
-    device = input_device(target)
+    device, begin = input_device(target), time.perf_counter()
+    if setup.uses_copies(target) and not can_capture(device):
+        setup.products(target)
+        background.wait()
+        return time.perf_counter() - begin
     prompt = torch.arange(PROMPT, device=device)[None]
-    begin = time.perf_counter()
     with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
         target.generate(
             prompt,
