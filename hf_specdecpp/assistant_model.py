@@ -160,11 +160,11 @@ class AssistantModel(PreTrainedModel):
         """Capture all that single texts of up to `max_length` tokens need as CUDA graphs, so that no text waits for it;
         on a CPU wait until all copies of weights have been made (`SpeculationConfig.cpu_products`).
 
-        On a GPU a text is generated that makes what texts may make: rounds of each length and shape that `speculation` may lead
-        to, or passes of the target of each width, in a cache of each size; with `rule="throughput"` costs are measured
-        if they are not known. Nothing is learned of it: statistics, estimates, known costs and torch's generators stay
-        as they are. Afterwards `generate()` captures nothing for texts of up to that length, with these options and
-        settings.
+        On a GPU a text is generated that makes what texts may make: rounds of each length and shape that `speculation`
+        may lead to, or passes of the target of each width, in a cache of each size; with `rule="throughput"` costs are
+        measured if they are not known. Nothing is learned of it: statistics, estimates, known costs and torch's
+        generators stay as they are. Afterwards `generate()` captures nothing for texts of up to that length, with these
+        options and settings.
 
         Args:
             max_length (tokens): of prompt and answer together, at most.

@@ -21,7 +21,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
 from hf_specdecpp.models.copies import WeightCopies
 from hf_specdecpp.models.cpu_products import FasterProducts, large_layers
 from hf_specdecpp.models.loading import special_ids
-from hf_specdecpp.models.product_times import measured_copy
+from hf_specdecpp.models.product_times import ProductTimes, measured_copy, product_times
 from hf_specdecpp.models.products import has_int8, quantise
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors
@@ -109,6 +109,13 @@ class DraftSetup:
         config = self.speculation
         is_off = target is None or config.cpu_products == "off" or config.reproducible
         return not is_off and num_processes(target) == 1
+
+    def product_times(self, target: CausalLM | None) -> ProductTimes | None:
+        """What products of the target's large layers take here, where they may use copies of their weights."""
+        if target is None or not self.uses_copies(target):
+            return None
+        layer = next(large_layers([target]), None)
+        return None if layer is None else product_times(layer.weight)
 
     @property
     def drafts_in_int8(self) -> bool:
@@ -206,7 +213,8 @@ def plan_of(setup: DraftSetup, target: CausalLM | None, generation: GenerationCo
     passes = "captured" if captures else "static" if is_static and setup.rows == 1 else "growing"
     mixes = setup.decisions.mixes(not generation.do_sample, drafter.reads is not None)
     products = setup.described_products(target)
-    rounds = Rounds(target, drafter, setup.estimator, most, trees, setup.rows, passes, mixes, products)
+    times = setup.product_times(target)
+    rounds = Rounds(target, drafter, setup.estimator, most, trees, setup.rows, passes, mixes, products, times)
     return setup.memory.plan(config, setup.decisions, rounds, generation)
 
 

@@ -20,16 +20,17 @@ from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.files import forget, recall, remember
 from hf_specdecpp.models.causal_lm import CausalLM, num_bytes
 from hf_specdecpp.models.checks import keeps_recurrent_state
+from hf_specdecpp.models.product_times import ProductTimes
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.throughput.round_times import RoundTimes, as_expected, corrected, in_seconds, length_class
 from hf_specdecpp.version import __version__
 
 FEW = 5  # texts that are drafted with what follows from an assumption, without trials of its details
 KEPT = 0.03  # change of a cost, as a share of it, that counts
-# Assumed shares of a pass over one token: of each further token, on a CPU and elsewhere; of a draft's step beside its
-# share of the target's weights; of a token that the draft reads among many, or of a further place of its pass, in its
-# steps.
-WIDER_ON_CPU, WIDER, LEAST_STEP, AMONG_MANY = 0.1, 0.03, 0.03, 0.1
+# Assumed, in passes over one token: each further token, on a CPU and elsewhere; the large layers, where their products
+# were measured for several tokens, and what a further token adds beside them; a draft's step beside its share of the
+# target's weights. In steps of the draft: a token that it reads among many, or a further place of its pass.
+WIDER_ON_CPU, WIDER, LAYERS, BESIDE, LEAST_STEP, AMONG_MANY = 0.1, 0.03, 0.8, 0.015, 0.03, 0.1
 
 # In this process, by what they depend on.
 _known: dict[str, KnownCosts] = {}
@@ -154,7 +155,8 @@ class Rounds:
         rows: of a batch.
         passes: how the target's are made: `"growing"`, or with widths that are filled up, `"static"` and `"captured"`.
         mixes: whether the draft's logits are mixed with the target's successors (`Decisions.draft_successors`).
-        products: which matrix products they may take (`SpeculationConfig.products`).
+        products: which matrix products they may take (`DraftSetup.described_products`).
+        times: what the products of the target's large layers take, if that was measured.
     """
 
     target: CausalLM | None
@@ -166,6 +168,7 @@ class Rounds:
     passes: str = "growing"
     mixes: bool = False
     products: str = "own"
+    times: ProductTimes | None = None
 
     @property
     def owner(self) -> Any:
@@ -215,12 +218,23 @@ class Rounds:
 
         A measurement before the first text would take as long as many rounds, and on a busy machine be wrong.
         """
-        wider = WIDER_ON_CPU if self.owner.device.type == "cpu" else WIDER
-        verify = tuple(1.0 + wider * self.rows * further for further in range(self.most + 1))
+        verify = tuple(self._assumed_pass(1 + further) for further in range(self.most + 1))
         if not self.drafter.places:
             return Costs(0.0, verify)
         draft = _num_multiplied(self.drafter.parts) / max(_num_multiplied([self.owner]), 1) + LEAST_STEP
         return Costs(draft, verify, read=AMONG_MANY * draft, branch=AMONG_MANY * draft, block=self.drafter.block)
+
+    def _assumed_pass(self, tokens: int) -> float:
+        """A pass over so many tokens of each row, in passes over one.
+
+        Example: products of 1 and 4 rows of a large layer take 100 and 125 ns, so a pass over 4 tokens is assumed to
+        take 1 + 0.8 * 0.25 + 3 * 0.015 = 1.245 passes over one token.
+        """
+        further = self.rows * (tokens - 1)
+        if self.times is None:
+            return 1.0 + (WIDER_ON_CPU if self.owner.device.type == "cpu" else WIDER) * further
+        one, many = (self.times.seconds(rows, with_copy=True) for rows in (self.rows, self.rows + further))
+        return 1.0 + LAYERS * (many / one - 1.0) + BESIDE * further
 
 
 def costs_of(rounds: Rounds) -> KnownCosts:
