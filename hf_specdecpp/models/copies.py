@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_specdecpp.models.products import EndingError, ending
+from hf_specdecpp.models.products import ending
 
 ROWS, BUCKETS = 16, 1021  # the latter prime, so that what moves rows or columns moves numbers to other buckets
 MOST_OF_FREE = 0.25  # of the memory that is free, which copies may take
@@ -92,12 +92,13 @@ class WeightCopies:
 
     def _shared(self, weight: Tensor) -> WeightCopy:
         """The copy of the weight if it is up to date, else one that is to be made."""
-        shared = _shared[self.make].get(weight)
-        copy = None if shared is None else shared()
-        if copy is None:
-            copy = WeightCopy()
-            _shared[self.make][weight] = ref(copy)
-        self._copies[weight] = copy
+        with _lock:
+            shared = _shared[self.make].get(weight)
+            copy = None if shared is None else shared()
+            if copy is None:
+                copy = WeightCopy()
+                _shared[self.make][weight] = ref(copy)
+            self._copies[weight] = copy
         copy.check(weight)
         return copy
 
@@ -117,17 +118,20 @@ class WeightCopies:
         return copy
 
     def clear(self) -> None:
-        self._copies.clear()
+        with _lock:
+            self._copies.clear()
 
     @property
     def bytes(self) -> int:
         """Memory of the copies."""
-        made = [(weight, copy.made) for weight, copy in self._copies.items() if copy.made is not None]
+        with _lock:
+            made = [(weight, copy.made) for weight, copy in self._copies.items() if copy.made is not None]
         return sum(weight.numel() * getattr(copy, "bytes_of_element", 1) for weight, copy in made)
 
 
 # By the function that makes copies: weight -> weak reference to its copy.
 _shared: defaultdict[Callable[[Tensor], Any], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
+_lock = threading.RLock()  # of these dictionaries and of those of `WeightCopies`
 
 
 _Asked = tuple[ref[Tensor], ref[WeightCopy], ref[WeightCopies]]
@@ -156,7 +160,10 @@ class Background:
             if self._thread is None or not self._thread.is_alive():
                 computing = torch.get_num_threads()
                 self._thread = threading.Thread(target=self._run, args=(computing,), name="weight copies", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:  # the process ends, or may have no more threads: layers stay as they are
+                    self._thread = None
 
     def begin_text(self) -> None:
         with self._lock:
@@ -192,11 +199,11 @@ class Background:
 
     def _run(self, computing: int) -> None:
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))  # of this thread
         has_core = usable_cores() > computing
         while not ending.is_set():
             is_busy = bool(self.texts) and not has_core
-            if is_busy and self._has_spent():
+            if is_busy and self._asked and self._has_spent():
                 time.sleep(POLL)
                 continue
             if (item := self._next()) is None:
@@ -215,7 +222,7 @@ class Background:
         if weight is None or copy is None or owner is None:
             return
         if owner.bytes + weight.nbytes <= MOST_OF_FREE * (owner.bytes + free_memory()):
-            with suppress(EndingError):
+            with suppress(RuntimeError, MemoryError):  # there is too little memory, or the process ends
                 copy.make(weight, owner.make)
 
 
@@ -226,8 +233,22 @@ def _size(item: _Asked) -> int:
 
 background = Background()
 atexit.register(background.end)
+
+
+def _begin_child() -> None:
+    """After a fork, whose child has no thread: copies that were asked for are asked for again by the next text."""
+    global _lock  # noqa: PLW0603 - another thread of the parent may have held the lock
+    _lock = threading.RLock()
+    background.__init__()  # type: ignore[misc]
+    for shared in _shared.values():
+        for each in shared.values():
+            copy = each()
+            if copy is not None and copy.made is None:
+                copy.version = NEVER
+
+
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=background.__init__)  # type: ignore[misc] - the thread is the parent's
+    os.register_at_fork(after_in_child=_begin_child)
 
 
 def usable_cores() -> int:

@@ -96,7 +96,7 @@ class FasterProducts:
     @property
     def described(self) -> str:
         """How the target's large layers multiply now: "own", or such as "float16 (200 of 210 layers)"."""
-        made = Counter(copy.made.copy.name for _, copy, _ in self._of_target if copy.made is not None)
+        made = Counter(found.copy.name for _, copy, _ in self._of_target if (found := copy.made) is not None)
         count = len(self._of_target)
         names = [name if number == count else f"{name} ({number} of {count} layers)" for name, number in made.items()]
         return ", ".join(names) or "own"
@@ -106,10 +106,12 @@ class FasterProducts:
         the assistant was attached; `None` where it has no such layers. `own`: with PyTorch's own products."""
         if not self._of_target:
             return None
-        return sum(
-            count * times.seconds(rows, with_copy=not own and copy.made is not None)
-            for count, copy, times in self._of_target
-        )
+        seconds = 0.0
+        for count, copy, usual in self._of_target:
+            made = copy.made
+            times = usual if made is None else made.times
+            seconds += count * times.seconds(rows, with_copy=not own and made is not None)
+        return seconds
 
     def __enter__(self) -> None:
         with _lock:
@@ -218,7 +220,7 @@ def large_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:
         left.extend(below.values())
         if type(module) is nn.Linear and (is_usual or _is_routed(module)):
             weight: Any = module._parameters.get("weight")
-            is_ordinary = type(weight) is nn.Parameter and weight.dtype in DTYPES
+            is_ordinary = type(weight) is nn.Parameter and weight.layout is torch.strided and weight.dtype in DTYPES
             if is_ordinary and weight.device.type == "cpu" and weight.numel() >= LEAST_ELEMENTS:
                 yield module
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.models.products import Float16Weight, OneDnnWeight, exact_copy
+from hf_specdecpp.models.products import Float16Weight, OneDnnWeight, kind_of_copy
 
 ROWS = (1, 4, 16)  # of the products that are measured
 UP_TO = (2, 8, 24)  # rows that these stand for; products of more rows are PyTorch's own
@@ -72,29 +72,29 @@ class MeasuredCopy(NamedTuple):
         return self.copy.bytes_of_element
 
 
+Kind = type[Float16Weight] | type[OneDnnWeight]
+
 # By the dtype of weights and the kind of their copies, and of the first weight of each dtype.
-_measured: dict[tuple[torch.dtype, str], ProductTimes] = {}
+_measured: dict[tuple[torch.dtype, Kind], ProductTimes] = {}
 _first: dict[torch.dtype, ProductTimes | None] = {}
 
 
 def measured_copy(weight: Tensor) -> MeasuredCopy | None:
     """The copy of a weight `[out, in]` that computes the layer exactly; `None` where there is none, or no number of
     rows gains by it."""
-    times = _times_of_sample(weight)
-    if times is None or not times.most:
-        return None
-    copy = exact_copy(weight)
-    if copy is None:
-        return None
-    times = _times_of(weight, copy)  # all of the weight may have another kind of copy than the sample
-    return MeasuredCopy(copy, times) if times.most else None
+    kind = kind_of_copy(weight)
+    times = None if kind is None else _times_of(kind, _sample(weight))
+    return MeasuredCopy(kind.of(weight), times) if kind is not None and times is not None and times.most else None
 
 
 def product_times(weight: Tensor) -> ProductTimes | None:
     """What products of weights of this dtype take, measured with a part of the first such weight in at most 0.3 s of
-    the processor; `None` where that has no copy."""
+    the processor; `None` where weights of this dtype have no copies."""
     if weight.dtype not in _first:
-        _first[weight.dtype] = _times_of_sample(weight)
+        sample = _sample(weight)
+        if (kind := kind_of_copy(sample)) is None:  # such as a weight with NaN, which says nothing of others
+            kind, sample = kind_of_copy(torch.ones_like(sample)), torch.ones_like(sample)
+        _first[weight.dtype] = None if kind is None else _times_of(kind, sample)
     return _first[weight.dtype]
 
 
@@ -103,22 +103,22 @@ def forget_product_times() -> None:
     _first.clear()
 
 
-def _times_of_sample(weight: Tensor) -> ProductTimes | None:
-    sample = weight.detach()[: max(SAMPLE // weight.shape[1], 1)]
-    copy = exact_copy(sample)
-    return None if copy is None else _times_of(sample, copy)
+def _sample(weight: Tensor) -> Tensor:
+    """`SAMPLE` elements of a weight, or somewhat fewer: its first rows, again and again if there are few."""
+    rows = max(SAMPLE // weight.shape[1], 1)
+    times = -(-rows // len(weight))
+    return (weight.detach().repeat(times, 1) if times > 1 else weight.detach())[:rows]
 
 
-def _times_of(weight: Tensor, copy: Float16Weight | OneDnnWeight) -> ProductTimes:
-    kind = weight.dtype, copy.name
-    if kind not in _measured:
-        _measured[kind] = _measure(weight, copy)
-    return _measured[kind]
+def _times_of(kind: Kind, sample: Tensor) -> ProductTimes:
+    of = sample.dtype, kind
+    if of not in _measured:
+        _measured[of] = _measure(sample, kind.of(sample))
+    return _measured[of]
 
 
 @torch.inference_mode()
 def _measure(weight: Tensor, copy: Float16Weight | OneDnnWeight) -> ProductTimes:
-    weight = weight.detach()
     others = torch.ones(COLD // 8, dtype=torch.int64)
     ways: tuple[Callable[[Tensor], Any], ...] = (
         lambda x: functional.linear(x, weight),
@@ -127,15 +127,12 @@ def _measure(weight: Tensor, copy: Float16Weight | OneDnnWeight) -> ProductTimes
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a thread that waits for another one, which has no core now, counts its waiting
     try:
-        times = [[_shortest(way, x, others) for x in _inputs(weight)] for way in ways]
+        inputs = [torch.ones(rows, weight.shape[1], dtype=weight.dtype) for rows in ROWS]
+        times = [[_shortest(way, x, others) for x in inputs] for way in ways]
     finally:
         torch.set_num_threads(threads)
     own, copied = (tuple(seconds / weight.numel() for seconds in each) for each in times)
     return ProductTimes.of(own, copied)
-
-
-def _inputs(weight: Tensor) -> list[Tensor]:
-    return [torch.ones(rows, weight.shape[1], dtype=weight.dtype) for rows in ROWS]
 
 
 def _shortest(product: Callable[[Tensor], Any], x: Tensor, others: Tensor) -> float:

@@ -28,7 +28,7 @@ LEVELS = 127
 TINY = 1e-30  # replaces 0 where a scale is divided by
 AT_ONCE = 1 << 24  # elements that one call packs: a process that ends waits for one call
 LARGEST = 15  # a float16 weight is scaled so that its largest element lies between 2^14 and 2^15
-MOST_SCALE = 100  # bits: float32 holds the scaled weight and 2^-100 times an activation
+MOST_SCALE = 40  # bits: beyond, activations times the inverse of the scale could leave the range of float32
 EXACT = 2.0**-24  # of a row's largest element: the largest error of an element that counts as equal
 
 
@@ -46,27 +46,18 @@ class Float16Weight:
     name = "float16"
     bytes_of_element = 2
 
-    @classmethod
-    def of(cls, weight: Tensor) -> Float16Weight | None:
-        """The copy of a float32, bfloat16 or float16 weight; `None` if float16 cannot hold its elements.
+    @staticmethod
+    def fits(weight: Tensor) -> bool:
+        """Whether float16 holds the elements of a float32, bfloat16 or float16 weight, times a power of two."""
+        scale = _scale_of(weight)
+        return scale is not None and all(_fits(rows.float() * scale) for rows in _blocks(weight.detach()))
 
-        Example: a weight whose largest element is 0.3 is multiplied by 2^16, so that this element becomes 19661.
-        A bfloat16 element of 2^-30 becomes 2^-14, which float16 holds with all 8 bits.
-        """
-        weight = weight.detach()
-        largest = float(weight.abs().max()) if weight.numel() else 0.0
-        if not math.isfinite(largest):
-            return None
-        exponent = min(LARGEST - math.frexp(largest)[1], MOST_SCALE) if largest else 0
-        scale = 2.0**exponent
-        parts = []
-        for rows in _blocks(weight):
-            scaled = rows.float() * scale
-            error = (scaled.half().float() - scaled).abs_().amax(dim=1)
-            if bool((error > EXACT * scaled.abs().amax(dim=1)).any()):
-                return None
-            parts.append(torch.ops.quantized.linear_prepack_fp16(scaled, None))
-        return cls(tuple(parts), 1.0 / scale)
+    @classmethod
+    def of(cls, weight: Tensor) -> Float16Weight:
+        """The copy of a weight that `fits`."""
+        scale = _scale_of(weight) or 1.0
+        pack = torch.ops.quantized.linear_prepack_fp16
+        return cls(tuple(pack(rows.float() * scale, None) for rows in _blocks(weight.detach())), 1.0 / scale)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x` `[..., in]` times the weight, plus `bias`: sums in float32, rounded to the dtype of `x` at the end."""
@@ -95,12 +86,30 @@ class OneDnnWeight:
         return product
 
 
-def exact_copy(weight: Tensor) -> Float16Weight | OneDnnWeight | None:
-    """The copy of a weight that computes the layer itself, but for the order of sums; `None` where there is none."""
-    found = Float16Weight.of(weight) if has_float16() else None
-    if found is None and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available():
-        return OneDnnWeight.of(weight)
-    return found
+def _scale_of(weight: Tensor) -> float | None:
+    """The power of two that a float16 weight is multiplied by; `None` for NaN and infinity, and without elements.
+
+    Example: a weight whose largest element is 0.3 is multiplied by 2^16, so that this element becomes 19661. A bfloat16
+    element of 2^-30 becomes 2^-14, which float16 holds with all 8 bits.
+    """
+    largest = max(map(abs, torch.stack(weight.detach().aminmax()).tolist())) if weight.numel() else math.nan
+    if not math.isfinite(largest):
+        return None
+    exponent = LARGEST - math.frexp(largest)[1] if largest else 0
+    return 2.0 ** max(min(exponent, MOST_SCALE), -MOST_SCALE)
+
+
+def _fits(scaled: Tensor) -> bool:
+    """Whether float16 holds the float32 elements of `[out, in]`, up to `EXACT`."""
+    error = (scaled.half().float() - scaled).abs_().amax(dim=1)
+    return not bool((error > EXACT * scaled.abs_().amax(dim=1)).any())
+
+
+def kind_of_copy(weight: Tensor) -> type[Float16Weight] | type[OneDnnWeight] | None:
+    """The kind of copy that computes the layer itself, but for the order of sums; `None` where there is none."""
+    if has_float16() and Float16Weight.fits(weight):
+        return Float16Weight
+    return OneDnnWeight if weight.dtype is torch.float32 and torch.backends.mkldnn.is_available() else None
 
 
 @cache
@@ -114,12 +123,11 @@ def has_float16() -> bool:
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(size, generator=generator).bfloat16().float() for size in ((64, 96), (3, 96)))
     try:
-        found = Float16Weight.of(weight)
-        product = None if found is None else found.multiply(x, None)
+        product = Float16Weight.of(weight).multiply(x, None)
     except (AttributeError, RuntimeError):  # an operator is missing, or is none of this processor
         return False
     expected = functional.linear(x.double(), weight.double())
-    return product is not None and bool((product - expected).norm() <= 1e-5 * expected.norm())
+    return bool((product - expected).norm() <= 1e-5 * expected.norm())
 
 
 def _has_vectors() -> bool:
@@ -134,9 +142,9 @@ ending = Event()  # set when the process ends
 
 
 def _blocks(weight: Tensor) -> Iterator[Tensor]:
-    """Consecutive rows of a weight, of at most `AT_ONCE` elements; `EndingError` when the process ends."""
-    for rows in weight.split(max(AT_ONCE // max(weight.shape[1], 1), 1)):
-        if ending.is_set():
+    """Consecutive rows of a weight, of at most `AT_ONCE` elements; `EndingError` after them when the process ends."""
+    for index, rows in enumerate(weight.split(max(AT_ONCE // max(weight.shape[1], 1), 1))):
+        if index and ending.is_set():
             raise EndingError
         yield rows
 

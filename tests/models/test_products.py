@@ -1,0 +1,249 @@
+"""Products with copies of weights: those of the layer in float64, and a row has the same bits whatever is beside."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.products import needs_float16
+from torch import Tensor
+from torch.nn import functional
+
+from hf_specdecpp.models import products
+from hf_specdecpp.models.product_times import ROWS, ProductTimes
+from hf_specdecpp.models.products import Float16Weight, OneDnnWeight, has_float16, kind_of_copy
+
+ERROR = {torch.float32: 3e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative, of a whole result
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_rows(*scales: float) -> Tensor:
+    """A weight in bfloat16 whose first rows are smaller than the others."""
+    weight = random(33, 70).bfloat16().float()
+    weight[: len(scales)] *= torch.tensor(scales)[:, None]
+    return weight
+
+
+def with_elements(*values: float) -> Tensor:
+    weight = with_rows()
+    weight[0, : len(values)] = torch.tensor(values)
+    return weight
+
+
+FITTING: dict[str, Tensor] = {
+    "bfloat16": with_rows(),
+    "float16": random(48, 64).half().float(),
+    "small": with_rows() * 2.0**-24,
+    "large": with_rows() * 2.0**30,
+    "one small row": with_rows(2.0**-20),
+    "elements below 2^-24 of their row": with_elements(1e-12, -3.1e-20, 2.0**-149, -0.0),
+    "zeros": torch.zeros(5, 7),
+    "one element": torch.tensor([[-3.0]]),
+    "in parts": random(40, 64).bfloat16().float(),
+}
+OTHERS: dict[str, Tensor] = {
+    "float32": random(48, 64),
+    "one element of float32": with_elements(1.0 + 2.0**-20),
+    "a row below what float16 holds": with_rows(2.0**-33),
+    "NaN": with_elements(math.nan),
+    "infinity": with_elements(1.0, -math.inf),
+    "beyond the scale": with_rows() * 2.0**-70,
+    "far beyond the scale": with_rows() * 2.0**80,
+    "empty": torch.zeros(0, 7),
+    "without inputs": torch.zeros(7, 0),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of more elements are packed in parts."""
+    monkeypatch.setattr(products, "AT_ONCE", 2400)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def error_of(copy: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+    """Norm of the product's error, relative to the product in float64."""
+    expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    found = copy.multiply(x, bias)
+    assert (found.dtype, found.shape) == (x.dtype, expected.shape)
+    return float((found.double() - expected).norm() / expected.norm().clamp_min(1e-300))
+
+
+@needs_float16
+@pytest.mark.parametrize("name", FITTING)
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.usefixtures("threads")
+def test_the_product_is_that_of_float64(name: str, dtype: torch.dtype) -> None:
+    weight = FITTING[name].to(dtype)
+    if name in ("small", "large") and dtype is torch.float16:
+        weight = FITTING["one small row"].to(dtype)  # float16 itself does not hold those
+    copy, bias = Float16Weight.of(weight), random(len(weight), seed=2).to(dtype)
+    assert kind_of_copy(weight) is Float16Weight
+    assert (len(copy.parts) > 1) is (name in ("in parts", "float16"))
+    for rows in (1, 3, 40):
+        x = random(rows, weight.shape[1], seed=rows).to(dtype)
+        for each in (None, bias):
+            assert error_of(copy, x, weight, each) <= ERROR[dtype]
+
+
+@needs_float16
+@pytest.mark.parametrize("name", ["bfloat16", "in parts"])
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_a_row_has_the_same_bits_whatever_is_beside(name: str, dtype: torch.dtype, threads: int) -> None:
+    weight = FITTING[name].to(dtype)
+    copy, bias = Float16Weight.of(weight), random(len(weight), seed=2).to(dtype)
+    x = random(40, weight.shape[1], seed=3).to(dtype)
+    alone = torch.cat([copy.multiply(row[None], bias) for row in x]) if threads == 1 else copy.multiply(x, bias)
+    for rows in range(1, 41, 1 if threads == 1 else 9):
+        assert torch.equal(copy.multiply(x[:rows], bias), alone[:rows])
+    beside = x.clone()
+    beside[1::2] = torch.tensor([1e4, math.nan, -math.inf, 0.0], dtype=dtype).repeat(5)[:, None]
+    assert torch.equal(copy.multiply(beside, bias)[::2], alone[::2])
+
+
+@needs_float16
+@pytest.mark.parametrize("change", [
+    lambda x: x[0], lambda x: x.view(2, 3, -1), lambda x: x[::2], lambda x: x.T.contiguous().T, lambda x: x.flip(1),
+    lambda x: x[:, None], lambda x: x[:1].expand(4, -1),
+], ids=["one dim", "three", "strided", "by columns", "flipped", "middle", "expanded"])  # fmt: skip
+def test_inputs_of_any_shape(change: Callable[[Tensor], Tensor]) -> None:
+    weight = FITTING["bfloat16"]
+    x = change(random(6, weight.shape[1], seed=1))
+    found = Float16Weight.of(weight).multiply(x, None)
+    torch.testing.assert_close(found, functional.linear(x, weight), rtol=1e-5, atol=1e-5)
+
+
+@needs_float16
+@pytest.mark.parametrize("weight", [with_rows().T, with_rows()[:, ::2], with_rows()[3:]], ids=["T", "strided", "part"])
+def test_weights_of_any_strides(weight: Tensor) -> None:
+    assert error_of(Float16Weight.of(weight), random(3, weight.shape[1], seed=1), weight, None) < ERROR[torch.float32]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_weight_that_does_not_fit_is_left_to_onednn(name: str) -> None:
+    weight = OTHERS[name]
+    assert not Float16Weight.fits(weight)
+    assert kind_of_copy(weight) is (OneDnnWeight if torch.backends.mkldnn.is_available() else None)
+    if name not in ("float32", "one element of float32"):
+        # Where a part is beyond bfloat16, too.
+        assert kind_of_copy(weight.bfloat16()) is None
+
+
+def test_rounding_is_at_most_one_in_2_to_the_24() -> None:
+    """Of the largest of a row: on this side of it a weight fits, and beyond it does not."""
+    largest = 1.0  # 2^14 in float16, whose neighbours are 16 apart; its small numbers are 2^-24 apart
+    for at_bit, fits in ((-24, True), (-38, True)):
+        assert Float16Weight.fits(torch.tensor([[largest, 2.0**at_bit]])) is fits
+    assert Float16Weight.fits(torch.tensor([[largest, 0.5 + 2.0**-25]])), "an error of 2^-25"
+    assert not Float16Weight.fits(torch.tensor([[largest, 0.5 + 2.0**-23]])), "an error of 2^-23"
+
+
+# Mutants. -------------------------------------------------------------------------------------------------------------
+
+
+@needs_float16
+def test_a_forgotten_scale_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = FITTING["bfloat16"], random(3, 70, seed=1)
+    assert error_of(Float16Weight.of(weight), x, weight, None) < ERROR[torch.float32]
+    forgotten = Float16Weight(Float16Weight.of(weight).parts, 1.0)
+    assert error_of(forgotten, x, weight, None) > 1.0
+    monkeypatch.setattr(products, "_scale_of", lambda _: 1.0)
+    small = FITTING["small"]
+    assert error_of(Float16Weight.of(small), x, small, None) > 1e-2
+    assert not Float16Weight.fits(small)
+
+
+@needs_float16
+@pytest.mark.parametrize("name", ["float32", "a row below what float16 holds", "NaN", "beyond the scale"])
+def test_a_weight_that_is_taken_though_it_does_not_fit_shows(name: str) -> None:
+    weight = OTHERS[name]
+    x = random(3, weight.shape[1], seed=1)
+    expected, found = functional.linear(x.double(), weight.double()), Float16Weight.of(weight).multiply(x, None)
+    errors = (found - expected).norm(dim=0) / expected.norm(dim=0)
+    assert not bool((errors < 1e-5).all())
+
+
+# Whether there are such products here. --------------------------------------------------------------------------------
+
+
+def asked() -> bool:
+    return has_float16.__wrapped__()
+
+
+@needs_float16
+def test_without_fbgemm_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any) -> Any:
+        raise AttributeError("'_OpNamespace' 'quantized' object has no attribute 'linear_prepack_fp16'")
+
+    def unable(*_: Any) -> Any:
+        raise RuntimeError("this processor has no AVX2")
+
+    product = torch.ops.quantized.linear_dynamic_fp16
+    assert asked()
+    for engine in ("onednn", "qnnpack"):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.backends.quantized, "engine", engine)
+            assert not asked()
+    for name, other in (
+        ("linear_prepack_fp16", missing),
+        ("linear_prepack_fp16", unable),
+        ("linear_dynamic_fp16", lambda x, packed: 1.001 * product(x, packed)),
+        ("linear_dynamic_fp16", lambda x, packed: math.nan * product(x, packed)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.ops.quantized, name, other)
+            assert not asked()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO AVX")
+    assert not asked()
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, OneDnnWeight), (torch.bfloat16, None)], ids=str)
+def test_float32_weights_are_onednns_then(dtype: torch.dtype, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "has_float16", lambda: False)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert kind_of_copy(FITTING["bfloat16"].to(dtype)) is expected
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert kind_of_copy(FITTING["bfloat16"].to(dtype)) is None
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+@torch.no_grad()
+def test_onednns_product() -> None:
+    weight, bias = OTHERS["float32"], random(48, seed=2)
+    for rows in (1, 3, 40):
+        assert error_of(OneDnnWeight.of(weight), random(rows, 64, seed=1), weight, bias) < ERROR[torch.float32]
+
+
+# What was measured, and what is decided by that. ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("own", "copied", "least", "most"), [
+    ((2.3, 2.4, 3.9), (0.9, 1.4, 4.9), 1, 24),  # of the docstring
+    ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0), 1, 0),
+    ((1.0, 1.0, 1.0), (1.3, 0.5, 0.5), 3, 24),
+    ((1.0, 1.0, 1.0), (1.3, 1.3, 0.5), 9, 24),
+    ((1.0, 1.0, 1.0), (0.5, 0.5, 1.4), 1, 8),
+    ((1.0, 1.0, 1.0), (0.5, 1.4, 0.5), 1, 2),
+    ((1.0, 1.0, 1.0), (0.96, 0.96, 0.96), 1, 0),
+])  # fmt: skip
+def test_for_which_rows(own: Any, copied: Any, least: int, most: int) -> None:
+    times = ProductTimes.of(own, copied)
+    assert (times.least, times.most) == (least, most)
+
+
+def test_seconds_of_other_numbers_of_rows_lie_between() -> None:
+    times = ProductTimes.of((2.0, 5.0, 29.0), (1.0, 4.0, 10.0))
+    assert [times.seconds(rows, with_copy=True) for rows in (*ROWS, 2, 10, 24)] == [1.0, 4.0, 10.0, 2.0, 7.0, 14.0]
+    assert [times.seconds(rows, with_copy=False) for rows in (*ROWS, 2, 10, 32)] == [2.0, 5.0, 29.0, 3.0, 17.0, 61.0]
+    assert times.seconds(32, with_copy=True) == 61.0, "beyond `most` the product is PyTorch's own"
