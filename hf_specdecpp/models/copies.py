@@ -69,7 +69,7 @@ class WeightCopy:
 
     def check(self, weight: Tensor) -> None:
         """Drop the copy if the weight has changed. The whole weight is read for this, as in a pass over one token."""
-        if self.made is None:
+        if self.made is None or self.state is None:
             return
         if torch.equal(fingerprint(weight), self.state):
             self.version, self.address = weight._version, weight.data_ptr()
@@ -237,8 +237,8 @@ atexit.register(background.end)
 
 def _begin_child() -> None:
     """After a fork, whose child has no thread: copies that were asked for are asked for again by the next text."""
-    global _lock  # noqa: PLW0603 - another thread of the parent may have held the lock
-    _lock = threading.RLock()
+    global _lock
+    _lock = threading.RLock()  # a thread of the parent may have held the other one
     background.__init__()  # type: ignore[misc]
     for shared in _shared.values():
         for each in shared.values():

@@ -27,7 +27,8 @@ def use_copies(patch: pytest.MonkeyPatch, least: int = 1, most: int = 24, copied
 
 def faster(*modules: nn.Module, copies: WeightCopies | None = None) -> FasterProducts:
     """Products with copies of weights, which have been made."""
-    products = FasterProducts(*modules, copies=copies or WeightCopies(measured_copy))
+    copies = copies or WeightCopies(measured_copy)
+    products = FasterProducts(*modules, copies=copies, target=modules[0])
     background.wait()
     return products
 
