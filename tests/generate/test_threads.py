@@ -21,7 +21,7 @@ from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import FasterProducts, Part
-from hf_specdecpp.models.products import Always, PackedWeights, has_int8, quantise
+from hf_specdecpp.models.products import has_int8, quantise
 
 PROMPT = prompt(12)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}
@@ -197,7 +197,7 @@ def test_pauses_that_overlap() -> None:
 
 @pytest.fixture
 def all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
+    use_copies(monkeypatch)
 
 
 needs_int8 = pytest.mark.skipif(not has_int8(), reason="this PyTorch has no int8 products")
@@ -216,13 +216,13 @@ def test_products_are_this_thread_s() -> None:
         return products_of(layer), torch.equal(layer(x), plain)
 
     own = {"own": 1}, True
-    int8 = FasterProducts(draft=[layer], int8=PackedWeights(quantise))
+    int8 = FasterProducts(draft=[layer], int8=WeightCopies(quantise))
     with int8:
-        other = FasterProducts(Part([layer], Always("onednn")))
+        other = faster(layer)
         assert other.layers, "what another context does is no forward of a stranger"
         assert in_a_thread(product) == own
         with other:
-            assert (product()[0], in_a_thread(product)) == ({"onednn": 1}, own)
+            assert (product()[0], in_a_thread(product)) == ({"oneDNN": 1}, own)
         assert product() == ({"int8": 1}, False)
         with int8:
             pass

@@ -14,8 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import FasterProducts, Part, grouped_attention
-from hf_specdecpp.models.products import Always
+from hf_specdecpp.models.cpu_products import FasterProducts, grouped_attention
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8]])
 Copies = list[tuple[int, ...]]
@@ -58,7 +57,7 @@ def test_the_same_bits_without_copies(family: str, padded: bool, dtype: torch.dt
     groups = getattr(target.config, "num_key_value_heads", None) not in (None, target.config.num_attention_heads)
     assert bool(copies) is groups, "transformers makes copies, which is why this exists"
     copies.clear()
-    with FasterProducts(Part([target], Always("own"))):
+    with FasterProducts(target):
         actual = passes(target, mask if padded else None)
     assert not copies
     assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
@@ -128,6 +127,6 @@ def test_an_attention_that_somebody_else_has_set_stays(monkeypatch: pytest.Monke
         return sdpa_attention_forward(*args, **kwargs)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", theirs)
-    with FasterProducts(Part([tiny("llama")], Always("own"))):
+    with FasterProducts(tiny("llama")):
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is theirs

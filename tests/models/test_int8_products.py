@@ -15,8 +15,9 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.generation import setup
 from hf_specdecpp.models import cpu_products
+from hf_specdecpp.models.copies import WeightCopies
 from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.models.products import MOST_INT8_ROWS, PackedWeights, has_int8, int8_product, quantise
+from hf_specdecpp.models.products import MOST_INT8_ROWS, has_int8, int8_product, quantise
 
 pytestmark = pytest.mark.skipif(not has_int8(), reason="this PyTorch has no int8 products")
 SPECULATION: list[dict[str, Any]] = [
@@ -34,12 +35,13 @@ def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_product_is_nearly_that_of_float32(shape: tuple[int, ...], bias: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_product_is_nearly_that_of_the_layer(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    layer, x = nn.Linear(64, 48, bias=bias), torch.randn(shape)
+    layer, x = nn.Linear(64, 48, bias=bias).to(dtype), torch.randn(shape).to(dtype)
     with torch.no_grad():
         expected, found = layer(x), int8_product(x, quantise(layer.weight), layer.bias)
-    assert found.shape == expected.shape
+    assert (found.shape, found.dtype) == (expected.shape, dtype)
     assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.03
 
 
@@ -59,7 +61,7 @@ def test_nothing_is_nothing() -> None:
 
 @pytest.mark.usefixtures("small_layers")
 def test_only_a_few_rows_of_an_unchanged_weight_are_in_int8() -> None:
-    layer, int8 = nn.Linear(64, 48), PackedWeights(quantise)
+    layer, int8 = nn.Linear(64, 48), WeightCopies(quantise)
     few, many = torch.randn(MOST_INT8_ROWS, 64), torch.randn(MOST_INT8_ROWS + 1, 64)
     with torch.no_grad():
         with FasterProducts(draft=[layer], int8=int8):
