@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMode, MaxLengthCriteria
+from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria, MaxTimeCriteria
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
-from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among, modules_of
+from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among, eos_ids, modules_of
 from hf_specdecpp.models.checks import check_cache, frequency_changes
-from hf_specdecpp.sampling.processors import reads_prefix_only
+from hf_specdecpp.sampling.processors import name_of, remembers
 
 # Arguments of a forward that are understood for several sequences.
 BATCH_KWARGS = {
@@ -85,6 +85,15 @@ def check_lossless(config: GenerationConfig) -> None:
         )
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
+
+
+def ends_as_told(criterion: object, config: GenerationConfig) -> bool:
+    """Whether a text ends by a criterion nowhere but where those who know its `config` alone expect that."""
+    if type(criterion) is MaxLengthCriteria:
+        return criterion.max_length == config.max_length
+    if type(criterion) is EosTokenCriteria:
+        return eos_ids(config).issuperset(criterion.eos_token_id.tolist())
+    return type(criterion) is MaxTimeCriteria  # the clock may be read a round late
 
 
 def check_single(input_ids: Tensor) -> None:
@@ -170,10 +179,10 @@ def check_batch(
     criteria: Any,
 ) -> None:
     """Raise `ValueError` for batches that cannot be assisted. Runs before the first forward."""
-    if in_order := [type(each).__name__ for each in (*processors, *criteria) if not reads_prefix_only(each)]:
+    if in_order := [each for each in (*processors, *criteria) if remembers(each)]:
         raise ValueError(
-            f"{in_order[0]} may keep state from call to call, for all rows of a batch together. If it depends on its "
-            "arguments alone, give it the attribute reads_prefix_only = True; otherwise call generate() once a "
+            f"{name_of(in_order[0])} may keep state from call to call, for all rows of a batch together. If it depends "
+            "on its arguments alone, give it the attribute reads_prefix_only = True; otherwise call generate() once a "
             "sequence."
         )
     mask, cache = model_kwargs.get("attention_mask"), cache_among(model_kwargs)

@@ -18,15 +18,16 @@ from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
-from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_for_one, check_inputs
+from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_for_one, check_inputs, ends_as_told
 from hf_specdecpp.generation.several.drafting import DraftsOfRows
+from hf_specdecpp.generation.several.in_step import InStep
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread
 from hf_specdecpp.generation.several.target import TargetOfRows
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
-from hf_specdecpp.sampling.processors import Processing, for_row
+from hf_specdecpp.sampling.processors import Processing, for_row, in_order
 
 # Arguments of transformers' decoding method that are not for the model's forward.
 MODE_KWARGS = ("synced_gpus", "tokenizer", "assistant_tokenizer")
@@ -95,8 +96,10 @@ def decoding_of(
 def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[AssistedDecoding]) -> AssistedDecoding:
     """The decoding of one sequence whose prompt has so many tokens."""
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
-    known_as = as_static(config, model_kwargs)
-    generator = assistant.start_generation(target, known_as, call.processors, model_kwargs.get("attention_mask"))
+    known_as, processors = as_static(config, model_kwargs), call.processors
+    if not all(ends_as_told(each, config) for each in call.criteria):  # the draft may go on behind the end
+        processors = in_order(processors)
+    generator = assistant.start_generation(target, known_as, processors, model_kwargs.get("attention_mask"))
     prepare_static(model_kwargs, config, generator.setup.most_tokens if generator.draws_trees else 0)
     parts = target, generator, call.criteria, config, call.streamer
     if is_spread(target):
@@ -134,7 +137,8 @@ def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[T
         generators.append(assistant.start_generation(call.target, call.config, processors, own, count, first))
     texts = [Text(call.target, each, call.criteria, call.config) for each in generators]
     side = TargetOfRows(call.target, texts, call.config, call.model_kwargs)
-    decoding = AssistedDecoding(texts, DraftsOfRows(generators), side)
+    parts = texts, DraftsOfRows(generators), side
+    decoding = AssistedDecoding(*parts) if generators[0].processing.answers_all else InStep(call.processors, *parts)
 
     def run(input_ids: Tensor) -> Any:
         try:
