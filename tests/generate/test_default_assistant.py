@@ -86,7 +86,10 @@ def test_through_peft(target: CausalLM) -> None:
 LEFT_OUT: dict[str, tuple[Any, str]] = {
     "beams": (lambda: {"num_beams": 2}, "num_beams=2, and it proposes one continuation"),
     "no cache": (lambda: {"use_cache": False}, "use_cache=False"),
-    "guidance": (lambda: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
+    "guidance in a batch": (
+        lambda: {"input_ids": BATCH, "guidance_scale": 1.5},
+        "transformers.generation.logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor may keep state",
+    ),
     "embeddings": (lambda: {"input_ids": None, "inputs_embeds": torch.ones(1, 6, 32).double()}, "inputs_embeds"),
     "state in a batch": (lambda: {"input_ids": BATCH, "logits_processor": [Counting()]}, "Counting may keep state"),
     "static batch": (lambda: {"input_ids": BATCH, "cache_implementation": "static"}, "the 2 rows of a batch"),
