@@ -60,6 +60,10 @@ def foreign_passes(model: CausalLM, cache: Any = None) -> ForeignPasses | None:
     return known[1]
 
 
+def runs_foreign_code(model: CausalLM) -> bool:
+    return any(True for _ in _foreign_code(model, None))
+
+
 def is_foreign(code: Any, home: str | None = None) -> bool:
     """Whether a function, or what it is wrapped around, comes from a package that is not known, nor from the module
     `home`. Names do not tell: `functools.wraps` copies them."""
