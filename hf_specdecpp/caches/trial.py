@@ -20,7 +20,6 @@ from hf_specdecpp.models.quantised import multiplies_in_half
 # Errors (`largest_error`) that rounding does not reach.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 HALF_TOLERANCE = 0.5
-WIDEST = 32  # tokens in the passes that are compared; wider ones are taken to be like these
 
 
 class Trial:
@@ -41,7 +40,7 @@ class Trial:
     def __init__(
         self, target: CausalLM, passes: ForeignPasses, most: int, read_again: Callable[[Tensor], tuple[Tensor, Any]]
     ) -> None:
-        self.passes, self._enough = passes, min(most + 1, WIDEST)
+        self.passes, self._enough = passes, most + 1
         self._read_again: Callable[[Tensor], tuple[Tensor, Any]] | None = read_again
         self._name, exact = type(target).__name__, None if multiplies_in_half(target) else TOLERANCE.get(target.dtype)
         self._tolerance = exact or HALF_TOLERANCE
@@ -52,16 +51,22 @@ class Trial:
         """How many candidates a round may have; `None`: any number."""
         if self.passes.reason is not None:
             return 0
-        return None if self.passes.width >= self._enough else self.passes.width - 1
+        width = self.passes.width
+        return None if width >= self._enough else min(width, self._next - len(self._logits)) - 1
+
+    @property
+    def _next(self) -> int:
+        """Tokens of the next pass that is compared."""
+        return min(2 * self.passes.width, self._enough)
 
     def note(self, logits: Tensor, tokens: Tensor, cache: Cache) -> None:
         """A round has read tokens, with `logits` `[n, vocab]`; `tokens` `[m]` are all since the trial began, but for
         the first, and what `cache` holds is read but for the last of them."""
-        if self.room is None or self.passes.reason is not None or self._read_again is None:
+        if self.passes.reason is not None or self.passes.width >= self._enough or self._read_again is None:
             self._read_again = None  # which holds the cache as it was
             return
         self._logits += logits
-        if (count := len(self._logits)) < 2 * self.passes.width:
+        if (count := len(self._logits)) < self._next:
             return
         try:
             error = self._error(*self._read_again(tokens[: count - 1]), cache)
