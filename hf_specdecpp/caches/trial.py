@@ -35,16 +35,20 @@ class Trial:
         most: candidates of a round.
         read_again: reads the first token since the trial began and the tokens `[n]` after it in one pass: logits
             `[n + 1, vocab]`, and the cache (`generation.prefix.reading_again`).
+        states: what the code of others remembers (`models.foreign.states_of`). If passes over one token change that,
+            its calls may count, and passes over several tokens are fewer.
     """
 
     def __init__(
-        self, target: CausalLM, passes: ForeignPasses, most: int, read_again: Callable[[Tensor], tuple[Tensor, Any]]
-    ) -> None:
+        self, target: CausalLM, passes: ForeignPasses, most: int, read_again: Callable[[Tensor], tuple[Tensor, Any]],
+        states: Callable[[], list[Any]],
+    ) -> None:  # fmt: skip
         self.passes, self._enough = passes, most + 1
         self._read_again: Callable[[Tensor], tuple[Tensor, Any]] | None = read_again
         self._name, exact = type(target).__name__, None if multiplies_in_half(target) else TOLERANCE.get(target.dtype)
         self._tolerance = exact or HALF_TOLERANCE
         self._logits: list[Tensor] = []  # at the tokens since the trial began
+        self._states, self._before = states, [] if passes.width > most else states()
 
     @property
     def room(self) -> int | None:
@@ -67,6 +71,9 @@ class Trial:
             return
         self._logits += logits
         if (count := len(self._logits)) < self._next:
+            return
+        if self._states() != self._before:
+            self.refuse("calls leave something behind, so their number may matter")
             return
         try:
             error = self._error(*self._read_again(tokens[: count - 1]), cache)

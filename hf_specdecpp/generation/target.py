@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -23,7 +24,7 @@ from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.models.foreign import foreign_passes
+from hf_specdecpp.models.foreign import foreign_passes, states_of
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput.target_passes import passes_of
 from hf_specdecpp.trees.tree import DraftTree, TreePass
@@ -161,8 +162,9 @@ class OneTarget(TargetSide):
         if texts and (passes := foreign_passes(self.model, prefix.cache)) is not None:
             ids, generator = self.text.ids, self.generator
             again = reading_again(prefix, ids, generator.draws_trees)
+            states = partial(states_of, self.model, prefix.cache)
             self.trial_begin = ids.shape[1]
-            self.trial = Trial(self.model, passes, generator.setup.most_tokens, again)
+            self.trial = Trial(self.model, passes, generator.setup.most_tokens, again, states)
         super().begin(texts)
 
     def prepare(self, texts: Sequence[Text]) -> None:  # noqa: ARG002

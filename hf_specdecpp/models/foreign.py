@@ -7,14 +7,19 @@ was found is kept here for later texts.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType
+from operator import length_hint
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+from torch import Generator, Tensor, nn
 from torch.nn.modules import module as every_module
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import CausalLM, modules_of
@@ -26,6 +31,19 @@ KNOWN = {
     "aqlm", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu", "fp_quant", "gptqmodel",
     "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
 }  # fmt: skip
+
+
+class ForeignCode:
+    """A piece of code, with its name for messages, and the module that is its own; by its `key` it is known again."""
+
+    def __init__(self, code: Any, name: str, number: int | None = None, module: nn.Module | None = None) -> None:
+        self.code, self.name, self.module = code, name, module
+        self.key: Any = number  # hooks have numbers, of which each is used once; addresses may be used again
+        if number is None:
+            try:
+                self.key = ref(code)
+            except TypeError:  # not known again
+                self.key = object()
 
 
 @dataclass
@@ -43,6 +61,9 @@ class ForeignPasses:
     reason: str | None = None
 
 
+# How deep, in how many entries of a list and in how large a tensor it is looked for what code remembers.
+DEPTH, MOST, SMALL = 4, 16, 65_536
+SIMPLE = {bool, int, float, str, type(None)}
 # Of each target: the code that was found, and what is known of the passes that run it.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], ForeignPasses]] = WeakKeyDictionary()
 
@@ -50,23 +71,74 @@ _known: WeakKeyDictionary[CausalLM, tuple[list[Any], ForeignPasses]] = WeakKeyDi
 def foreign_passes(model: CausalLM, cache: Any = None) -> ForeignPasses | None:
     """What is known of passes that run code of others over a cache; `None` where no such code is found. Nothing is
     known yet where other code was found in the last call."""
-    found = list(_foreign_code(model, cache))
+    found = list(foreign_code(model, cache))
     if not found:
         return None
-    code = [key for _, key in found]
+    keys = [each.key for each in found]
     known = _known.get(model)
-    if known is None or known[0] != code:
-        known = _known[model] = code, ForeignPasses(found[0][0])
+    if known is None or known[0] != keys:
+        known = _known[model] = keys, ForeignPasses(found[0].name)
     return known[1]
 
 
-def runs_foreign_code(model: CausalLM) -> bool:
-    return any(True for _ in _foreign_code(model, None))
+def states_of(model: CausalLM, cache: Any) -> list[Any]:
+    """What the code of others remembers in the open, in a form that changes with it: numbers, texts, the lengths of
+    lists and the sums of tensors, among what functions refer to and the attributes of objects."""
+    found: list[Any] = []
+    for each in foreign_code(model, cache):
+        _remember(each.code, found, DEPTH)
+        if each.module is not None:  # which a hook may write to
+            found += (value for value in vars(each.module).values() if type(value) in SIMPLE)
+    return found
+
+
+def _remember(value: Any, found: list[Any], depth: int) -> None:
+    parts: Any = ()
+    if type(value) in SIMPLE:
+        found.append(value)
+    elif isinstance(value, Tensor):
+        is_small = value.numel() <= SMALL and value.device.type != "meta"
+        found.append((id(value), float(value.detach().double().sum()) if is_small else value.data_ptr()))
+    elif isinstance(value, Generator):
+        found.append(value.get_state().tolist())
+    elif isinstance(value, Iterator):
+        found.append((repr(value), length_hint(value, 0)))  # what `itertools.count` says, and what of a list is left
+    elif isinstance(value, MethodType | partial):
+        bound = isinstance(value, MethodType)
+        parts = (value.__self__, value.__func__) if bound else (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, FunctionType):
+        parts = _referred_to(value)
+    elif isinstance(value, list | tuple | set | dict | deque):
+        found.append(len(value))
+        parts = list(value.values() if isinstance(value, dict) else value)[-MOST:]
+    elif not isinstance(value, type) and _home(value) not in {*KNOWN, "logging"}:
+        parts = getattr(value, "__dict__", {}).values()
+    if depth:
+        for part in parts:
+            _remember(part, found, depth - 1)
+
+
+def _referred_to(function: FunctionType) -> Iterator[Any]:
+    """What a function may keep between its calls."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # it is still empty
+            yield cell.cell_contents
+    if _home(function) not in KNOWN:
+        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        known = (function.__globals__.get(name) for name in function.__code__.co_names)
+        yield from (each for each in known if not isinstance(each, FunctionType | ModuleType))
+
+
+def _home(code: Any) -> str:
+    """The package that a function, or the class of an object, is of. Names do not tell: `functools.wraps` copies
+    them."""
+    is_function = isinstance(code, FunctionType)
+    home: str = code.__globals__.get("__name__", "") if is_function else type(code).__module__
+    return home.partition(".")[0]
 
 
 def is_foreign(code: Any, home: str | None = None) -> bool:
-    """Whether a function, or what it is wrapped around, comes from a package that is not known, nor from the module
-    `home`. Names do not tell: `functools.wraps` copies them."""
+    """Whether a function, or what it is wrapped around, comes from a package that is not known, nor from `home`."""
     left = [code]
     for each in left:
         own = getattr(each, "__dict__", {})
@@ -74,53 +146,52 @@ def is_foreign(code: Any, home: str | None = None) -> bool:
         if isinstance(each, partial | MethodType):
             left.append(each.func if isinstance(each, partial) else each.__func__)
             continue
-        known = each.__globals__.get("__name__", "") if isinstance(each, FunctionType) else type(each).__module__
-        if known.partition(".")[0] not in KNOWN and known != home:
+        if _home(each) not in KNOWN and _home(each) != home:
             return True
     return False
 
 
-def _foreign_code(model: CausalLM, cache: Any) -> Iterator[tuple[str, Any]]:
-    """Each piece of code by its name, and by a key that no other piece has had: hooks have numbers."""
+def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
+    """The code of others that passes of a model run over a cache."""
     together = {**every_module._global_forward_pre_hooks, **every_module._global_forward_hooks}
     for number, hook in together.items():
         if is_foreign(hook):
-            yield f"{_name(hook)}, a hook of all modules", number
+            yield ForeignCode(hook, f"a hook of all modules, {_name(hook)}", number)
     kinds = {}
     for module in modules_of(model):
-        own = vars(module)
-        kinds[type(module)] = type(module).__name__
+        own, kind = vars(module), type(module).__name__
+        kinds[type(module)] = kind
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number, hook in hooks.items() if hooks else ():
                 if is_foreign(hook):
-                    yield f"{_name(hook)}, a hook of {type(module).__name__}", number
+                    yield ForeignCode(hook, f"a hook of {kind}, {_name(hook)}", number, module)
         if "forward" in own and is_foreign(own["forward"]):
-            yield f"{_name(own['forward'])} in the place of a forward of {type(module).__name__}", _key(own["forward"])
+            yield ForeignCode(own["forward"], f"another forward of {kind}, {_name(own['forward'])}", None, module)
         if "_hf_hook" in own:  # accelerate's, of a class that may be anybody's
             for hook in getattr(own["_hf_hook"], "hooks", [own["_hf_hook"]]):
                 if is_foreign(hook):
-                    yield f"{type(hook).__name__}, a hook of {type(module).__name__}", _key(hook)
+                    yield ForeignCode(hook, f"a hook of {kind}, {type(hook).__name__}")
     for kind, name in kinds.items():
         for method in ("forward", "__call__"):
             code = getattr(kind, method)
             if is_foreign(code, _own_home(kind, method, model)):
-                yield f"{_name(code)} as a forward of {name}", _key(code)
+                yield ForeignCode(code, f"a forward of {name}, {_name(code)}")
     implementation = str(model.config.get_text_config(decoder=True)._attn_implementation)
     attention = ALL_ATTENTION_FUNCTIONS.get(implementation)
     if attention is not None and "/" not in implementation and is_foreign(attention):  # else a kernel of the Hub
-        yield f"{_name(attention)} as attention", _key(attention)
-    layers = {type(layer): layer for layer in (() if cache is None else cache.layers)}
-    for each in (*(() if cache is None else (cache,)), *layers.values()):
-        if is_foreign(each.update):
-            yield f"{_name(each.update)} of {type(each).__name__}", _key(vars(each).get("update", type(each).update))
+        yield ForeignCode(attention, f"attention, {_name(attention)}")
+    if cache is not None:
+        kinds = {type(each) for each in cache.layers} | {cache.layer_class_to_replicate or DynamicLayer}
+        for code in (vars(cache).get("update", type(cache).update), *(kind.update for kind in kinds)):
+            if is_foreign(code):
+                yield ForeignCode(code, f"a cache, {_name(code)}")
 
 
 def _own_home(kind: type[Any], method: str, model: CausalLM) -> str | None:
-    """The module whose code is a model's own where a class of it has the method: one of the package that the model's
-    class is of."""
+    """The package whose code is a model's own where a class of it has the method: that of the model's class."""
     owner = next(each for each in kind.__mro__ if method in vars(each))
-    same_package = owner.__module__.partition(".")[0] == type(model).__module__.partition(".")[0]
-    return owner.__module__ if same_package else None
+    own = type(model).__module__.partition(".")[0]
+    return own if owner.__module__.partition(".")[0] == own else None
 
 
 def _name(code: Any) -> str:
@@ -129,11 +200,3 @@ def _name(code: Any) -> str:
         code = code.func
     name, home = getattr(code, "__name__", type(code).__name__), getattr(code, "__module__", None)
     return f"{name} ({home})"
-
-
-def _key(code: Any) -> Any:
-    """What only this very object is equal to, also once it is gone: an address may be used again."""
-    try:
-        return ref(code)
-    except TypeError:  # compared anew with each call
-        return object()
