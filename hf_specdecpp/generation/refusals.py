@@ -16,7 +16,7 @@ from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_
 from hf_specdecpp.caches.trial import can_be_held
 from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among, modules_of, num_processes
 from hf_specdecpp.models.checks import check_cache, frequency_changes
-from hf_specdecpp.models.foreign import foreign_passes
+from hf_specdecpp.models.foreign import ForeignPasses, foreign_passes
 from hf_specdecpp.sampling.processors import reads_prefix_only
 
 # Arguments of a forward that are understood for several sequences.
@@ -122,15 +122,15 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
     check_cache(cache_among(model_kwargs))
 
 
-def check_foreign(target: CausalLM, cache: Cache, rows: int) -> None:
-    """Raise `PlainCallError` if a target runs code of others, and passes over several tokens are wrong with that code
-    or cannot be compared with passes over one."""
+def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | None:
+    """What is known of passes that run code of others, if a target runs any; `PlainCallError` if passes over several
+    tokens are wrong with that code or cannot be compared with passes over one."""
     passes = foreign_passes(target, cache)
     if passes is None:
-        return
+        return None
     reason = passes.reason
     if reason is None and rows == 1 and can_be_held(cache) and num_processes(target) == 1:
-        return
+        return passes
     if reason is None:
         kinds = ", ".join(sorted({type(each).__name__ for each in (cache, *cache.layers)}))
         of = f"a batch of {rows}" if rows > 1 else f"several processes, or of a text in {kinds}"

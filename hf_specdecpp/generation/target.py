@@ -24,7 +24,7 @@ from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.models.foreign import foreign_passes, states_of
+from hf_specdecpp.models.foreign import ForeignPasses, states_of
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput.target_passes import passes_of
 from hf_specdecpp.trees.tree import DraftTree, TreePass
@@ -36,6 +36,8 @@ MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and 
 class TargetSide(ABC):
     """What the loop asks of the target, which owns its cache and how its passes run: the states that drafts read, what
     passes take and on which products they run, and what is captured."""
+
+    foreign: ForeignPasses | None = None  # where passes run code of others
 
     def __init__(self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig) -> None:
         self.model, self.config, self.device = model, config, input_device(model)
@@ -138,12 +140,15 @@ class OneTarget(TargetSide):
     """The target's side of one text, which is read in its cache or in captured rooms (`prefix`). Nothing that it holds
     may hold it: in a circle, caches stay until garbage is collected."""
 
-    def __init__(self, model: CausalLM, text: Text, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, model: CausalLM, text: Text, config: GenerationConfig, model_kwargs: dict[str, Any],
+        foreign: ForeignPasses | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(model, [text], config)
-        self.text, self.stats = text, text.stats
+        self.text, self.stats, self.foreign = text, text.stats, foreign
         self.prefix: TargetText = Prefix(model, self.states.asked_for(model_kwargs))
         self.generator.session.share(self.prefix)
-        self.trial: Trial | None = None  # where the target runs code of others
+        self.trial: Trial | None = None
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         prefix: Any = self.prefix  # of the target's own passes
@@ -159,12 +164,12 @@ class OneTarget(TargetSide):
 
     def begin(self, texts: Sequence[Text]) -> None:
         prefix: Any = self.prefix
-        if texts and (passes := foreign_passes(self.model, prefix.cache)) is not None:
+        if texts and self.foreign is not None:
             ids, generator = self.text.ids, self.generator
             again = reading_again(prefix, ids, generator.draws_trees)
             states = partial(states_of, self.model, prefix.cache)
             self.trial_begin = ids.shape[1]
-            self.trial = Trial(self.model, passes, generator.setup.most_tokens, again, states)
+            self.trial = Trial(self.model, self.foreign, generator.setup.most_tokens, again, states)
         super().begin(texts)
 
     def prepare(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
@@ -222,20 +227,8 @@ class OneTarget(TargetSide):
 
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
-        if self.trial is None:
-            self._read(each)
-            return
-        held = Held(self.prefix.cache)
-        self._read(each)
-        if not held.grew_by(self.prefix.width):
-            self.trial.refuse("the cache does not grow by the tokens of each pass")
-            if len(each.tree):  # of which nothing was emitted yet
-                held.back()
-                each.tree, each.rows = (alone := DraftTree.chain()), TreePass(alone)
-                self._read(each)
-
-    def _read(self, each: Round) -> None:
         input_ids, tree = each.text.ids, each.tree
+        held = None if self.trial is None else Held(self.prefix.cache)
         if tree.is_chain:
             inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
         else:
@@ -243,6 +236,12 @@ class OneTarget(TargetSide):
         each.outputs, each.width = self._forward(inputs, len(tree) + 1), self.prefix.width
         if (mark := self.prefix.text.mark) is not None:
             self.stats.state_bytes = mark.num_bytes
+        if held is not None and self.trial is not None and not held.grew_by(each.width):
+            self.trial.refuse("the cache does not grow by the tokens of each pass")
+            if len(tree):  # nothing of the pass was emitted yet
+                held.back()
+                each.tree, each.rows = (alone := DraftTree.chain()), TreePass(alone)
+                self.read(rounds)
 
     def _forward(self, inputs: dict[str, Any], count: int) -> Any:
         """The target's pass over `count` tokens, in a static cache with dummies after them."""

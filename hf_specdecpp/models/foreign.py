@@ -15,11 +15,11 @@ from functools import partial
 from operator import length_hint
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Generator, Tensor, nn
 from torch.nn.modules import module as every_module
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import CausalLM, modules_of
@@ -64,6 +64,7 @@ class ForeignPasses:
 # How deep, in how many entries of a list and in how large a tensor it is looked for what code remembers.
 DEPTH, MOST, SMALL = 4, 16, 65_536
 SIMPLE = {bool, int, float, str, type(None)}
+_usual: WeakSet[Any] = WeakSet()  # functions that are not foreign: each call asks of the same ones
 # Of each target: the code that was found, and what is known of the passes that run it.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], ForeignPasses]] = WeakKeyDictionary()
 
@@ -148,6 +149,8 @@ def is_foreign(code: Any, home: str | None = None) -> bool:
             continue
         if _home(each) not in KNOWN and _home(each) != home:
             return True
+    if isinstance(code, FunctionType) and home is None:
+        _usual.add(code)
     return False
 
 
@@ -157,10 +160,10 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
     for number, hook in together.items():
         if is_foreign(hook):
             yield ForeignCode(hook, f"a hook of all modules, {_name(hook)}", number)
-    kinds = {}
+    kinds = set()
     for module in modules_of(model):
         own, kind = vars(module), type(module).__name__
-        kinds[type(module)] = kind
+        kinds.add(type(module))
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number, hook in hooks.items() if hooks else ():
                 if is_foreign(hook):
@@ -171,19 +174,20 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
             for hook in getattr(own["_hf_hook"], "hooks", [own["_hf_hook"]]):
                 if is_foreign(hook):
                     yield ForeignCode(hook, f"a hook of {kind}, {type(hook).__name__}")
-    for kind, name in kinds.items():
+    for kind_of in kinds:
         for method in ("forward", "__call__"):
-            code = getattr(kind, method)
-            if is_foreign(code, _own_home(kind, method, model)):
-                yield ForeignCode(code, f"a forward of {name}, {_name(code)}")
+            code = getattr(kind_of, method)
+            if code not in _usual and is_foreign(code) and is_foreign(code, _own_home(kind_of, method, model)):
+                yield ForeignCode(code, f"a forward of {kind_of.__name__}, {_name(code)}")
     implementation = str(model.config.get_text_config(decoder=True)._attn_implementation)
     attention = ALL_ATTENTION_FUNCTIONS.get(implementation)
     if attention is not None and "/" not in implementation and is_foreign(attention):  # else a kernel of the Hub
         yield ForeignCode(attention, f"attention, {_name(attention)}")
     if cache is not None:
-        kinds = {type(each) for each in cache.layers} | {cache.layer_class_to_replicate or DynamicLayer}
-        for code in (vars(cache).get("update", type(cache).update), *(kind.update for kind in kinds)):
-            if is_foreign(code):
+        layers = {type(each) for each in cache.layers} | {cache.layer_class_to_replicate or DynamicLayer}
+        updates = [each.update for each in layers if issubclass(each, CacheLayerMixin)]
+        for code in (vars(cache).get("update", type(cache).update), *updates):
+            if code not in _usual and is_foreign(code):
                 yield ForeignCode(code, f"a cache, {_name(code)}")
 
 

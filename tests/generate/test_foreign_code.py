@@ -1,6 +1,7 @@
 """Hooks, patched forwards and replaced layers on a target: honoured with candidates, or the call is a plain one."""
 
 import functools
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -251,19 +252,113 @@ def test_without_looking_at_it_the_text_is_another_one(name: str, monkeypatch: p
     assert not torch.equal(ours, plain)
 
 
+class Unseen:
+    """Notes calls where nobody looks."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+
 @pytest.mark.parametrize("sampled", [False, True])
 def test_its_calls_are_few(sampled: bool) -> None:
     """A pass more at 2, 4 and 5 tokens, once; none in the next text."""
-    target, passes = quiet_later_layers(tiny("llama")), []
+    target, passes = quiet_later_layers(tiny("llama")), Unseen()
     assistant = assistant_for(target)
-    target.lm_head.register_forward_hook(lambda _, args, __: passes.append(args[0].shape[1]))
+    target.lm_head.register_forward_hook(lambda _, args, __: passes.calls.append(args[0].shape[1]))
     how: dict[str, Any] = {**GREEDY, "do_sample": sampled}
     target.generate(PROMPT, **how, assistant_model=assistant)
-    assert len(passes) <= assistant.stats.target_passes + 3
-    assert max(passes) == 5
-    passes.clear()
+    assert len(passes.calls) == assistant.stats.target_passes + 3
+    assert max(passes.calls) == 5
+    passes.calls.clear()
     target.generate(PROMPT, **how, assistant_model=assistant)
-    assert len(passes) == assistant.stats.target_passes
+    assert len(passes.calls) == assistant.stats.target_passes
+
+
+# Code that remembers its calls: the text is that of plain `generate()`, and so are the calls. -----------------------
+
+COUNTED = 0
+
+
+def after_calls(counts: Callable[[Any], int]) -> Callable[[CausalLM], Any]:
+    """Steers from the tenth call on; `counts` says how many there were, given the module."""
+
+    def put_on(target: CausalLM) -> Any:
+        def steer(module: Any, _args: Any, output: Any) -> Any:
+            return steered(output, slice(None), 3.0) if counts(module) >= 10 else None
+
+        return target.model.layers[1].register_forward_hook(steer)
+
+    return put_on
+
+
+def in_a_cell() -> Callable[[Any], int]:
+    calls = 0
+
+    def count(_: Any) -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+def in_a_global() -> Callable[[Any], int]:
+    global COUNTED
+    COUNTED = 0
+
+    def count(_: Any) -> int:
+        global COUNTED
+        COUNTED += 1
+        return COUNTED
+
+    return count
+
+
+def in_a_list() -> Callable[[Any], int]:
+    calls: list[Any] = []
+    return lambda module: calls.append(module) or len(calls)  # type: ignore[func-returns-value]
+
+
+def in_a_default() -> Callable[[Any], int]:
+    return lambda _, count=itertools.count(1): next(count)
+
+
+def on_the_module() -> Callable[[Any], int]:
+    def count(module: Any) -> int:
+        module.calls = getattr(module, "calls", 0) + 1
+        return int(module.calls)
+
+    return count
+
+
+class OnAnObject:
+    def __init__(self) -> None:
+        self.kept = {"calls": torch.zeros(1)}
+
+    def __call__(self, _: Any) -> int:
+        self.kept["calls"] += 1
+        return int(self.kept["calls"])
+
+
+REMEMBERING = [in_a_cell, in_a_global, in_a_list, in_a_default, on_the_module, OnAnObject]
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("kept", REMEMBERING)
+def test_what_counts_its_calls(kept: Any, draft: str) -> None:
+    texts = []
+    for is_ours in (False, True):
+        target = quiet_later_layers(tiny("llama"))
+        chosen = {"assistant_model": DRAFTS[draft](target)} if is_ours else {}
+        after_calls(kept())(target)
+        texts.append(
+            [target.generate(prompt(12, seed), **{**GREEDY, "max_new_tokens": 9}, **chosen) for seed in (0, 1)]
+        )
+    assert all(map(torch.equal, *texts))
+    assert "calls leave something behind" in str(chosen["assistant_model"].stats)
 
 
 def test_random_numbers_of_a_hook_are_put_back() -> None:

@@ -20,7 +20,6 @@ from hf_specdecpp.generation.captured.whole import WholeRounds, whole_rounds, wh
 from hf_specdecpp.generation.prefix import Prefix, TargetText, has_usual_inputs
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import devices_of, num_processes
-from hf_specdecpp.models.foreign import foreign_passes
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE
@@ -219,8 +218,8 @@ def _why_not(side: Any) -> str | None:
         return "the target is quantised"
     if (reason := why_not_in_place(target) or why_not_rooms(side.growing)) is not None:
         return reason
-    if (passes := foreign_passes(target, side.growing)) is not None:
-        return f"it runs {passes.name}, which a graph would not call"
+    if side.foreign is not None:
+        return f"the target runs {side.foreign.name}, which a graph would not call"
     if config.output_hidden_states or config.output_attentions:
         return "the states or attentions of all layers are asked for"
     model_kwargs = side.forward_arguments

@@ -78,7 +78,6 @@ def decoding_of(
     call cannot be assisted. Nothing has been read then, and nothing drawn."""
     target, count = call.target, input_ids.shape[0]
     check_inputs(input_ids, call.model_kwargs)
-    check_foreign(target, cache_among(call.model_kwargs), count)
     if count == 1 and assistant.speculation.graphs == "auto" and graphs.can_capture(input_device(target)):
         config, model_kwargs = as_growing(target, call.config, call.model_kwargs)
         call = replace(call, config=config, model_kwargs=model_kwargs)
@@ -89,6 +88,7 @@ def decoding_of(
     if count > 1:
         check_for_one(call.streamer, assistant.speculation.tree is not None)
         check_batch(target, call.model_kwargs, call.config, call.processors, call.criteria)
+        check_foreign(target, cache, count)
         return partial(_run, _batch_decoding(call, assistant, count), cache, unused)
     return partial(_run, _text_decoding(call, assistant, input_ids.shape[1], kind).run, cache, unused)
 
@@ -96,6 +96,7 @@ def decoding_of(
 def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[AssistedDecoding]) -> AssistedDecoding:
     """The decoding of one sequence whose prompt has so many tokens."""
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
+    foreign = check_foreign(target, cache_among(model_kwargs), 1)
     known_as = as_static(config, model_kwargs)
     generator = assistant.start_generation(target, known_as, call.processors, model_kwargs.get("attention_mask"))
     prepare_static(model_kwargs, config, generator.setup.most_tokens if generator.draws_trees else 0)
@@ -107,7 +108,7 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
     else:
         generator.begin_text(length)
         text, draft = Text(*parts), Drafts()
-    return kind([text], draft, OneTarget(target, text, config, model_kwargs))
+    return kind([text], draft, OneTarget(target, text, config, model_kwargs, foreign))
 
 
 def _unused_layers(cache: Cache) -> list[Any] | None:
