@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -201,6 +202,12 @@ class AssistantModel(PreTrainedModel):
                 "This assistant drafts with the layers of the target that it is attached to. Call detach() first, or "
                 "make a new one for this target."
             )
+        self._make_draft(target)
+
+    def _make_draft(self, target: CausalLM) -> None:
+        # Offloaded ones are replaced in each pass.
+        self._made_of = [ref(each) for each in causal_lm.parameters_of(target) if each.device.type != "meta"]
+        self._made_for = target.dtype, causal_lm.input_device(target)
         self.drafter = self.kind.draft(self.config, self.parts, Loading(target=target))
         TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
         if self.head is not None:
@@ -219,10 +226,20 @@ class AssistantModel(PreTrainedModel):
             )
         return self.drafter
 
+    def _renew_draft(self) -> None:
+        """Make the draft anew if the target that it drafts with has been moved, which what was trained of the draft
+        was not, or if a parameter has been replaced by another one, as by `load_state_dict(assign=True)`: the draft
+        would keep the old one."""
+        for target in attached.targets_of(self) if self.kind.rests_on == "target" else ():
+            now, place = set(map(id, causal_lm.parameters_of(target))), (target.dtype, causal_lm.input_device(target))
+            if place != self._made_for or any(id(each()) not in now for each in self._made_of):
+                self._make_draft(target)
+
     def setup(self) -> DraftSetup:
-        """What a generation needs of this assistant; `ValueError` as above, or where the target has been moved."""
+        """What a generation needs of this assistant; `ValueError` as above, or where no draft can be made any more of a
+        target that was changed."""
+        self._renew_draft()
         drafter = self.ready_drafter()
-        drafter.check_unmoved(has_adapter=self.parts.adapter is not None)
         drafter.renew()
         drafter.capture_steps(self.speculation.graphs == "auto", self.speculation.compile)
         lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}

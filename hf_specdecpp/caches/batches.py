@@ -52,9 +52,11 @@ class BatchText(CachedText[Tensor]):
                 f"A batch of sequences cannot be assisted here: {type(model).__name__} keeps {others} in its cache, "
                 "which rows of different length cannot share. Call generate() once a sequence."
             )
-        windows = (type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
         self.layers: list[Any] = cache.layers
-        cache.layers = [DynamicLayer() if slides else layer for slides, layer in zip(windows, self.layers, strict=True)]
+        windows = [type(layer) is DynamicSlidingWindowLayer for layer in self.layers]
+        if any(windows):  # else the list may still be empty, and the first pass appends to the cache's own
+            pairs = zip(windows, self.layers, strict=True)
+            cache.layers = [DynamicLayer() if slides else layer for slides, layer in pairs]
         self.model, self.cache = model, cache
         self._set(torch.zeros(rows, 0, dtype=torch.bool))
 

@@ -43,7 +43,6 @@ class DraftModel(Reader):
         if fusion is not None:
             _check_fusion(fusion, self)
         self.fusion = fusion
-        self.made_for = (model.dtype, model.device)
 
     @property
     def shares_target(self) -> bool:

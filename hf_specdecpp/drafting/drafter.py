@@ -43,14 +43,6 @@ class Drafter(DraftModel, Draft):
     def check_tree(self) -> None:
         check_tree(self.model, "draft")
 
-    def check_unmoved(self, has_adapter: bool) -> None:
-        has_parts = has_adapter or self.fusion is not None or self.draft_vocab is not None
-        if self.shares_target and has_parts and (self.dtype, self.device) != self.made_for:
-            raise ValueError(
-                f"The target was moved to {self.dtype} on {self.device} after this assistant was attached to it, "
-                "and what was trained of the draft was not. Call assistant.detach() and assistant.attach(model)."
-            )
-
     def for_capture(self, fuse: bool) -> Any:
         return for_capture(self, self.model, fuse=fuse)
 

@@ -13,8 +13,10 @@ from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthC
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
-from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among, eos_ids, modules_of
+from hf_specdecpp.caches.trial import can_be_held
+from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among, eos_ids, modules_of, num_processes
 from hf_specdecpp.models.checks import check_cache, frequency_changes
+from hf_specdecpp.models.foreign import ForeignPasses, foreign_passes
 from hf_specdecpp.sampling.processors import name_of, remembers
 
 # Arguments of a forward that are understood for several sequences.
@@ -30,6 +32,10 @@ NO_POSITIONS = "this target takes no positions of its own for each row, which ro
 
 class LateRefusalError(ValueError):
     """What cannot be assisted, found only as the prompt has been read. Nothing has been emitted then."""
+
+
+class PlainCallError(ValueError):
+    """With the code of others that a target runs candidates cannot be verified, so the call is a plain one."""
 
 
 def check_object(assistant: object) -> None:
@@ -123,6 +129,25 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
             "candidate is rejected. Generate without assistant_model=."
         )
     check_cache(cache_among(model_kwargs))
+
+
+def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | None:
+    """What is known of passes that run code of others, if a target runs any; `PlainCallError` if passes over several
+    tokens are wrong with that code or cannot be compared with passes over one."""
+    passes = foreign_passes(target, cache)
+    if passes is None:
+        return None
+    reason = passes.reason
+    if reason is None and rows == 1 and can_be_held(cache) and num_processes(target) == 1:
+        return passes
+    if reason is None:
+        kinds = ", ".join(sorted({type(each).__name__ for each in (cache, *cache.layers)}))
+        of = f"a batch of {rows}" if rows > 1 else f"several processes, or of a text in {kinds}"
+        reason = (
+            f"{type(target).__name__} runs {passes.name}, which may treat several tokens otherwise than one. Passes of "
+            f"{of} are not compared with passes over one token"
+        )
+    raise PlainCallError(f"{reason}.")
 
 
 def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None:

@@ -90,9 +90,14 @@ def num_bytes(model: nn.Module) -> int:
     return sum({id(each): each.nbytes for each in parts if each is not None}.values())
 
 
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    """Its parameters, as `modules_of` finds modules: those that modules share come once for each."""
+    return [each for module in modules_of(model) for each in module._parameters.values() if each is not None]
+
+
 def devices_of(model: nn.Module) -> set[torch.device]:
     """Where the parameters of a model lie."""
-    return {each.device for module in modules_of(model) for each in module._parameters.values() if each is not None}
+    return {each.device for each in parameters_of(model)}
 
 
 def has_compiled_forward(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any
@@ -13,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdecpp.models.causal_lm import CausalLM, has_compiled_forward, inner_decoder, num_processes
 from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.foreign import is_foreign
 from hf_specdecpp.models.quantised import states_of
 
 # By which attention knows the layer of the cache that it writes to (GPT-Neo has the latter).
@@ -85,13 +87,21 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
 
 
 def copy_sharing(module: Any, *others: Any) -> Any:
-    """A copy of a model's structure with the original's tensors, and `others` that it refers to unregistered."""
+    """A copy of a model's structure with the original's tensors, and `others` that it refers to unregistered; without
+    hooks and forwards that are code of others: a draft would call them much more often than its target does."""
     kept = [each for part in (module, *others) for each in (*part.parameters(), *part.buffers(), *states_of(part))]
     shared: dict[int, object] = {id(each): each for each in kept}
+    for part in module.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            if any(map(is_foreign, hooks.values())):
+                shared[id(hooks)] = OrderedDict(item for item in hooks.items() if not is_foreign(item[1]))
     copied = copy.deepcopy(module, shared)
     for part in copied.modules():
-        if has_compiled_forward(part):
-            del part.forward  # it runs the original
+        # The former runs the original; the latter may, and where accelerate moves tensors it stays inside of that.
+        if has_compiled_forward(part) or (
+            "forward" in vars(part) and "_hf_hook" not in vars(part) and is_foreign(part.forward)
+        ):
+            del part.forward
     return copied
 
 

@@ -309,14 +309,7 @@ def test_a_target_that_was_moved(name: str, tmp_path: Path) -> None:
     """A draft that was put beside it would read and write in another dtype."""
     assistant, target = made(name, tmp_path)
     target.float()
-    if assistant.ready_drafter().reads is None:
-        check_text(assistant, target)
-    else:
-        with pytest.raises(ValueError, match="was moved to torch.float32"):
-            target.generate(TEXT, assistant_model=assistant, max_new_tokens=4)
-        assistant.detach()
-        assistant.attach(target)
-        check_text(assistant, target)
+    check_text(assistant, target)
 
 
 RESIZED = {"fixed": FIXED, "successors": {**FIXED, "draft_successors": True}, "dyspec": TREES["dyspec"]}

@@ -120,8 +120,8 @@ def test_refused_calls_are_plain(name: str, sample: bool, target: CausalLM, assi
     assert torch.equal(answer(), plain)
     assert assistant.stats.generated == 0
     assert reason in assistant.stats.refusal
-    assert f"plain one, without the default assistant: {assistant.stats.refusal}" in str(assistant.stats)
-    assert warned == [f"This generate() of LlamaForCausalLM is a plain one, without its default assistant, which "
+    assert f"plain one, without its assistant: {assistant.stats.refusal}" in str(assistant.stats)
+    assert warned == [f"This generate() of LlamaForCausalLM is a plain one, without its assistant, which "
                       f"cannot help here: {assistant.stats.refusal}"]  # fmt: skip
     with pytest.raises(ValueError, match=reason.partition(",")[0]):
         answer(assistant_model=assistant)

@@ -218,6 +218,8 @@ def _why_not(side: Any) -> str | None:
         return "the target is quantised"
     if (reason := why_not_in_place(target) or why_not_rooms(side.growing)) is not None:
         return reason
+    if side.foreign is not None:
+        return f"the target runs {side.foreign.name}, which a graph would not call"
     if config.output_hidden_states or config.output_attentions:
         return "the states or attentions of all layers are asked for"
     model_kwargs = side.forward_arguments

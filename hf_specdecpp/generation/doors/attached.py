@@ -23,14 +23,14 @@ from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
 from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.caches.states import check_states
-from hf_specdecpp.generation.doors.calls import Assistant, Call, decoding_of
-from hf_specdecpp.generation.refusals import LateRefusalError, check_mode, check_object
+from hf_specdecpp.generation.doors.calls import MODE_KWARGS, Assistant, Call, decoding_of
+from hf_specdecpp.generation.refusals import LateRefusalError, PlainCallError, check_mode, check_object
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -255,7 +255,13 @@ def _assisted_decoding(
         return original(*given, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
     # Again, since another thread may have attached the assistant since the call began, and checked the target for that.
     check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
-    return decoding_of(Call.of(target, *given[1:], **kwargs), assistant_model, input_ids)(input_ids)
+    try:
+        decode = decoding_of(Call.of(target, *given[1:], **kwargs), assistant_model, input_ids)
+    except PlainCallError as refusal:
+        _leave_out(assistant_model, target, str(refusal))
+        others = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
+        return GenerationMixin._sample(target, *given, **others)
+    return decode(input_ids)
 
 
 METHODS: dict[str, Callable[..., Any]] = {
@@ -271,10 +277,10 @@ def _check(target: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: d
     check_mode(mode, config, mode_kwargs)
 
 
-def _leave_out(default: Assistant, target: CausalLM, reason: str) -> None:
-    """Say that a call is plain though its target has a default assistant: to its user once, and in its statistics."""
-    default.stats = SpeculationStats(refusal=reason)
+def _leave_out(assistant: Assistant, target: CausalLM, reason: str) -> None:
+    """Say that a call is plain though it has an assistant: to its user once, and in its statistics."""
+    assistant.stats = SpeculationStats(refusal=reason)
     logger.warning_once(
-        f"This generate() of {type(target).__name__} is a plain one, without its default assistant, which cannot help "
-        f"here: {reason}"
+        f"This generate() of {type(target).__name__} is a plain one, without its assistant, which cannot help here: "
+        f"{reason}"
     )

@@ -18,7 +18,14 @@ from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
-from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_for_one, check_inputs, ends_as_told
+from hf_specdecpp.generation.refusals import (
+    LateRefusalError,
+    check_batch,
+    check_for_one,
+    check_foreign,
+    check_inputs,
+    ends_as_told,
+)
 from hf_specdecpp.generation.several.drafting import DraftsOfRows
 from hf_specdecpp.generation.several.in_step import InStep
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread
@@ -89,6 +96,7 @@ def decoding_of(
     if count > 1:
         check_for_one(call.streamer, assistant.speculation.tree is not None)
         check_batch(target, call.model_kwargs, call.config, call.processors, call.criteria)
+        check_foreign(target, cache, count)
         return partial(_run, _batch_decoding(call, assistant, count), cache, unused)
     return partial(_run, _text_decoding(call, assistant, input_ids.shape[1], kind).run, cache, unused)
 
@@ -96,6 +104,7 @@ def decoding_of(
 def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[AssistedDecoding]) -> AssistedDecoding:
     """The decoding of one sequence whose prompt has so many tokens."""
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
+    foreign = check_foreign(target, cache_among(model_kwargs), 1)
     known_as, processors = as_static(config, model_kwargs), call.processors
     if not all(ends_as_told(each, config) for each in call.criteria):  # the draft may go on behind the end
         processors = in_order(processors)
@@ -109,7 +118,7 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
     else:
         generator.begin_text(length)
         text, draft = Text(*parts), Drafts()
-    return kind([text], draft, OneTarget(target, text, config, model_kwargs))
+    return kind([text], draft, OneTarget(target, text, config, model_kwargs, foreign))
 
 
 def _unused_layers(cache: Cache) -> list[Any] | None:

@@ -22,6 +22,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.generation.refusals import check_inputs, check_lossless, check_single, ends_as_told
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, eos_ids
 from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.foreign import foreign_passes
 from hf_specdecpp.sampling.processors import Processing, name_of, reads_prefix_only, remembers
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -191,6 +192,11 @@ def check_loop(ready: Callable[[], object]) -> None:
     check_single(loop.f_locals["input_ids"])
     check_inputs(loop.f_locals["input_ids"], model_kwargs)
     _check_inputs_of_loop(target, model_kwargs)
+    if (foreign := foreign_passes(target, cache_among(model_kwargs))) is not None:
+        raise ValueError(
+            f"The target runs {foreign.name}, which may treat several tokens otherwise than one, and transformers' "
+            "assisted generation does not find out. " + ATTACH
+        )
     per_token = [
         name_of(criterion) for criterion in loop.f_locals["stopping_criteria"] if not ends_as_told(criterion, config)
     ]

@@ -53,8 +53,8 @@ class TargetOfRows(TargetSide):
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left, by place
         self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)  # as plain generation asks
         self.ends: dict[int, int] = {}  # where it does not: at which length each row has ended, by place
-        goes_on = cache_among(model_kwargs).get_seq_length() > 0  # from an earlier turn
-        self.carries_cache, self.is_restored = config.return_dict_in_generate or goes_on, False
+        is_users = getattr(self.text.cache, "_is_user_defined", False)  # as `generate()` has noted
+        self.carries_cache, self.is_restored = config.return_dict_in_generate or is_users, False
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         if not refusals.gives_positions(self.model, input_ids, self.model_kwargs):
