@@ -59,6 +59,8 @@ class Text:
         states: `[1, n, width]` of the target, if the draft reads them, at the n tokens that the last pass left in the
             text.
         finished: whether it has ended.
+        goes_on: whether tokens follow its end, as in the rows of a batch that are not padded; `False` by default.
+        end_length: the length at which it ends, as far as is known.
         waits: whether reading from its device waits for all that this has to do.
         tests_families: whether sampled trees are verified on the device, by lists of families that it has to be given.
         records: what `return_dict_in_generate` asks for.
@@ -79,11 +81,12 @@ class Text:
         streamer: BaseStreamer | None = None,
     ) -> None:
         self.generator, self.stats, self.streamer = generator, generator.stats, streamer
-        self.finished = False
+        self.finished = self.goes_on = False
         self.records, self.criteria = TokenRecords(config, target.config.get_text_config(decoder=True)), criteria
         # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         self.max_length: float = min(lengths, default=math.inf)
+        self.end_length = self.max_length
         self.eos = {i for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
         self.all_simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
         self.processing, self.randomness = generator.processing, generator.randomness
@@ -142,7 +145,10 @@ class Text:
             self.streamer.end()
 
     def _first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
-        """How many of the emitted tokens, the last of `ids` `[1, length]`, stand, and whether the text ends there."""
+        """How many of the emitted tokens, the last of `ids` `[1, length]`, stand, and whether the text ends there.
+
+        Where a text `goes_on`, criteria cut nothing: they find its `end_length`.
+        """
         before = ids.shape[1] - len(emitted)
         kept, finished, room = len(emitted), False, max(self.max_length - before, 1)
         for place, token in enumerate(emitted, 1):
@@ -156,7 +162,9 @@ class Text:
         for i in range(kept):
             self.records.add_scores(scores[i:], raw[i:], 1)
             if bool(self.criteria(ids[:, : before + i + 1], self.records.scores).all()):
-                return i + 1, True
+                self.end_length = min(self.end_length, before + i + 1)
+                if not self.goes_on:
+                    return i + 1, True
         return kept, finished
 
     # Verification. --------------------------------------------------------------------------------------------------

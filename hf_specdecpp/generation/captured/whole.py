@@ -46,7 +46,7 @@ class WholeRounds:
         states = [functional.pad(each, (0, 0, count, 0)) for (_, each), count in zip(read, further, strict=True)
                   if each is not None]  # fmt: skip
         self.rounds.begin(
-            self.generator.processing.shown(torch.cat([text.ids for text in texts])),
+            torch.cat([text.generator.processing.shown(text.ids) for text in texts]),
             torch.cat(tokens),
             torch.cat(states) if states else None,
             torch.tensor(further, device=tokens[0].device),
