@@ -118,7 +118,6 @@ class CapturedRounds:
         self.draft.note(accepted, drafted=shape.levels > 0)
         for text, count in accepted.items():
             self._sizes[text] += count + 1
-        self.passes.text.held = max(self._sizes)
         return reports
 
     def _catch_up(self) -> None:
@@ -154,7 +153,7 @@ class CapturedRounds:
 
     def _make_room(self, shape: RoundShape, rules: RoundRules) -> None:
         # One room for both models: otherwise there would be graphs for each pair of rooms.
-        most = max(self.passes.text.held + shape.nodes + 1, self.draft.needed)
+        most = max(max(self._sizes) + shape.nodes + 1, self.draft.needed)
         room = self.passes.text.with_room(most).room
         self.draft.text.with_room(most)
         if rules.asks_for_text and (self._text is None or self._text is not self._texts.get(room)):

@@ -92,7 +92,7 @@ class WholeRounds:
         """Emit what stands of a round of which both models have read everything."""
         nothing = torch.empty(0, 0)  # nobody asks for scores, or rounds would not be captured whole
         kept = text.emit(Verdict([], emitted, nothing, nothing)).kept
-        side.forget(len(emitted) - kept)
+        side.hold(kept)
         text.hand_over(emitted[:kept])
 
     def _shape(self, length: int) -> RoundShape:
