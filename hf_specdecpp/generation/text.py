@@ -23,7 +23,7 @@ from hf_specdecpp.caches.text import PathRows
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.models.causal_lm import CausalLM, upload
-from hf_specdecpp.sampling.randomness import waits_for_reads
+from hf_specdecpp.sampling.randomness import NothingToDrawError, waits_for_reads
 from hf_specdecpp.sampling.successors import contexts_of
 from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy, verify_sampled
 from hf_specdecpp.trees.tree import DraftTree, TreePass
@@ -218,7 +218,7 @@ class Text:
         q = torch.stack([tree.q(node) for node in range(drawn)]).to(p.device) if drawn else p[:0]
         accepted, token = verify_sampled(tree.ids(p.device)[:drawn], p[: drawn + 1], q, randomness, self.verification)
         path = list(range(1, accepted + 1))
-        return follow_tree(tree, path, token, lambda node: int(randomness.categorical(p[node])))
+        return follow_tree(tree, path, token, lambda node: self._draw(scores[node]))
 
     def _accept_tree(self, tree_pass: TreePass, scores: Tensor) -> tuple[list[int], int]:
         tree, rows = tree_pass.tree, tree_pass.rows
@@ -233,7 +233,11 @@ class Text:
         """A token by `[vocab]` processed scores of the target."""
         if self.randomness is None:
             return likeliest_tokens(scores[None])[0]
-        return int(self.randomness.categorical(scores.softmax(dim=-1)))
+        p = scores.softmax(dim=-1)
+        token = self.randomness.categorical(p)
+        if self.waits and not bool(p.gather(0, token.view(1)) > 0.0):
+            raise NothingToDrawError
+        return int(token)
 
     def process(self, tree_pass: TreePass, scores: Tensor, guided: bool = True) -> Tensor:
         """Process the scores of all rows, `[rows, vocab]` float32, which may be written to where a tree branches.
