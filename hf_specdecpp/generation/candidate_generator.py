@@ -296,8 +296,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Let draft and lookups take note of what is new; how many candidates the draft has room for."""
         session, drafter = self.session, self.setup.drafter
         new_tokens, states = self._new(input_ids, states)
-        # A stop string may have cut the text among the candidates; a row of a batch may go on after it.
-        session.begin_round(new_tokens, min(self._num_accepted, new_tokens.shape[1] - 1), states)
+        session.begin_round(new_tokens, self._num_accepted, states)
         most = room = MOST_CANDIDATES
         if self.max_length is not None:  # under which one place belongs to the token that the target adds
             room = max(self.max_length - input_ids.shape[1] - 1, 0)

@@ -88,8 +88,8 @@ class TargetSide(ABC):
     def leave_rooms(self) -> Any:
         """Go on uncaptured."""
 
-    def forget(self, count: int) -> None:  # noqa: B027 - of rows, what is read after their end is not looked at
-        """At the end of a text: its last `count` tokens, which captured rounds have read, are not part of it."""
+    def hold(self, count: int) -> None:  # noqa: B027 - of rows, what is read after their end is not looked at
+        """Of what a captured round has read, `count` tokens were emitted: the cache that is given back ends there."""
 
     def room(self, text: Text) -> int | None:  # noqa: ARG002
         """How many candidates the next pass has room for; `None`: any number."""
@@ -204,9 +204,8 @@ class OneTarget(TargetSide):
         self.prefix = text
         return None
 
-    def forget(self, count: int) -> None:
-        text: Any = self.prefix
-        text.forget(count)
+    def hold(self, count: int) -> None:
+        self.prefix.text.held += count
 
     def leave_rooms(self) -> Prefix:
         """The text in the cache that `generate()` returns."""

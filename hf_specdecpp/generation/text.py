@@ -25,7 +25,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.models.causal_lm import CausalLM, upload
 from hf_specdecpp.sampling.processors import extend
-from hf_specdecpp.sampling.randomness import TreeRandomness, waits_for_reads
+from hf_specdecpp.sampling.randomness import NothingToDrawError, TreeRandomness, waits_for_reads
 from hf_specdecpp.sampling.successors import contexts_of
 from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy, verify_sampled
 from hf_specdecpp.trees.tree import DraftTree, TreePass
@@ -65,6 +65,8 @@ class Text:
         states: `[1, n, width]` of the target, if the draft reads them, at the n tokens that the last pass left in the
             text.
         finished: whether it has ended.
+        goes_on: whether tokens follow its end, as in the rows of a batch that are not padded; `False` by default.
+        end_length: the length at which it ends, as far as is known.
         waits: whether reading from its device waits for all that this has to do.
         tests_families: whether sampled trees are verified on the device, by lists of families that it has to be given.
         records: what `return_dict_in_generate` asks for.
@@ -85,11 +87,12 @@ class Text:
         streamer: BaseStreamer | None = None,
     ) -> None:
         self.generator, self.stats, self.streamer = generator, generator.stats, streamer
-        self.finished = False
+        self.finished = self.goes_on = False
         self.records, self.criteria = TokenRecords(config, target.config.get_text_config(decoder=True)), criteria
         # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         self.max_length: float = min(lengths, default=math.inf)
+        self.end_length = self.max_length
         self.eos = {i for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
         self.all_simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
         self.processing, self.randomness = generator.processing, generator.randomness
@@ -159,7 +162,10 @@ class Text:
             self.streamer.end()
 
     def first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
-        """How many of the emitted tokens, the last of `ids` `[1, length]`, stand, and whether the text ends there."""
+        """How many of the emitted tokens, the last of `ids` `[1, length]`, stand, and whether the text ends there.
+
+        Where a text `goes_on`, criteria cut nothing: they find its `end_length`.
+        """
         before = ids.shape[1] - len(emitted)
         kept, finished, room = len(emitted), False, max(self.max_length - before, 1)
         for place, token in enumerate(emitted, 1):
@@ -173,7 +179,9 @@ class Text:
         for i in range(kept):
             self.records.add_scores(scores[i:], raw[i:], 1)
             if bool(self.criteria(ids[:, : before + i + 1], self.records.scores).all()):
-                return i + 1, True
+                self.end_length = min(self.end_length, before + i + 1)
+                if not self.goes_on:
+                    return i + 1, True
         return kept, finished
 
     # Verification. --------------------------------------------------------------------------------------------------
@@ -234,7 +242,7 @@ class Text:
         q = torch.stack([tree.q(node) for node in range(drawn)]).to(p.device) if drawn else p[:0]
         accepted, token = verify_sampled(tree.ids(p.device)[:drawn], p[: drawn + 1], q, randomness, self.verification)
         path = list(range(1, accepted + 1))
-        return follow_tree(tree, path, token, lambda node: int(randomness.categorical(p[node])))
+        return follow_tree(tree, path, token, lambda node: self._draw(scores[node]))
 
     def _accept_tree(self, tree_pass: TreePass, scores: Tensor) -> tuple[list[int], int]:
         tree, rows = tree_pass.tree, tree_pass.rows
@@ -249,7 +257,11 @@ class Text:
         """A token by `[vocab]` processed scores of the target."""
         if self.randomness is None:
             return likeliest_tokens(scores[None])[0]
-        return int(self.randomness.categorical(scores.softmax(dim=-1)))
+        p = scores.softmax(dim=-1)
+        token = self.randomness.categorical(p)
+        if self.waits and not bool(p.gather(0, token.view(1)) > 0.0):
+            raise NothingToDrawError
+        return int(token)
 
     def process(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
         """Process the scores of all rows, `[rows, vocab]` float32, which may be written to where a tree branches."""

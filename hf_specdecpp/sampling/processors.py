@@ -178,16 +178,15 @@ class Processing:
         processors = map(_of_all_rows, self.processors)
         return Processing([type(each)(each.penalty) if _ignored(each) is not None else each for each in processors])
 
-    def shown(self, texts: Tensor) -> Tensor:
-        """`[texts, length]`, with a text's last token in the place of padding that a penalty leaves out.
-
-        Example: `[[0, 0, 5, 6], [7, 8, 9, 8]]` with two tokens of padding and none are `[[6, 6, 5, 6], [7, 8, 9, 8]]`.
-        """
-        places = torch.arange(texts.shape[1], device=texts.device)
+    def shown(self, text: Tensor) -> Tensor:
+        """A text `[1, length]` of these processors, with its last token in the place of padding that a penalty leaves
+        out: `[[0, 0, 5, 6]]` with two tokens of padding is `[[6, 6, 5, 6]]`."""
+        places = torch.arange(text.shape[1], device=text.device)
         for processor in self.processors:
             if (ignored := _ignored(_of_all_rows(processor))) is not None:
-                texts = torch.where(places < ignored.to(texts.device)[:, None], texts[:, -1:], texts)
-        return texts
+                row = processor.row if isinstance(processor, OfRow) else 0
+                text = torch.where(places < ignored[row].to(text.device), text[:, -1:], text)
+        return text
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
         """Process `scores` (`[vocab]`) of the position after `input_ids` (`[1, length]`) and `candidates`."""

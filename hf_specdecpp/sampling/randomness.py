@@ -17,9 +17,20 @@ WITHOUT_FLOAT64 = {"mps"}  # Apple's GPUs
 DRAWS_AHEAD = 8  # each of a float for every token: 5 MB for a vocabulary of 150k, and for each row of a batch
 
 
+class NothingToDrawError(RuntimeError):
+    """There is no token to draw; begins as plain `generate()` says it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "probability tensor contains either `inf`, `nan` or element < 0: no token can be drawn. The target's logits "
+            "are not numbers, or a logits processor forbids every token."
+        )
+
+
 class Randomness(Protocol):
     def categorical(self, probs: Tensor) -> Tensor:
-        """An index (0-d int64) drawn with probabilities `probs` (`[n]`, need not sum to exactly 1)."""
+        """An index (0-d int64) drawn with probabilities `probs` (`[n]`, need not sum to exactly 1). On a CPU
+        `NothingToDrawError` if there is none."""
 
     def bernoulli(self, probability: float) -> bool:
         """True with this probability."""
@@ -28,6 +39,7 @@ class Randomness(Protocol):
         self, tests: Tensor, row: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor]
     ) -> tuple[int, int]:
         """The first test that passes, from the last to the first, then an index drawn from `row(test)`. One read.
+        `NothingToDrawError` if there is none.
 
         Args:
             tests: `[n]`, the chances to pass. Where none passes, it is the first.
@@ -63,7 +75,7 @@ class TorchRandomness:
             return self._race(probs).indices
         drawn = Inverted(probs[None].clone()).next(0)  # about 40 times faster for a vocabulary of 50k
         if drawn is None:
-            raise ValueError(_nothing(probs))
+            raise NothingToDrawError
         return torch.tensor(drawn[0])
 
     def bernoulli(self, probability: float) -> bool:
@@ -80,7 +92,7 @@ class TorchRandomness:
             index, token, rate = torch.cat((last, tokens, rates)).tolist()  # float32 is exact for ids below 2^24
             if rate > 0.0:
                 return int(index), int(token)
-        raise ValueError(_nothing(weights(last)))
+        raise NothingToDrawError
 
     def _race(self, weights: Tensor) -> torch.return_types.max:
         """An index of `weights` `[..., n]`, drawn by them, and w_i / E_i there, E_i being exponential numbers: i fires
@@ -121,13 +133,6 @@ class AsPlain(TorchRandomness):
         first = torch.zeros(1, dtype=torch.long, device=tests.device)
         weights = row(first)[0]
         return 0, int(self.categorical(weights if bool(weights.any()) else otherwise(first)[0]))
-
-
-def _nothing(weights: Tensor) -> str:
-    return (
-        f"No token can be drawn: {weights.shape[-1]} probabilities sum to {float(weights.sum())}. The target's or the "
-        "draft's logits are not numbers, or a logits processor forbids every token."
-    )
 
 
 def draw_rows(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -170,7 +170,8 @@ def inputs_in_place(
     }
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-        "position_ids": queries if prompt is None else queries + prompt.offset,
+        # Padding, which nobody sees, has no positions, and a table of positions has none below 0.
+        "position_ids": queries if prompt is None else (queries + prompt.offset).clamp_min(0),
     }
 
 

@@ -97,7 +97,8 @@ def verify_tree_block(tree: DraftTree, p: Callable[[int], Tensor], randomness: R
         children = tree.children[top.node]
         if top.tested < len(children):
             child = children[top.tested]
-            owed = min(1.0, float(top.mass[tree.tokens[child]]) / float(top.q[tree.tokens[child]]))
+            owed = float(top.mass[tree.tokens[child]]) / float(top.q[tree.tokens[child]])
+            owed = min(1.0, owed) if owed > 0.0 else 0.0  # also where p is nan
             stack.append(_open(tree, child, owed, p))
         elif len(stack) == 1 or randomness.bernoulli(top.owed):  # the root always passes
             rest = top.mass if children and float(top.mass.sum()) > 0.0 else p(top.node)
@@ -226,7 +227,7 @@ def _test(level: Families, left: Tensor, own: Tensor, verification: Verification
     accepts = (torch.cat(of_masses) / torch.cat(factors).mul_(of_q)).clamp_max_(1.0).nan_to_num_(0.0)
     if verification == "block":
         own.index_copy_(0, level.children, accepts)
-        due = sums / scales.clamp_min_(torch.finfo(scales.dtype).tiny)
+        due = torch.where(sums.isnan(), due, sums / scales.clamp_min_(torch.finfo(scales.dtype).tiny))
     else:
         for children, accept in zip(level.children.split(level.counts), accepts.split(level.counts), strict=True):
             tested = due[: len(accept)]

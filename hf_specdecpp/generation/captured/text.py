@@ -78,10 +78,6 @@ class CapturedText(TargetText):
         moves = path is not None and num_in_place(path.rows[:kept]) < kept
         self.passes.keep(kept, path.on_device[:kept] if moves and path is not None else None)
 
-    def forget(self, count: int) -> None:
-        """At the end of a text: its last `count` tokens, which were read, are not part of it."""
-        self.text.held -= count
-
     def roll_back(self) -> None:
         """Nothing of a pass is held."""
 

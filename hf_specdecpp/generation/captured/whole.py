@@ -46,7 +46,7 @@ class WholeRounds:
         states = [functional.pad(each, (0, 0, count, 0)) for (_, each), count in zip(read, further, strict=True)
                   if each is not None]  # fmt: skip
         self.rounds.begin(
-            self.generator.processing.shown(torch.cat([text.ids for text in texts])),
+            torch.cat([text.generator.processing.shown(text.ids) for text in texts]),
             torch.cat(tokens),
             torch.cat(states) if states else None,
             torch.tensor(further, device=tokens[0].device),
@@ -91,7 +91,7 @@ class WholeRounds:
     def _emit(self, text: Text, side: Any, emitted: list[int]) -> None:
         """Emit what stands of a round of which both models have read everything."""
         kept = text.emit(Verdict([], emitted, NO_SCORES, NO_SCORES)).kept  # or rounds would not be captured whole
-        side.forget(len(emitted) - kept)
+        side.hold(kept)
         text.hand_over(emitted[:kept])
 
     def _shape(self, length: int) -> RoundShape:

@@ -47,12 +47,14 @@ class TargetOfRows(TargetSide):
         self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> None:
         super().__init__(model, texts, config)
-        self.count, self.places = len(texts), {id(text): place for place, text in enumerate(texts)}
+        self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
         self.model_kwargs = self.states.asked_for(model_kwargs)
         self.text = BatchText(model, cache_among(model_kwargs), len(texts))
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left, by place
-        self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)  # as plain generation asks
-        self.ends: dict[int, int] = {}  # where it does not: at which length each row has ended, by place
+        # As plain generation asks.
+        self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)
+        for text in texts:
+            text.goes_on = not self.pads
         is_users = getattr(self.text.cache, "_is_user_defined", False)  # as `generate()` has noted
         self.carries_cache, self.is_restored = config.return_dict_in_generate or is_users, False
 
@@ -101,7 +103,7 @@ class TargetOfRows(TargetSide):
         if self.captured.rounds is not None:
             return
         self.text.close_up()
-        if len(texts) == self.count:
+        if len(texts) == len(self.texts):
             rounds = [Round(text, DraftTree.chain()) for text in texts]
             self.compare_products(texts[0], len(texts), lambda: self._inputs(rounds, _is_token(rounds)))
 
@@ -198,11 +200,12 @@ class TargetOfRows(TargetSide):
         """
         if self.pads:
             return super().stays(texts)
-        for text in texts:
-            if text.finished:
-                self.ends.setdefault(self.places[id(text)], text.length)
-        last = max(self.ends.values()) if len(self.ends) == self.count else texts[0].max_length
-        return [text.length < last for text in texts]
+        return [text.length < self._last for text in texts]
+
+    @property
+    def _last(self) -> float:
+        """The length at which all rows have ended, as far as is known."""
+        return max(text.end_length for text in self.texts)
 
     def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:
         if self.carries_cache:
@@ -257,7 +260,7 @@ class TargetOfRows(TargetSide):
         """Of the texts; where no id ends them, some may have gone on for longer than it took the others to end."""
         if self.pads:
             return [text.length for text in texts]
-        return [min(text.length, max(self.ends.values())) for text in texts]
+        return [int(min(text.length, self._last)) for text in texts]
 
     def _sequences(self, texts: Sequence[Text]) -> Tensor:
         """The texts `[batch, length]`, those that ended early padded on the right."""
