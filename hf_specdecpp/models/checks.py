@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any
 
+from torch import nn
+from torch.nn.modules import module as torch_module
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, EncoderDecoderCache, QuantizedCache
 
-from hf_specdecpp.models.causal_lm import CausalLM, base_model, cache_argument
+from hf_specdecpp.models.causal_lm import CausalLM, base_model, cache_argument, modules_of
 from hf_specdecpp.models.quantised import quantised_activations
 
 WITHOUT = "Generate without assistant_model="
+# Packages whose hooks and patches compute the same for a token whatever other tokens a pass has, and keep no state.
+OWN = {"torch", "transformers", "accelerate", "peft", __name__.partition(".")[0]}
 ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -137,3 +144,70 @@ def frequency_changes(config: Any) -> list[FrequencyChange]:
         elif kind["rope_type"] == "longrope":
             changes.add(FrequencyChange(kind["original_max_position_embeddings"], every_token=False))
     return sorted(changes, key=lambda change: change.length)
+
+
+def foreign_hooks(model: nn.Module) -> list[str]:
+    """The forward hooks, pre-hooks and replaced forwards of a model that a user or another library has put there, as a
+    message names them. Hooks for all modules of the process count, and so does `forward` replaced in a class of `OWN`.
+
+    Example: `["forward hook steer() at model.layers.1", "replaced forward scaled() of model.layers.2.mlp"]`.
+    """
+    everywhere = [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]
+    found = [f"forward hook {_name(hook)} of all modules" for hook in everywhere if is_foreign(hook)]
+    placed = [(module, *each) for module in modules_of(model) for each in _foreign_at(module)]
+    if placed:  # names take long
+        names = {module: name or "the model" for name, module in model.named_modules()}
+        found += [f"{kind} {_name(function)} {at} {names[module]}" for module, kind, function, at in placed]
+    return found
+
+
+def is_foreign(function: Any) -> bool:
+    """Whether a function, or any that it wraps, is from outside `OWN`. What `functools.wraps` copies does not count."""
+    while function is not None:
+        if package_of(function) not in OWN:
+            return True
+        function = getattr(_inner(function), "_torchdynamo_orig_callable", None) or _wrapped(function)
+    return False
+
+
+def package_of(function: Any) -> str:
+    """The package in which the code of a function, method, class or callable object is written."""
+    inner = _inner(function)
+    if (names := getattr(inner, "__globals__", None)) is not None:
+        module = names.get("__name__", "")
+    else:
+        module = (inner if isinstance(inner, type) or inspect.isbuiltin(inner) else type(inner)).__module__ or ""
+    return str(module).partition(".")[0]
+
+
+def _inner(function: Any) -> Any:
+    """Without arguments that are bound to it."""
+    while isinstance(function, MethodType | partial):
+        function = function.__func__ if isinstance(function, MethodType) else function.func
+    return function
+
+
+def _wrapped(function: Any) -> Any:
+    return getattr(function, "__wrapped__", None) or getattr(_inner(function), "__wrapped__", None)
+
+
+def _foreign_at(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Kind, function and preposition of each that is foreign."""
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        if is_foreign(hook):
+            yield "forward hook", hook, "at"
+    own = vars(module)
+    if (hook := own.get("_hf_hook")) is not None:  # of accelerate, which users can write, too
+        for each in getattr(hook, "hooks", (hook,)):
+            if is_foreign(each):
+                yield "hook of accelerate", each, "at"
+    kind = type(module)
+    forward = own.get("forward", kind.forward)
+    if ("forward" in own or package_of(kind) in OWN) and is_foreign(forward):
+        yield "replaced forward", forward, "of"
+
+
+def _name(function: Any) -> str:
+    inner = _inner(function)
+    name: str = getattr(inner, "__qualname__", type(inner).__qualname__)
+    return f"{name.replace('<locals>.', '')}()"
