@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.captured.target import CapturedTarget
-from hf_specdecpp.generation.captured.text import Captured, CapturedText, differs
+from hf_specdecpp.generation.captured.text import Captured, CapturedText, differs, memory_ended
 from hf_specdecpp.generation.prefix import Prefix, TargetText, try_pass
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
@@ -77,8 +77,8 @@ class TargetSide(ABC):
         """Go on with captured passes; or not, for a reason."""
 
     @abstractmethod
-    def leave_rooms(self) -> Any:
-        """Go on uncaptured."""
+    def leave_rooms(self, texts: Sequence[Text] = ()) -> Any:
+        """Go on uncaptured with these texts."""
 
     def forget(self, count: int) -> None:  # noqa: B027 - of rows, what is read after their end is not looked at
         """At the end of a text: its last `count` tokens, which captured rounds have read, are not part of it."""
@@ -185,7 +185,7 @@ class OneTarget(TargetSide):
         text: Any = self.prefix
         text.forget(count)
 
-    def leave_rooms(self) -> Prefix:
+    def leave_rooms(self, texts: Sequence[Text] = ()) -> Prefix:  # noqa: ARG002
         """The text in the cache that `generate()` returns."""
         text: Any = self.prefix
         if text.is_captured:
@@ -201,6 +201,15 @@ class OneTarget(TargetSide):
 
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
+        if self.prefix.is_captured:
+            try:
+                return self._read(each)
+            except torch.OutOfMemoryError as error:
+                reason = memory_ended(error)
+            self.captured.run_out(reason, [self.text])  # outside of the handler, which keeps what was made last
+        return self._read(each)
+
+    def _read(self, each: Round) -> None:
         input_ids, tree = each.text.ids, each.tree
         if tree.is_chain:
             inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])

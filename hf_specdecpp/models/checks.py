@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,8 @@ from hf_specdecpp.models.quantised import quantised_activations
 
 WITHOUT = "Generate without assistant_model="
 # Packages whose hooks and patches compute the same for a token whatever other tokens a pass has, and keep no state.
-OWN = {"torch", "transformers", "accelerate", "peft", __name__.partition(".")[0]}
+OURS = __name__.partition(".")[0]
+OWN = {"torch", "transformers", "accelerate", "peft", OURS}
 ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -173,10 +174,10 @@ def is_foreign(function: Any) -> bool:
 def package_of(function: Any) -> str:
     """The package in which the code of a function, method, class or callable object is written."""
     inner = _inner(function)
-    if (names := getattr(inner, "__globals__", None)) is not None:
-        module = names.get("__name__", "")
+    if isinstance(inner, FunctionType):
+        module = inner.__globals__.get("__name__", "")
     else:
-        module = (inner if isinstance(inner, type) or inspect.isbuiltin(inner) else type(inner)).__module__ or ""
+        module = (inner if isinstance(inner, type) or inspect.isbuiltin(inner) else type(inner)).__module__
     return str(module).partition(".")[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -84,10 +84,11 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
     return copied.eval()
 
 
-def copy_sharing(module: Any, *others: Any) -> Any:
-    """A copy of a model's structure with the original's tensors, and `others` that it refers to unregistered."""
+def copy_sharing(module: Any, *others: Any, tensors: Iterable[object] = ()) -> Any:
+    """A copy of a model's structure with the original's parameters and buffers, those of `others` that it refers to
+    unregistered, and other `tensors`."""
     kept = [each for part in (module, *others) for each in (*part.parameters(), *part.buffers(), *states_of(part))]
-    shared: dict[int, object] = {id(each): each for each in kept}
+    shared: dict[int, object] = {id(each): each for each in (*kept, *tensors)}
     copied = copy.deepcopy(module, shared)
     for part in copied.modules():
         if has_compiled_forward(part):
