@@ -21,6 +21,7 @@ WITHOUT = "Generate without assistant_model="
 # Packages whose hooks and patches compute the same for a token whatever other tokens a pass has, and keep no state.
 OURS = __name__.partition(".")[0]
 OWN = {"torch", "transformers", "accelerate", "peft", OURS}
+REPLACED = {"forward", "_hf_hook"}  # attributes of a module with which it is called otherwise
 ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -155,7 +156,11 @@ def foreign_hooks(model: nn.Module) -> list[str]:
     """
     everywhere = [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]
     found = [f"forward hook {_name(hook)} of all modules" for hook in everywhere if is_foreign(hook)]
-    placed = [(module, *each) for module in modules_of(model) for each in _foreign_at(module)]
+    modules = modules_of(model)
+    kinds = {kind for kind in set(map(type, modules)) if package_of(kind) in OWN and is_foreign(kind.forward)}
+    touched = [each for each in modules if each._forward_hooks or each._forward_pre_hooks or type(each) in kinds
+               or not REPLACED.isdisjoint(each.__dict__)]  # fmt: skip
+    placed = [(module, *each) for module in touched for each in _foreign_at(module)]
     if placed:  # names take long
         names = {module: name or "the model" for name, module in model.named_modules()}
         found += [f"{kind} {_name(function)} {at} {names[module]}" for module, kind, function, at in placed]
@@ -202,9 +207,8 @@ def _foreign_at(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
         for each in getattr(hook, "hooks", (hook,)):
             if is_foreign(each):
                 yield "hook of accelerate", each, "at"
-    kind = type(module)
-    forward = own.get("forward", kind.forward)
-    if ("forward" in own or package_of(kind) in OWN) and is_foreign(forward):
+    forward = own.get("forward", type(module).forward)
+    if ("forward" in own or package_of(type(module)) in OWN) and is_foreign(forward):
         yield "replaced forward", forward, "of"
 
 
