@@ -126,8 +126,9 @@ class Captured:
             except torch.OutOfMemoryError as error:
                 reason = memory_ended(error)
         if reason is not None and self.passes is not None:
-            return self.run_out(reason, texts)
-        self._note(reason, made)
+            self.run_out(reason, texts)
+        else:
+            self._note(reason, made)
 
     def _say(self, reason: str) -> None:
         """Once, where a user may expect graphs."""
