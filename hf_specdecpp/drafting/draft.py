@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_specdecpp.captured import graphs
-from hf_specdecpp.captured.copies import for_capture, identity
+from hf_specdecpp.captured.copies import for_capture
+from hf_specdecpp.captured.identity import identity
 from hf_specdecpp.models.causal_lm import CausalLM, num_processes
+from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -195,10 +197,11 @@ class Draft:
         if self.model is None or not wanted or not graphs.can_capture(self.device):
             self.captured = None
             return
-        now = [fuse, *identity(self.model)]
+        now = [fuse, *identity({name: each for name, each in vars(self).items() if name != "captured"})]
         if self.captured is None or self.captured[0] != now:
             self.captured = None  # of which the copy would have one, too
-            reason = self.why_not_captured()
+            code = next(foreign_code(self.model), None)
+            reason = self.why_not_captured() if code is None else f"it runs {code.name}, which a graph would not call"
             self.captured = now, self.for_capture(fuse) if reason is None else None
             if reason is not None:
                 self.give_up(reason)

@@ -279,6 +279,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """The draft has been shown nothing yet."""
         self._shown = 0
 
+    def stop(self) -> None:
+        """Draft nothing more in this text, of which the draft has not read all."""
+        self.rests, self.plan, self.times, self.observers = True, None, None, [self.stats]
+
     def finish(self) -> None:
         """Learn, at the end of a generation, what its rounds cost. Whatever goes wrong here, the text is complete."""
         if self.plan is not None and self.times is not None:

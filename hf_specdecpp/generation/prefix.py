@@ -227,6 +227,12 @@ class Prefix(TargetText):
                 outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
             )
 
+    def grow(self, count: int) -> None:
+        """The cache holds so many tokens more, which captured passes have read."""
+        self.text.held += count
+        self.model_kwargs = self._longer = extended(self.model_kwargs, count)
+        self._spare = 0
+
     def _adopt(self, cache: Any) -> None:
         """Go on with a forward's cache: Phi-3 reads the whole text anew where its rotary frequencies change."""
         if cache is self.text.cache:

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.caches.trial import Held, Trial
 from hf_specdecpp.captured.target import CapturedTarget
-from hf_specdecpp.generation.captured.text import Captured, CapturedText, differs
+from hf_specdecpp.generation.captured.text import Captured, CapturedText, differs, memory_ended
 from hf_specdecpp.generation.prefix import Prefix, TargetText, reading_again, try_pass
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
@@ -85,8 +85,8 @@ class TargetSide(ABC):
         """Go on with captured passes; or not, for a reason."""
 
     @abstractmethod
-    def leave_rooms(self) -> Any:
-        """Go on uncaptured."""
+    def leave_rooms(self, texts: Sequence[Text] = ()) -> Any:
+        """Go on uncaptured with these texts."""
 
     def hold(self, count: int) -> None:  # noqa: B027 - of rows, what is read after their end is not looked at
         """Of what a captured round has read, `count` tokens were emitted: the cache that is given back ends there."""
@@ -207,7 +207,7 @@ class OneTarget(TargetSide):
     def hold(self, count: int) -> None:
         self.prefix.text.held += count
 
-    def leave_rooms(self) -> Prefix:
+    def leave_rooms(self, texts: Sequence[Text] = ()) -> Prefix:  # noqa: ARG002
         """The text in the cache that `generate()` returns."""
         text: Any = self.prefix
         if text.is_captured:
@@ -226,6 +226,15 @@ class OneTarget(TargetSide):
 
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
+        if self.prefix.is_captured:
+            try:
+                return self._read(each)
+            except torch.OutOfMemoryError as error:
+                reason = memory_ended(error)
+            self.captured.run_out(reason, [self.text])  # outside of the handler, which keeps what was made last
+        return self._read(each)
+
+    def _read(self, each: Round) -> None:
         input_ids, tree = each.text.ids, each.tree
         held = None if self.trial is None else Held(self.prefix.cache)
         if tree.is_chain:
@@ -240,7 +249,7 @@ class OneTarget(TargetSide):
             if len(tree):  # nothing of the pass was emitted yet
                 held.back()
                 each.tree, each.rows = (alone := DraftTree.chain()), TreePass(alone)
-                self.read(rounds)
+                self._read(each)
 
     def _forward(self, inputs: dict[str, Any], count: int) -> Any:
         """The target's pass over `count` tokens, in a static cache with dummies after them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -86,11 +86,12 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
     return copied.eval()
 
 
-def copy_sharing(module: Any, *others: Any) -> Any:
-    """A copy of a model's structure with the original's tensors, and `others` that it refers to unregistered; without
-    hooks and forwards that are code of others: a draft would call them much more often than its target does."""
+def copy_sharing(module: Any, *others: Any, tensors: Iterable[object] = ()) -> Any:
+    """A copy of a model's structure with the original's parameters and buffers, those of `others` that it refers to
+    unregistered, and other `tensors`; without hooks and forwards that are code of others: a draft would call them much
+    more often than its target does."""
     kept = [each for part in (module, *others) for each in (*part.parameters(), *part.buffers(), *states_of(part))]
-    shared: dict[int, object] = {id(each): each for each in kept}
+    shared: dict[int, object] = {id(each): each for each in (*kept, *tensors)}
     for part in module.modules():
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
             if any(map(is_foreign, hooks.values())):

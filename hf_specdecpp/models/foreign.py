@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import length_hint
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -24,10 +24,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import CausalLM, modules_of
 
+OURS = __name__.partition(".")[0]
 # Packages whose hooks, forwards and layers treat every token of a pass alike: what models are made of, and what
 # quantises, adapts, spreads and trains them.
 KNOWN = {
-    "torch", "transformers", "hf_specdecpp", "accelerate", "peft", "trl", "deepspeed", "kernels",
+    OURS, "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "kernels",
     "aqlm", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu", "fp_quant", "gptqmodel",
     "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
 }  # fmt: skip
@@ -112,7 +113,7 @@ def _remember(value: Any, found: list[Any], depth: int) -> None:
     elif isinstance(value, list | tuple | set | dict | deque):
         found.append(len(value))
         parts = list(value.values() if isinstance(value, dict) else value)[-MOST:]
-    elif not isinstance(value, type) and _home(value) not in {*KNOWN, "logging"}:
+    elif not isinstance(value, type) and package_of(value) not in {*KNOWN, "logging"}:
         parts = getattr(value, "__dict__", {}).values()
     if depth:
         for part in parts:
@@ -124,18 +125,22 @@ def _referred_to(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # it is still empty
             yield cell.cell_contents
-    if _home(function) not in KNOWN:
+    if package_of(function) not in KNOWN:
         yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         known = (function.__globals__.get(name) for name in function.__code__.co_names)
         yield from (each for each in known if not isinstance(each, FunctionType | ModuleType))
 
 
-def _home(code: Any) -> str:
-    """The package that a function, or the class of an object, is of. Names do not tell: `functools.wraps` copies
-    them."""
-    is_function = isinstance(code, FunctionType)
-    home: str = code.__globals__.get("__name__", "") if is_function else type(code).__module__
-    return home.partition(".")[0]
+def package_of(code: Any) -> str:
+    """The package that a function, method, class or the class of an object is written in. Names do not tell:
+    `functools.wraps` copies them."""
+    while isinstance(code, MethodType | partial):
+        code = code.__func__ if isinstance(code, MethodType) else code.func
+    if isinstance(code, FunctionType):
+        home = code.__globals__.get("__name__", "")
+    else:
+        home = (code if isinstance(code, type | BuiltinFunctionType) else type(code)).__module__
+    return str(home).partition(".")[0]
 
 
 def is_foreign(code: Any, home: str | None = None) -> bool:
@@ -147,7 +152,7 @@ def is_foreign(code: Any, home: str | None = None) -> bool:
         if isinstance(each, partial | MethodType):
             left.append(each.func if isinstance(each, partial) else each.__func__)
             continue
-        if _home(each) not in KNOWN and _home(each) != home:
+        if package_of(each) not in KNOWN and package_of(each) != home:
             return True
     if isinstance(code, FunctionType) and home is None:
         _usual.add(code)
@@ -177,7 +182,7 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
     for kind_of in kinds:
         for method in ("forward", "__call__"):
             code = getattr(kind_of, method)
-            if code not in _usual and is_foreign(code) and is_foreign(code, _own_home(kind_of, method, model)):
+            if code not in _usual and is_foreign(code) and is_foreign(code, _ownpackage_of(kind_of, method, model)):
                 yield ForeignCode(code, f"a forward of {kind_of.__name__}, {_name(code)}")
     implementation = str(model.config.get_text_config(decoder=True)._attn_implementation)
     attention = ALL_ATTENTION_FUNCTIONS.get(implementation)
@@ -191,7 +196,7 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
                 yield ForeignCode(code, f"a cache, {_name(code)}")
 
 
-def _own_home(kind: type[Any], method: str, model: CausalLM) -> str | None:
+def _ownpackage_of(kind: type[Any], method: str, model: CausalLM) -> str | None:
     """The package whose code is a model's own where a class of it has the method: that of the model's class."""
     owner = next(each for each in kind.__mro__ if method in vars(each))
     own = type(model).__module__.partition(".")[0]

@@ -217,7 +217,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """One operation of which a tensor is on a device, or shall be."""
     name = func._schema.name
     if name == "aten::copy_":
-        return _copy(args[0], args[1])
+        return _copy(*args, **kwargs)
     if name in ("aten::to", "aten::_to_copy"):
         return _moved(func, args, kwargs)
     if name == "aten::_local_scalar_dense":
@@ -227,7 +227,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name not in INDEXED:
         _check_devices(name, [each for each in _tensors(args, kwargs) if each.dim()])
     counts["read"] += name in SHAPED_BY_NUMBERS
-    device = placed[0].device if placed else torch.device(_wanted(args, kwargs))
+    wanted = _wanted(args, kwargs)  # also of `zeros_like`
+    device = torch.device(wanted) if wanted else placed[0].device
     out = func(*_on_host(args), **_on_host(kwargs))
     aliases = [returned.alias_info for returned in func._schema.returns if returned.alias_info is not None]
     if all(each.is_write for each in aliases):
@@ -249,10 +250,18 @@ def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return DeviceTensor(out, torch.device(wanted))
 
 
-def _copy(into: Tensor, source: Any) -> Tensor:
+# Called with a device and what its current stream has to do, where the host does not wait for that.
+later: Callable[[torch.device, Callable[[], Any]], Any] = lambda _device, work: work()  # noqa: E731
+
+
+def _copy(into: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     kind = {(True, True): "launch", (True, False): "upload", (False, True): "read"}
     counts[kind[isinstance(into, DeviceTensor), isinstance(source, DeviceTensor)]] += 1
-    host_of(into).copy_(host_of(source))
+    if non_blocking and isinstance(source, DeviceTensor) and not isinstance(into, DeviceTensor):
+        now = source.host.clone()
+        later(source.device, lambda: into.copy_(now))
+    else:
+        host_of(into).copy_(host_of(source))
     return into
 
 
@@ -311,7 +320,9 @@ def _on_host(tree: Any) -> Any:
 
 
 def _wrap(each: Any, device: torch.device) -> Any:
-    return DeviceTensor(each, device) if isinstance(each, Tensor) and not isinstance(each, DeviceTensor) else each
+    if not isinstance(each, Tensor) or isinstance(each, DeviceTensor) or not _is_device(device):
+        return each
+    return DeviceTensor(each, device)
 
 
 def _index(index: Any) -> Any:

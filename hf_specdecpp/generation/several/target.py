@@ -94,8 +94,15 @@ class TargetOfRows(TargetSide):
             passes.checked = True
         return None
 
-    def leave_rooms(self) -> None:
-        """Where nothing was emitted since the prompt."""
+    def leave_rooms(self, texts: Sequence[Text] = ()) -> None:
+        lengths = torch.tensor([text.length - 1 for text in texts])
+        prompt, rows = self.text.valid, [self.captured.texts.index(text) for text in texts]
+        further = int(lengths.max()) - prompt.shape[1]
+        if further or len(rows) < len(prompt):
+            valid = functional.pad(prompt[rows], (0, further), value=True)
+            valid &= torch.arange(valid.shape[1]) < lengths[:, None]
+            self.text.fill([self._held(text, row) for text, row in zip(texts, rows, strict=True)], valid)
+            self.positions = self.positions[rows] + lengths - prompt.shape[1]
         self.captured.end()
 
     def prepare(self, texts: Sequence[Text]) -> None:
