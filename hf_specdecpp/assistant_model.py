@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.checks import check_values
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
@@ -37,10 +38,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+CHECKED = {"speculation": SpeculationConfig, "decisions": Decisions, "head": AcceptanceHead | None, "memory": Memory}
+
+
 class AssistantModel(PreTrainedModel):
     """An assistant of given parts. `SpecDecPPAssistant` adds the ways to make and store one.
 
     Attributes:
+        speculation: the settings. Change them at any time between two calls.
         decisions: what the package decides beside the settings; for experiments (`config.speculation.Decisions`).
         stats: `SpeculationStats` of the latest `generate()`.
         head: the acceptance head, or `None`.
@@ -52,6 +57,7 @@ class AssistantModel(PreTrainedModel):
 
     config: SpecDecPPConfig
     config_class = SpecDecPPConfig
+    speculation: SpeculationConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
@@ -77,18 +83,12 @@ class AssistantModel(PreTrainedModel):
         if head is not None and isinstance(drafter, Drafter):
             check_head(head, drafter, draft_name(config))
 
-    @property
-    def speculation(self) -> SpeculationConfig:
-        """The settings of a run; change them at any time between two calls."""
-        return self._speculation
-
-    @speculation.setter
-    def speculation(self, value: SpeculationConfig) -> None:
-        if not isinstance(value, SpeculationConfig):
-            raise TypeError(
-                f"speculation={value!r} must be a SpeculationConfig, such as SpeculationConfig(rule='throughput')."
-            )
-        self._speculation = value
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SpeculationConfig.__dataclass_fields__:
+            raise AttributeError(f"{name} is a setting. Set assistant.speculation.{name} = {value!r}.")
+        if name in CHECKED:
+            check_values({name: value}, CHECKED, error=TypeError)
+        super().__setattr__(name, value)
 
     # Using one -------------------------------------------------------------------------------------------------------
 

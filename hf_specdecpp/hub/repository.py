@@ -32,17 +32,6 @@ HUB_KWARGS = ("token", "cache_dir", "local_files_only", "force_download")
 AUTO_KWARGS = ("config", "trust_remote_code", "adapter_kwargs", "_from_auto", "_from_pipeline", "_commit_hash")
 
 
-def check_hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for downloads; `TypeError` for any that Auto classes do not add: ignoring it would hide a typo."""
-    unknown = sorted(set(kwargs) - {*HUB_KWARGS, *AUTO_KWARGS})
-    if unknown:
-        raise TypeError(
-            f"from_pretrained() got unexpected arguments {', '.join(unknown)}. It takes target, revision, subfolder, "
-            f"dtype, device, speculation and, for downloads, {', '.join(HUB_KWARGS)}."
-        )
-    return {name: kwargs[name] for name in HUB_KWARGS if kwargs.get(name) is not None}
-
-
 def load_config(repository: Repository) -> SpecDecPPConfig:
     """The config of an assistant, with where it came from; `ValueError` if it is damaged, newer, or something else."""
     path = repository.file(CONFIG)

@@ -58,7 +58,12 @@ def _what(thing: object) -> str:
         return f"the name {name!r}. Load the model that it names: AutoModelForCausalLM.from_pretrained({name!r})"
     if isinstance(thing, Pipeline):
         return f"a {type(thing).__name__}. Pass the model that it has: pipe.model"
-    return f"{'None' if thing is None else 'a ' + type(thing).__name__}"
+    return "None" if thing is None else article(type(thing).__name__)
+
+
+def article(name: str) -> str:
+    """Such as "an int" and "a bool"."""
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def inner_decoder(model: CausalLM) -> CausalLM:
