@@ -25,7 +25,7 @@ from hf_specdecpp.generation.captured.rehearsal import warm_up
 from hf_specdecpp.generation.doors import attached, unattached
 from hf_specdecpp.generation.doors.unattached import AssistantGenerationConfig, DraftState, Round, check_loop
 from hf_specdecpp.generation.setup import DraftSetup
-from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import check_hash, check_same_tokenizer
@@ -47,7 +47,6 @@ class AssistantModel(PreTrainedModel):
     Attributes:
         speculation: the settings. Change them at any time between two calls.
         decisions: what the package decides beside the settings; for experiments (`config.speculation.Decisions`).
-        stats: `SpeculationStats` of the latest `generate()`.
         head: the acceptance head, or `None`.
         memory: what was learned of targets while generating, and earlier answers if lookups search them
             (`memory.answers`); `memory.clear()` forgets both.
@@ -77,7 +76,7 @@ class AssistantModel(PreTrainedModel):
         self.parts, self.head = parts or Parts(), head
         self.drafter: Any = drafter
         self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
-        self.decisions, self.stats = Decisions(), SpeculationStats()
+        self.decisions, self.calls = Decisions(), LatestCalls()
         self.memory = Memory(config.calibration)
         self.packed, self.int8 = PackedWeights(), PackedWeights(quantise)
         if head is not None and isinstance(drafter, Drafter):
@@ -89,6 +88,16 @@ class AssistantModel(PreTrainedModel):
         if name in CHECKED:
             check_values({name: value}, CHECKED, error=TypeError)
         super().__setattr__(name, value)
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """What the latest `generate()` of this thread or asyncio task did; where it has made none, the latest of all
+        (`LatestCalls`)."""
+        return self.calls.stats
+
+    @stats.setter
+    def stats(self, value: SpeculationStats) -> None:
+        self.calls.note(value)
 
     # Using one -------------------------------------------------------------------------------------------------------
 
@@ -260,7 +269,6 @@ class AssistantModel(PreTrainedModel):
         generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)
         if first is not None:
             generator.share_products(first)
-        self.stats = generator.stats
         return generator
 
     # What transformers asks of a model -------------------------------------------------------------------------------
@@ -283,7 +291,10 @@ class AssistantModel(PreTrainedModel):
         start = partial(self.start_generation, None, generation_config, given, mask)
         least = kwargs.get("min_new_tokens", 0)
         asked = Round(input_ids, generation_config, list(given or []), least, max_new_tokens)
-        return unattached.draft_round(start, asked, state)
+        drafted = unattached.draft_round(start, asked, state)
+        if state is None:
+            self.calls.note(drafted.cache.generator.stats, unattached.streamer_of_loop())
+        return drafted
 
     # A property where models have an attribute: transformers' reading it says that its loop begins.
     @property

@@ -208,7 +208,7 @@ def _validate_generation_mode(
         mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
     elif mode in BEAMS and (default := default_of(target)) is not None:
         beams = f"num_beams={config.num_beams}, and it proposes one continuation of one sequence."
-        _leave_out(default, target, beams)
+        _leave_out(default, target, beams, mode_kwargs.get("streamer"))
     original(mode, config, mode_kwargs)
 
 
@@ -230,12 +230,12 @@ def _sample(
         _check(target, GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
         decode = decoding_of(Call.of(target, *given[1:], **kwargs), default, input_ids)
     except ValueError as refusal:
-        _leave_out(default, target, str(refusal))
+        _leave_out(default, target, str(refusal), kwargs.get("streamer"))
     else:
         try:
             return decode(input_ids)
         except LateRefusalError as refusal:
-            _leave_out(default, target, str(refusal))
+            _leave_out(default, target, str(refusal), kwargs.get("streamer"))
     return original(*given, **kwargs)
 
 
@@ -271,9 +271,9 @@ def _check(target: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: d
     check_mode(mode, config, mode_kwargs)
 
 
-def _leave_out(default: Assistant, target: CausalLM, reason: str) -> None:
+def _leave_out(default: Assistant, target: CausalLM, reason: str, streamer: Any) -> None:
     """Say that a call is plain though its target has a default assistant: to its user once, and in its statistics."""
-    default.stats = SpeculationStats(refusal=reason)
+    default.calls.note(SpeculationStats(refusal=reason), streamer)
     logger.warning_once(
         f"This generate() of {type(target).__name__} is a plain one, without its default assistant, which cannot help "
         f"here: {reason}"

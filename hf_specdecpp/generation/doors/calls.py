@@ -22,7 +22,7 @@ from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, chec
 from hf_specdecpp.generation.several.drafting import DraftsOfRows
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread
 from hf_specdecpp.generation.several.target import TargetOfRows
-from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
@@ -36,7 +36,7 @@ class Assistant(Protocol):
     """What a call asks of its assistant, which is a module (`SpecDecPPAssistant`)."""
 
     speculation: SpeculationConfig
-    stats: SpeculationStats
+    calls: LatestCalls
 
     def start_generation(
         self,
@@ -97,6 +97,7 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
     known_as = as_static(config, model_kwargs)
     generator = assistant.start_generation(target, known_as, call.processors, model_kwargs.get("attention_mask"))
+    assistant.calls.note(generator.stats, call.streamer)
     prepare_static(model_kwargs, config, generator.setup.most_tokens if generator.draws_trees else 0)
     parts = target, generator, call.criteria, config, call.streamer
     if is_spread(target):
@@ -140,6 +141,6 @@ def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[T
         try:
             return decoding.run(input_ids)
         finally:
-            assistant.stats = SpeculationStats.of_batch([each.stats for each in generators])
+            assistant.calls.note(SpeculationStats.of_batch([each.stats for each in generators]))
 
     return run

@@ -245,6 +245,12 @@ def _heeded_within_rounds(criterion: object, config: GenerationConfig) -> bool:
     return type(criterion) is MaxTimeCriteria  # the clock may be read a round late
 
 
+def streamer_of_loop() -> Any:
+    """The streamer of transformers' loop that asks for a round, if it has one."""
+    loop = _loop_frame()
+    return None if loop is None else loop.f_locals.get("streamer")
+
+
 def _loop_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "_assisted_decoding":
