@@ -17,20 +17,18 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig, special_tokens
 from hf_specdecpp.config.checks import check_options, check_values
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.kind import Kind, Loading, Parts, is_model
-from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, kind_of, override, ready_made
+from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, INDEPENDENT, kind_of, override, ready_made
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing
 from hf_specdecpp.hub.repository import AUTO_KWARGS, HUB_KWARGS, find_adapter, load_config, load_parts
 from hf_specdecpp.models import causal_lm
-from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.early_exit import check_layers
-from hf_specdecpp.models.loading import load_draft
+from hf_specdecpp.models.loading import check_hash
 from hf_specdecpp.provenance import commit_of
 
 if TYPE_CHECKING:
@@ -133,6 +131,8 @@ class SpecDecPPAssistant(AssistantModel):
         target = None if target is None else causal_lm.base_model(target)
         repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
         config = load_config(repository)
+        if target is not None:  # before gigabytes are downloaded or read
+            check_hash(target, config.vocab_hash, config.target_id)
         if eagle3 is not None:
             override(config, eagle3)
         head, parts = load_parts(repository, config, draft)
@@ -173,13 +173,11 @@ class SpecDecPPAssistant(AssistantModel):
             parts = Parts(module=kind.load(config, repository, given))
             return cls.of_parts(config, None, parts, target, options)
         target = None if target is None else causal_lm.base_model(target)
-        model = load_draft(draft, None, target)
-        config = SpecDecPPConfig(
-            draft_id=model.config.name_or_path or None, draft_revision=commit_of(model), **special_tokens(model)
-        )
-        if parts.adapter is not None:
-            model = add_adapter(model, parts.adapter, merge=isinstance(draft, str | Path))
-        return cls.of_parts(config, Drafter(model, parts.draft_vocab), parts, target, options)
+        drafter = INDEPENDENT.draft(SpecDecPPConfig(), parts, Loading(draft, target))
+        model = drafter.model
+        name, commit = model.config.name_or_path or None, commit_of(model)
+        config = SpecDecPPConfig(draft_id=name, draft_revision=commit, **special_tokens(model))
+        return cls.of_parts(config, drafter, parts, target, options)
 
     @classmethod
     def from_early_exit(cls, target: CausalLM, layers: int | Sequence[int], **options: Unpack[Options]) -> Self:

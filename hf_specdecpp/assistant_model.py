@@ -28,7 +28,7 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.loading import check_hash, check_same_tokenizer
+from hf_specdecpp.models.loading import check_hash, check_same_tokenizer, warn_of_sizes
 from hf_specdecpp.models.products import PackedWeights, quantise
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.provenance import warn_of_drift
@@ -130,7 +130,9 @@ class AssistantModel(PreTrainedModel):
                     f"{error} This assistant was made for {made_for!r}, and the target is {name!r}."
                 ) from None
         elif (model := self.ready_drafter().model) is not None:
-            check_same_tokenizer(target, model)
+            name, size = model.config.name_or_path, model.config.get_text_config().vocab_size
+            check_same_tokenizer(target, name, size, is_chosen=self.parts.draft_vocab is not None)
+            warn_of_sizes(target, model)
         attached.attach(self, target)
         attached.set_default(self, target, default)
         self.config.note_target(target)
