@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode, MaxLengthCriteria
+from transformers.utils import logging
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
@@ -17,12 +18,25 @@ from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_am
 from hf_specdecpp.models.checks import check_cache, frequency_changes
 from hf_specdecpp.sampling.processors import reads_prefix_only
 
+logger = logging.get_logger("hf_specdecpp")
+
 # Arguments of a forward that are understood for several sequences.
 BATCH_KWARGS = {
     "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "output_attentions",
     "output_hidden_states", "cache_position",
 }  # fmt: skip
 
+
+# Settings of transformers' own speculation, and what takes their place here.
+INSTEAD = {
+    "num_assistant_tokens": "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens={})",
+    "num_assistant_tokens_schedule": "assistant.speculation.rule",
+    "assistant_confidence_threshold": "assistant.speculation = SpeculationConfig(rule='threshold', threshold=0.7)",
+    "prompt_lookup_num_tokens": "assistant.speculation.lookup = True",
+    "max_matching_ngram_size": "assistant.speculation.lookup = True",
+    "assistant_early_exit": "SpecDecPPAssistant.from_early_exit(model, layers={})",
+}
+OWN_SPECULATION = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
 
 NO_BATCH = "A batch of sequences cannot be assisted here: {}. Call generate() once a sequence."
 NO_POSITIONS = "this target takes no positions of its own for each row, which rows of different length need"
@@ -74,6 +88,29 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
             "synced_gpus=True: ranks would run different numbers of rounds. Generate without assistant_model= under "
             "FSDP or ZeRO-3."
         )
+
+
+def own_speculation(config: GenerationConfig) -> str | None:
+    """Which setting has transformers speculate in a call without an assistant, for a message."""
+    found = ((name, getattr(config, name, None)) for name in OWN_SPECULATION)
+    given = next(((name, value) for name, value in found if value), None)
+    if given is None:
+        return None
+    return (
+        f"{given[0]}={given[1]!r}, given to generate() or in the model's generation_config, asks for transformers' own "
+        "speculation, which runs in its place. To use the assistant set it to None."
+    )
+
+
+def warn_of_ignored(config: GenerationConfig) -> None:
+    """Say once which settings of a call have no effect on an assistant, and which have instead."""
+    usual = config._get_default_generation_params()
+    for name, instead in INSTEAD.items():
+        if (value := getattr(config, name, None)) not in (None, usual.get(name)):
+            logger.warning_once(
+                f"{name}={value!r}, given to generate() or in the model's generation_config, has no effect on this "
+                f"assistant. Its own settings say how it drafts: {instead.format(value)}."
+            )
 
 
 def check_lossless(config: GenerationConfig) -> None:

@@ -30,7 +30,7 @@ from transformers.utils import logging
 from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.caches.states import check_states
 from hf_specdecpp.generation.doors.calls import Assistant, Call, decoding_of
-from hf_specdecpp.generation.refusals import LateRefusalError, check_mode, check_object
+from hf_specdecpp.generation.refusals import LateRefusalError, check_mode, check_object, own_speculation
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -252,6 +252,9 @@ def _assisted_decoding(
 ) -> Any:
     given = input_ids, logits_processor, stopping_criteria, generation_config
     if not is_attached(assistant_model, target):
+        default = None if assistant_model is not None or generation_config.is_assistant else default_of(target)
+        if default is not None and (reason := own_speculation(generation_config)) is not None:
+            _leave_out(default, target, reason, kwargs.get("streamer"))
         return original(*given, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
     # Again, since another thread may have attached the assistant since the call began, and checked the target for that.
     check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)

@@ -18,7 +18,7 @@ from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
-from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_for_one, check_inputs
+from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_for_one, check_inputs, warn_of_ignored
 from hf_specdecpp.generation.several.drafting import DraftsOfRows
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread
 from hf_specdecpp.generation.several.target import TargetOfRows
@@ -78,6 +78,7 @@ def decoding_of(
     call cannot be assisted. Nothing has been read then, and nothing drawn."""
     target, count = call.target, input_ids.shape[0]
     check_inputs(input_ids, call.model_kwargs)
+    warn_of_ignored(call.config)
     if count == 1 and assistant.speculation.graphs == "auto" and graphs.can_capture(input_device(target)):
         config, model_kwargs = as_growing(target, call.config, call.model_kwargs)
         call = replace(call, config=config, model_kwargs=model_kwargs)

@@ -20,7 +20,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTime
 
 from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.refusals import check_inputs, check_lossless, check_single
+from hf_specdecpp.generation.refusals import check_inputs, check_lossless, check_single, warn_of_ignored
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, eos_ids
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.sampling.processors import Processing, reads_prefix_only
@@ -175,6 +175,7 @@ def check_loop(ready: Callable[[], object]) -> None:
     check_target(target)
     check_windows(target)
     check_lossless(config)
+    warn_of_ignored(config)
     if config.output_hidden_states or config.output_attentions:
         raise ValueError(
             "transformers returns the wrong hidden states and attentions for the first round of assisted generation. "
