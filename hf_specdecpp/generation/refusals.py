@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
-from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among, modules_of
+from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among, modules_of, why_no_positions
 from hf_specdecpp.models.checks import check_cache, frequency_changes
 from hf_specdecpp.sampling.processors import reads_prefix_only
 
@@ -39,7 +39,6 @@ INSTEAD = {
 OWN_SPECULATION = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
 
 NO_BATCH = "A batch of sequences cannot be assisted here: {}. Call generate() once a sequence."
-NO_POSITIONS = "this target takes no positions of its own for each row, which rows of different length need"
 
 
 class LateRefusalError(ValueError):
@@ -177,6 +176,12 @@ def _is_state(value: object) -> bool:
     return isinstance(value, Cache | Iterator) or type(value).__name__.endswith("Cache")
 
 
+def no_positions(target: CausalLM) -> str:
+    """Why a batch of a target that cannot be told positions is refused."""
+    why = why_no_positions(target) if "forward" in vars(target) else "takes no positions of its own for each row"
+    return f"this target {why}, which rows of different length need"
+
+
 def gives_positions(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
     """Whether a forward can be told where tokens stand: some families leave positions to their own counting."""
     inputs = target.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
@@ -225,7 +230,7 @@ def check_batch(
     elif others := sorted(name for name in set(model_kwargs) - BATCH_KWARGS if _is_given(model_kwargs[name])):
         reason = f"{', '.join(others)} are for single sequences"
     elif (positions := model_kwargs.get("position_ids")) is None or positions.dim() != 2:
-        reason = NO_POSITIONS
+        reason = no_positions(target)
     elif cache.get_seq_length() > 0 and any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         reason = "a cache with windows that is carried on has dropped tokens, and the rows need them"
     elif (unfit := _unfit_for_length(target, criteria)) is not None:

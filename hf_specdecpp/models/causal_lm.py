@@ -117,6 +117,16 @@ def takes_positions(model: CausalLM) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
+def why_no_positions(model: CausalLM) -> str:
+    """What a message says of a model, or a part of one, whose forward cannot be told where tokens stand."""
+    if "forward" not in vars(model):
+        return "takes no position_ids"
+    return (
+        "has another forward (model.forward = ...), which does not name position_ids among its arguments "
+        "(functools.wraps(the original) would)"
+    )
+
+
 def positions_of(model: CausalLM, tokens: Tensor, first: int = 0) -> dict[str, Tensor]:
     """What tells a forward, if it can be told, where tokens `[batch, n]` stand, the first of them at `first`."""
     if not takes_positions(model):
