@@ -70,7 +70,9 @@ class SpeculationStats(Counters):
             rows.append(("trees", f"{sizes} on average"))
             shares = " ".join(f"{share:.0%}" for share in self.acceptance_by_rank[:8]) or "none were drawn"
             rows.append(("accepted by sibling", shares + (" ..." if len(self.tested_by_rank) > 8 else "")))
-        if self.looked_up:
+        if self.looked_up and self.looked_up == self.drafted:
+            rows.append(("looked up", f"all candidates, in {self.lookup_rounds} of {self.rounds} rounds"))
+        elif self.looked_up:
             share = ratio(self.accepted_lookups, self.looked_up)
             counts = f"{self.looked_up} of the candidates, {self.accepted_lookups} accepted ({share:.0%})"
             rows.append(("looked up", f"{counts}; {self.lookup_rounds} of {self.rounds} rounds drafted no others"))

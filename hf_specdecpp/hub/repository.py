@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import check_arguments
@@ -100,10 +101,11 @@ def read_config(path: Path) -> tuple[Kind, dict[str, Any]]:
         if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:
             kind_of(SpecDecPPConfig.from_dict(config))  # says what is wrong: the format, a type, or the kind
         found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+        hint = "To convert a released SpecDec++ head: specdecpp inspect FOLDER --convert OUT."
+        if found in CONFIG_MAPPING_NAMES:
+            hint = "It is an ordinary model, which drafts without such a repository: assist(model, draft)."
         raise ValueError(
-            f"{path} has model_type {found!r} and not 'specdecpp', so it is not of an hf_specdecpp assistant. To use "
-            "an ordinary model as the draft: assist(model, draft). To convert a released SpecDec++ head: "
-            "specdecpp inspect FOLDER --convert OUT."
+            f"{path} has model_type {found!r} and not 'specdecpp', so it is not of an hf_specdecpp assistant. {hint}"
         )
     return kind, config
 
