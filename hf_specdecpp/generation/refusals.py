@@ -60,7 +60,7 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
     if config.num_beams not in (None, 1) or mode is not GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"An assistant cannot help with {mode.value.replace('_', ' ')} (num_beams={config.num_beams}): it proposes "
-            f"one continuation of one sequence. Set num_beams=1, or generate without assistant_model=."
+            f"one continuation of one sequence. Set num_beams=1, or generate without an assistant."
         )
     if (kind := getattr(config, "speculation_type", None)) is not None:
         raise ValueError(
@@ -80,11 +80,11 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
     if config.cache_implementation not in (None, "dynamic", "offloaded", "static"):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} cannot be rolled back when a candidate is rejected. "
-            'Leave it unset, choose "static", or generate without assistant_model=.'
+            'Leave it unset, choose "static", or generate without an assistant.'
         )
     if mode_kwargs.get("synced_gpus"):
         raise ValueError(
-            "synced_gpus=True: ranks would run different numbers of rounds. Generate without assistant_model= under "
+            "synced_gpus=True: ranks would run different numbers of rounds. Generate without an assistant under "
             "FSDP or ZeRO-3."
         )
 
@@ -117,7 +117,7 @@ def check_lossless(config: GenerationConfig) -> None:
     if getattr(config, "dola_layers", None) is not None:
         raise ValueError(
             f"dola_layers={config.dola_layers!r}: DoLa decodes from differences between layers, which no candidate can "
-            "be verified by here. Leave it unset, or generate without assistant_model=."
+            "be verified by here. Leave it unset, or generate without an assistant."
         )
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
@@ -141,13 +141,13 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
     if model_kwargs.get("cross_attention_mask") is not None:
         raise ValueError(
             "The target keeps its image in cross-attention layers, whose cache cannot be rolled back when a candidate "
-            "is rejected. Generate without assistant_model= where the prompt has an image."
+            "is rejected. Generate without an assistant where the prompt has an image."
         )
     others = [name for name, value in model_kwargs.items() if name not in CACHE_NAMES and _is_state(value)]
     if others:
         raise ValueError(
             f"{', '.join(others)}: beside its cache the target goes through a state that cannot be taken back when a "
-            "candidate is rejected. Generate without assistant_model=."
+            "candidate is rejected. Generate without an assistant."
         )
     check_cache(cache_among(model_kwargs))
 

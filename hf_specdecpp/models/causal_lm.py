@@ -46,7 +46,7 @@ def base_model(model: CausalLM) -> CausalLM:
         raise ValueError(
             f"The PEFT adapter {model.active_adapter!r} ({model.active_peft_config.peft_type.value}) puts virtual "
             "tokens before the prompt. They are in the cache and in no text, so hf_specdecpp cannot assist. Generate "
-            "without assistant_model=, or use a LoRA adapter."
+            "without an assistant, or use a LoRA adapter."
         )
     return model.get_base_model()
 

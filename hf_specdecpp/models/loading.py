@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -101,9 +102,15 @@ def load_model(
 def _check_config(source: Repository) -> None:
     """Raise `ValueError` for a config that names code on the Hub, which would be run, or more layers than tensors."""
     try:
-        parts: list[Any] = [read_json(source.file("config.json"))]
+        path = source.file("config.json")
+    except LocalEntryNotFoundError:  # transformers would advise to check the connection, in offline mode, too
+        raise
+    except OSError:  # transformers says what is wrong
+        return
+    try:
+        parts: list[Any] = [read_json(path)]
         most = len(Weights.of(source))
-    except (OSError, ValueError):  # transformers says what is wrong
+    except (OSError, ValueError):
         return
     for part in parts:  # it grows
         parts += [inner for inner in (part.values() if isinstance(part, dict) else ()) if isinstance(inner, dict)]
@@ -129,6 +136,8 @@ def load_tokenizer(name: str, revision: str | None = None, **hub_kwargs: Any) ->
 def load_model_config(name: str) -> Any:
     """The config of a model, without its weights."""
     source = Repository(name)
+    if not source.is_local:
+        source.file("config.json")  # says what is wrong where it cannot be had
     return AutoConfig.from_pretrained(source.name, trust_remote_code=False, subfolder=source.subfolder or "")
 
 

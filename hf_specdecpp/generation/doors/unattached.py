@@ -211,7 +211,7 @@ def _check_inputs_of_loop(target: CausalLM, model_kwargs: dict[str, Any]) -> Non
     if isinstance(cache, StaticCache) and cache.offloading:  # transformers up to 5.23 refuses all static ones itself
         raise ValueError(
             "Static caches that are offloaded cannot be taken back when a candidate is rejected. Use another cache, or "
-            "generate without assistant_model=."
+            "generate without an assistant."
         )
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         raise ValueError(
