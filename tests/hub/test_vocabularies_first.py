@@ -111,9 +111,7 @@ def test_less_than_half_of_the_tokens(num_ids: int, is_refused: bool) -> None:
         warnings.simplefilter("ignore")
         if is_refused:
             for attach in (assist, lambda t, d: SpecDecPPAssistant.from_draft(d).attach(t)):
-                with pytest.raises(
-                    ValueError, match=rf"The draft 'in memory' has {num_ids} token ids"
-                ):
+                with pytest.raises(ValueError, match=rf"The draft 'in memory' has {num_ids} token ids"):
                     attach(target, draft)
             assistant = assist(target, draft, draft_vocab=range(num_ids), speculation=FIXED)
         else:
