@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.checks import check_values
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
@@ -25,10 +26,10 @@ from hf_specdecpp.generation.captured.rehearsal import warm_up
 from hf_specdecpp.generation.doors import attached, unattached
 from hf_specdecpp.generation.doors.unattached import AssistantGenerationConfig, DraftState, Round, check_loop
 from hf_specdecpp.generation.setup import DraftSetup
-from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.loading import check_hash, check_same_tokenizer
+from hf_specdecpp.models.loading import check_hash, check_same_tokenizer, warn_of_sizes
 from hf_specdecpp.models.products import PackedWeights, quantise
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.provenance import warn_of_drift
@@ -38,12 +39,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+CHECKED = {"speculation": SpeculationConfig, "decisions": Decisions, "head": AcceptanceHead | None, "memory": Memory}
+
+
 class AssistantModel(PreTrainedModel):
     """An assistant of given parts. `SpecDecPPAssistant` adds the ways to make and store one.
 
     Attributes:
+        speculation: the settings. Change them at any time between two calls.
         decisions: what the package decides beside the settings; for experiments (`config.speculation.Decisions`).
-        stats: `SpeculationStats` of the latest `generate()`.
         head: the acceptance head, or `None`.
         memory: what was learned of targets while generating, and earlier answers if lookups search them
             (`memory.answers`); `memory.clear()` forgets both.
@@ -53,6 +57,7 @@ class AssistantModel(PreTrainedModel):
 
     config: SpecDecPPConfig
     config_class = SpecDecPPConfig
+    speculation: SpeculationConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
@@ -72,24 +77,28 @@ class AssistantModel(PreTrainedModel):
         self.parts, self.head = parts or Parts(), head
         self.drafter: Any = drafter
         self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
-        self.decisions, self.stats = Decisions(), SpeculationStats()
+        self.decisions, self.calls = Decisions(), LatestCalls()
         self.memory = Memory(config.calibration)
         self.packed, self.int8 = PackedWeights(), PackedWeights(quantise)
         if head is not None and isinstance(drafter, Drafter):
             check_head(head, drafter, draft_name(config))
 
-    @property
-    def speculation(self) -> SpeculationConfig:
-        """The settings of a run; change them at any time between two calls."""
-        return self._speculation
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SpeculationConfig.__dataclass_fields__:
+            raise AttributeError(f"{name} is a setting. Set assistant.speculation.{name} = {value!r}.")
+        if name in CHECKED:
+            check_values({name: value}, CHECKED, error=TypeError)
+        super().__setattr__(name, value)
 
-    @speculation.setter
-    def speculation(self, value: SpeculationConfig) -> None:
-        if not isinstance(value, SpeculationConfig):
-            raise TypeError(
-                f"speculation={value!r} must be a SpeculationConfig, such as SpeculationConfig(rule='throughput')."
-            )
-        self._speculation = value
+    @property
+    def stats(self) -> SpeculationStats:
+        """What the latest `generate()` of this thread or asyncio task did; where it has made none, the latest of all
+        (`LatestCalls`)."""
+        return self.calls.stats
+
+    @stats.setter
+    def stats(self, value: SpeculationStats) -> None:
+        self.calls.note(value)
 
     # Using one -------------------------------------------------------------------------------------------------------
 
@@ -122,7 +131,9 @@ class AssistantModel(PreTrainedModel):
                     f"{error} This assistant was made for {made_for!r}, and the target is {name!r}."
                 ) from None
         elif (model := self.ready_drafter().model) is not None:
-            check_same_tokenizer(target, model)
+            name, size = model.config.name_or_path, model.config.get_text_config().vocab_size
+            check_same_tokenizer(target, name, size, is_chosen=self.parts.draft_vocab is not None)
+            warn_of_sizes(target, model)
         attached.attach(self, target)
         attached.set_default(self, target, default)
         self.config.note_target(target)
@@ -277,7 +288,6 @@ class AssistantModel(PreTrainedModel):
         generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)
         if first is not None:
             generator.share_products(first)
-        self.stats = generator.stats
         return generator
 
     # What transformers asks of a model -------------------------------------------------------------------------------
@@ -300,7 +310,10 @@ class AssistantModel(PreTrainedModel):
         start = partial(self.start_generation, None, generation_config, given, mask)
         least = kwargs.get("min_new_tokens", 0)
         asked = Round(input_ids, generation_config, list(given or []), least, max_new_tokens)
-        return unattached.draft_round(start, asked, state)
+        drafted = unattached.draft_round(start, asked, state)
+        if state is None:
+            self.calls.note(drafted.cache.generator.stats, unattached.streamer_of_loop())
+        return drafted
 
     # A property where models have an attribute: transformers' reading it says that its loop begins.
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import cached_assets_path, hf_hub_download, snapshot_download
+from huggingface_hub import cached_assets_path, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -93,9 +93,13 @@ def found(name: str) -> Iterator[None]:
     except HFValidationError as error:
         raise FileNotFoundError(f"There is no folder {name!r}, and it cannot be a Hub id: {error}") from None
     except LocalEntryNotFoundError as error:
-        raise LocalEntryNotFoundError(
-            f"{name!r} is no folder here, and as a Hub id it is neither in the local cache nor reached: {error}"
-        ) from error
+        why = f"as a Hub id it is neither in the local cache nor reached: {error}"
+        if constants.HF_HUB_OFFLINE:
+            why = (
+                "as a Hub id it is not in the local cache. Offline mode is on (the environment variable "
+                "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE), so nothing is downloaded: unset it, or name a folder."
+            )
+        raise LocalEntryNotFoundError(f"{name!r} is no folder here, and {why}") from error
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -76,7 +76,7 @@ class Benchmark:
         reason = kind_of(assistant.config).cannot.get("replays")
         if config.replay and reason is not None:
             logger.warning(f"--replay does nothing: {reason}. --replay_rounds does.")
-            config = replace(config, replay=False)
+        config = replace(config, replay=config.replay is not False and reason is None)
         contestants = choose(_contestants(config, target, assistant), config.contestants)
         return cls(config, target, assistant, contestants, _questions(config))
 

@@ -12,7 +12,7 @@ from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.round_steps import ModelSteps
 from hf_specdecpp.drafting.session import BatchSession, DraftSession, RowSession
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
+from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions, why_no_positions
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.attention import check_tree
 
@@ -52,7 +52,7 @@ class Drafter(DraftModel, Draft):
         if getattr(self.model, "is_quantized", False):
             return "it is quantised"
         if not takes_positions(inner_decoder(self.model)):
-            return "it takes no position_ids"
+            return f"it {why_no_positions(inner_decoder(self.model))}"
         return why_not_in_place(self.model)
 
     def describe(self) -> dict[str, Any]:

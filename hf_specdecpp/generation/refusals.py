@@ -10,14 +10,26 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import Cache
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria, MaxTimeCriteria
+from transformers.utils import logging
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
 from hf_specdecpp.caches.trial import can_be_held
-from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among, eos_ids, modules_of, num_processes
+from hf_specdecpp.models.causal_lm import (
+    CACHE,
+    CACHE_NAMES,
+    CausalLM,
+    cache_among,
+    eos_ids,
+    modules_of,
+    num_processes,
+    why_no_positions,
+)
 from hf_specdecpp.models.checks import check_cache, frequency_changes
 from hf_specdecpp.models.foreign import ForeignPasses, foreign_passes
 from hf_specdecpp.sampling.processors import name_of, remembers
+
+logger = logging.get_logger("hf_specdecpp")
 
 # Arguments of a forward that are understood for several sequences.
 BATCH_KWARGS = {
@@ -26,8 +38,18 @@ BATCH_KWARGS = {
 }  # fmt: skip
 
 
+# Settings of transformers' own speculation, and what takes their place here.
+INSTEAD = {
+    "num_assistant_tokens": "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens={})",
+    "num_assistant_tokens_schedule": "assistant.speculation.rule",
+    "assistant_confidence_threshold": "assistant.speculation = SpeculationConfig(rule='threshold', threshold=0.7)",
+    "prompt_lookup_num_tokens": "assistant.speculation.lookup = True",
+    "max_matching_ngram_size": "assistant.speculation.lookup = True",
+    "assistant_early_exit": "SpecDecPPAssistant.from_early_exit(model, layers={})",
+}
+OWN_SPECULATION = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+
 NO_BATCH = "A batch of sequences cannot be assisted here: {}. Call generate() once a sequence."
-NO_POSITIONS = "this target takes no positions of its own for each row, which rows of different length need"
 
 
 class LateRefusalError(ValueError):
@@ -53,7 +75,7 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
     if config.num_beams not in (None, 1) or mode is not GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"An assistant cannot help with {mode.value.replace('_', ' ')} (num_beams={config.num_beams}): it proposes "
-            f"one continuation of one sequence. Set num_beams=1, or generate without assistant_model=."
+            f"one continuation of one sequence. Set num_beams=1, or generate without an assistant."
         )
     if (kind := getattr(config, "speculation_type", None)) is not None:
         raise ValueError(
@@ -73,13 +95,36 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
     if config.cache_implementation not in (None, "dynamic", "offloaded", "static"):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} cannot be rolled back when a candidate is rejected. "
-            'Leave it unset, choose "static", or generate without assistant_model=.'
+            'Leave it unset, choose "static", or generate without an assistant.'
         )
     if mode_kwargs.get("synced_gpus"):
         raise ValueError(
-            "synced_gpus=True: ranks would run different numbers of rounds. Generate without assistant_model= under "
+            "synced_gpus=True: ranks would run different numbers of rounds. Generate without an assistant under "
             "FSDP or ZeRO-3."
         )
+
+
+def own_speculation(config: GenerationConfig) -> str | None:
+    """Which setting has transformers speculate in a call without an assistant, for a message."""
+    found = ((name, getattr(config, name, None)) for name in OWN_SPECULATION)
+    given = next(((name, value) for name, value in found if value), None)
+    if given is None:
+        return None
+    return (
+        f"{given[0]}={given[1]!r}, given to generate() or in the model's generation_config, asks for transformers' own "
+        "speculation, which runs in its place. To use the assistant set it to None."
+    )
+
+
+def warn_of_ignored(config: GenerationConfig) -> None:
+    """Say once which settings of a call have no effect on an assistant, and which have instead."""
+    usual = config._get_default_generation_params()
+    for name, instead in INSTEAD.items():
+        if (value := getattr(config, name, None)) not in (None, usual.get(name)):
+            logger.warning_once(
+                f"{name}={value!r}, given to generate() or in the model's generation_config, has no effect on this "
+                f"assistant. Its own settings say how it drafts: {instead.format(value)}."
+            )
 
 
 def check_lossless(config: GenerationConfig) -> None:
@@ -87,7 +132,7 @@ def check_lossless(config: GenerationConfig) -> None:
     if getattr(config, "dola_layers", None) is not None:
         raise ValueError(
             f"dola_layers={config.dola_layers!r}: DoLa decodes from differences between layers, which no candidate can "
-            "be verified by here. Leave it unset, or generate without assistant_model=."
+            "be verified by here. Leave it unset, or generate without an assistant."
         )
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
@@ -120,13 +165,13 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
     if model_kwargs.get("cross_attention_mask") is not None:
         raise ValueError(
             "The target keeps its image in cross-attention layers, whose cache cannot be rolled back when a candidate "
-            "is rejected. Generate without assistant_model= where the prompt has an image."
+            "is rejected. Generate without an assistant where the prompt has an image."
         )
     others = [name for name, value in model_kwargs.items() if name not in CACHE_NAMES and _is_state(value)]
     if others:
         raise ValueError(
             f"{', '.join(others)}: beside its cache the target goes through a state that cannot be taken back when a "
-            "candidate is rejected. Generate without assistant_model=."
+            "candidate is rejected. Generate without an assistant."
         )
     check_cache(cache_among(model_kwargs))
 
@@ -172,6 +217,12 @@ def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None
 def _is_state(value: object) -> bool:
     """Whether an argument of a forward changes from pass to pass: another cache, or a stream of what is read."""
     return isinstance(value, Cache | Iterator) or type(value).__name__.endswith("Cache")
+
+
+def no_positions(target: CausalLM) -> str:
+    """Why a batch of a target that cannot be told positions is refused."""
+    why = why_no_positions(target) if "forward" in vars(target) else "takes no positions of its own for each row"
+    return f"this target {why}, which rows of different length need"
 
 
 def gives_positions(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
@@ -222,7 +273,7 @@ def check_batch(
     elif others := sorted(name for name in set(model_kwargs) - BATCH_KWARGS if _is_given(model_kwargs[name])):
         reason = f"{', '.join(others)} are for single sequences"
     elif (positions := model_kwargs.get("position_ids")) is None or positions.dim() != 2:
-        reason = NO_POSITIONS
+        reason = no_positions(target)
     elif cache.get_seq_length() > 0 and any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         reason = "a cache with windows that is carried on has dropped tokens, and the rows need them"
     elif (unfit := _unfit_for_length(target, criteria)) is not None:

@@ -53,8 +53,8 @@ def outcome(stats: Counters) -> str:
     if not prepares:
         return said
     return (
-        f"{said} This call took {stats.preparing_seconds:.2f} s longer, most of which first calls alone need, to "
-        f"compare passes and copy weights: it ran at {stats.speedup:.2f} times the speed of plain generate()."
+        f"{said} This call took {stats.preparing_seconds:.2f} s longer to compare passes and copy weights: it ran at "
+        f"{stats.speedup:.2f} times the speed of plain generate()."
     )
 
 

@@ -82,8 +82,9 @@ def self_check(repository: Repository, target_id: str, revision: str | None = No
     form = kind.format
     if form is None or form.self_check is None:
         raise ValueError(
-            f"--target without --convert checks how a draft that others trained is to be read, and this one, "
-            f"{kind.describe(config)}, can be read in one way only. Measure it: specdecpp bench."
+            f"--target finds out how an EAGLE-3 draft that others trained is to be read. This draft "
+            f"({kind.describe(config)}) can be read in one way only, so leave --target out. How fast it is: "
+            f"specdecpp bench --target {target_id} --assistant {repository.full_name}"
         )
     module = kind.load(config, repository)
     return form.self_check(config, module, load_model(target_id, revision), load_tokenizer(target_id, revision))

@@ -46,7 +46,7 @@ def base_model(model: CausalLM) -> CausalLM:
         raise ValueError(
             f"The PEFT adapter {model.active_adapter!r} ({model.active_peft_config.peft_type.value}) puts virtual "
             "tokens before the prompt. They are in the cache and in no text, so hf_specdecpp cannot assist. Generate "
-            "without assistant_model=, or use a LoRA adapter."
+            "without an assistant, or use a LoRA adapter."
         )
     return model.get_base_model()
 
@@ -58,7 +58,12 @@ def _what(thing: object) -> str:
         return f"the name {name!r}. Load the model that it names: AutoModelForCausalLM.from_pretrained({name!r})"
     if isinstance(thing, Pipeline):
         return f"a {type(thing).__name__}. Pass the model that it has: pipe.model"
-    return f"{'None' if thing is None else 'a ' + type(thing).__name__}"
+    return "None" if thing is None else article(type(thing).__name__)
+
+
+def article(name: str) -> str:
+    """Such as "an int" and "a bool"."""
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def inner_decoder(model: CausalLM) -> CausalLM:
@@ -115,6 +120,16 @@ def has_compiled_call(module: nn.Module) -> bool:
 def takes_positions(model: CausalLM) -> bool:
     """Whether the forward of a model, or of a part of one, can be told where in the text its tokens stand."""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def why_no_positions(model: CausalLM) -> str:
+    """What a message says of a model, or a part of one, whose forward cannot be told where tokens stand."""
+    if "forward" not in vars(model):
+        return "takes no position_ids"
+    return (
+        "has another forward (model.forward = ...), which does not name position_ids among its arguments "
+        "(functools.wraps(the original) would)"
+    )
 
 
 def positions_of(model: CausalLM, tokens: Tensor, first: int = 0) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from operator import index
 from types import MethodType
 from typing import Any
 
@@ -108,7 +109,7 @@ def copy_sharing(module: Any, *others: Any, tensors: Iterable[object] = ()) -> A
 
 def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
     """`layers` as a list of indices; `ValueError` unless they exist and ascend, and some are left out and some kept."""
-    kept = list(range(min(layers, num_layers + 1))) if isinstance(layers, int) else list(layers)
+    kept = _indices(layers, num_layers)
     if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= num_layers:
         raise ValueError(
             f"layers={layers!r} must be a number from 1 to {num_layers - 1}, or ascending layer indices from 0 to "
@@ -117,6 +118,16 @@ def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
     if len(kept) == num_layers:
         raise ValueError(f"layers={layers!r} keeps all {num_layers} layers: that draft is as slow as the target.")
     return kept
+
+
+def _indices(layers: Any, num_layers: int) -> list[int]:
+    """The indices that `layers` names, whether they exist or not; none where it is text or another type."""
+    if isinstance(layers, int):
+        return [] if isinstance(layers, bool) else list(range(min(layers, num_layers + 1)))
+    try:
+        return [index(layer) for layer in layers]
+    except TypeError:
+        return []
 
 
 def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList]:

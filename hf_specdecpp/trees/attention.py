@@ -24,6 +24,7 @@ from hf_specdecpp.models.causal_lm import (
     num_embeddings,
     takes_positions,
     trying,
+    why_no_positions,
 )
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.foreign import foreign_code
@@ -227,7 +228,7 @@ def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "measures distances along the rows of its cache (ALiBi)"
     if not takes_positions(target):
-        return "takes no position_ids, but siblings in a tree stand at one position"
+        return f"{why_no_positions(target)}, but siblings in a tree stand at one position"
     if (reason := counts_rows(config)) is not None:
         return reason
     if getattr(config, "cross_attention_layers", None):

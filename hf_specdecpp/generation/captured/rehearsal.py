@@ -24,7 +24,7 @@ from hf_specdecpp.generation.doors.calls import Call, decoding_of
 from hf_specdecpp.generation.refusals import check_mode
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.several.ranks import is_spread
-from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.stats import LatestCalls
 from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, longest_text
 from hf_specdecpp.throughput.memory import Memory
@@ -38,7 +38,7 @@ class Rehearsal:
 
     def __init__(self, setup: DraftSetup) -> None:
         self.setup, self.speculation = replace(setup, memory=Memory(setup.memory.calibration)), setup.speculation
-        self.stats = SpeculationStats()
+        self.calls = LatestCalls()
 
     def start_generation(
         self, target: CausalLM, config: GenerationConfig, logits_processor: Any, attention_mask: Tensor | None, *_: Any

@@ -25,12 +25,13 @@ from hf_specdecpp.generation.refusals import (
     check_foreign,
     check_inputs,
     ends_as_told,
+    warn_of_ignored,
 )
 from hf_specdecpp.generation.several.drafting import DraftsOfRows
 from hf_specdecpp.generation.several.in_step import InStep
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread
 from hf_specdecpp.generation.several.target import TargetOfRows
-from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
@@ -44,7 +45,7 @@ class Assistant(Protocol):
     """What a call asks of its assistant, which is a module (`SpecDecPPAssistant`)."""
 
     speculation: SpeculationConfig
-    stats: SpeculationStats
+    calls: LatestCalls
 
     def start_generation(
         self,
@@ -86,6 +87,7 @@ def decoding_of(
     call cannot be assisted. Nothing has been read then, and nothing drawn."""
     target, count = call.target, input_ids.shape[0]
     check_inputs(input_ids, call.model_kwargs)
+    warn_of_ignored(call.config)
     if count == 1 and assistant.speculation.graphs == "auto" and graphs.can_capture(input_device(target)):
         config, model_kwargs = as_growing(target, call.config, call.model_kwargs)
         call = replace(call, config=config, model_kwargs=model_kwargs)
@@ -109,6 +111,7 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
     if not all(ends_as_told(each, config) for each in call.criteria):  # the draft may go on behind the end
         processors = in_order(processors)
     generator = assistant.start_generation(target, known_as, processors, model_kwargs.get("attention_mask"))
+    assistant.calls.note(generator.stats, call.streamer)
     prepare_static(model_kwargs, config, generator.setup.most_tokens if generator.draws_trees else 0)
     parts = target, generator, call.criteria, config, call.streamer
     if is_spread(target):
@@ -153,6 +156,6 @@ def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[T
         try:
             return decoding.run(input_ids)
         finally:
-            assistant.stats = SpeculationStats.of_batch([each.stats for each in generators])
+            assistant.calls.note(SpeculationStats.of_batch([each.stats for each in generators]))
 
     return run

@@ -19,7 +19,13 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
 
 from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.refusals import check_inputs, check_lossless, check_single, ends_as_told
+from hf_specdecpp.generation.refusals import (
+    check_inputs,
+    check_lossless,
+    check_single,
+    ends_as_told,
+    warn_of_ignored,
+)
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, eos_ids
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.foreign import foreign_passes
@@ -179,6 +185,7 @@ def check_loop(ready: Callable[[], object]) -> None:
     check_target(target)
     check_windows(target)
     check_lossless(config)
+    warn_of_ignored(config)
     if config.output_hidden_states or config.output_attentions:
         raise ValueError(
             "transformers returns the wrong hidden states and attentions for the first round of assisted generation. "
@@ -217,7 +224,7 @@ def _check_inputs_of_loop(target: CausalLM, model_kwargs: dict[str, Any]) -> Non
     if isinstance(cache, StaticCache) and cache.offloading:  # transformers up to 5.23 refuses all static ones itself
         raise ValueError(
             "Static caches that are offloaded cannot be taken back when a candidate is rejected. Use another cache, or "
-            "generate without assistant_model=."
+            "generate without an assistant."
         )
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         raise ValueError(
@@ -241,6 +248,12 @@ def _check_inputs_of_loop(target: CausalLM, model_kwargs: dict[str, Any]) -> Non
             "The target is offloaded, and transformers' assisted generation would move tokens to the device of its "
             "weights, which is meta. " + ATTACH
         )
+
+
+def streamer_of_loop() -> Any:
+    """The streamer of transformers' loop that asks for a round, if it has one."""
+    loop = _loop_frame()
+    return None if loop is None else loop.f_locals.get("streamer")
 
 
 def _loop_frame() -> FrameType | None:

@@ -60,7 +60,7 @@ class TargetOfRows(TargetSide):
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         if not refusals.gives_positions(self.model, input_ids, self.model_kwargs):
-            raise refusals.LateRefusalError(refusals.NO_BATCH.format(refusals.NO_POSITIONS))
+            raise refusals.LateRefusalError(refusals.NO_BATCH.format(refusals.no_positions(self.model)))
         outputs = self.states.catch(self.model._prefill, input_ids, self.config, self.model_kwargs)
         refusals.check_prompt(outputs)
         mask = self.model_kwargs.get("attention_mask")
