@@ -166,7 +166,6 @@ class FeatureSet(Dataset[dict[str, Tensor]]):
     def __init__(self, shards: list[Path]) -> None:
         self.shards = shards
         self.places = list(self._places())
-        self._open: dict[Path, Any] = {}
 
     def _places(self) -> Iterator[tuple[Path, int, int]]:
         for path in self.shards:
@@ -180,10 +179,9 @@ class FeatureSet(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         path, begin, end = self.places[index]
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        file = self._open[path]
-        return {name: file.get_slice(name)[begin:end] for name in file.keys() if name != "lengths"}  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:  # copies, so that the file may be removed: see `load_tensors`
+            names = [name for name in file.keys() if name != "lengths"]  # noqa: SIM118 - not a dict
+            return {name: file.get_slice(name)[begin:end].clone() for name in names}
 
 
 # Labels ---------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import torchgen
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 TABLE = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
 
@@ -28,3 +32,16 @@ def _table() -> dict[str, str]:
     """By an operation's full name, what stands in the table about it."""
     entries = re.split(r"^- func: ", TABLE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     return {entry.partition("(")[0]: re.sub(r"#.*", "", entry) for entry in entries}
+
+
+class AsOnApple(TorchDispatchMode):
+    """Tensors of the host may do within what they could do on an Apple device: for backward passes, which torch's
+    engine makes on real devices alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if is_missing(func):
+            raise NotImplementedError(f"{func} is not currently implemented for the MPS device.")
+        if any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in tree_flatten(out)[0]):
+            raise TypeError(f"{func} makes float64, which the MPS device does not have.")
+        return out

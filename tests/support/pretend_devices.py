@@ -13,6 +13,7 @@ no operations beyond those that torch lists for it (`apple_operations.py`), and 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -197,6 +198,7 @@ def pretend_devices(kind: str = "cuda") -> Iterator[Counter[str]]:
             "torch.accelerator.is_available": lambda *_: True,
             "torch.accelerator.current_accelerator": lambda *_: torch.device(kind),
             f"torch.backends.{kind}.is_available": lambda *_: True,
+            "torch.Event": lambda **_: SimpleNamespace(record=synchronize, synchronize=synchronize, query=lambda: True),
         }
     counts.clear()
     widest.cache_clear()
