@@ -10,7 +10,7 @@ from pathlib import Path
 from hf_specdecpp.trees.tree import DraftTree
 
 ACCEPTED = "*"
-LINES = "│├└─"  # pipes and files have none of them on Windows, where they are written in cp1252
+LINES = ("│", "├─", "└─")  # pipes and files have none of them on Windows, where they are written in cp1252
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,14 +31,14 @@ class DrawnTree:
             f"width {max(tree.widths, default=0)}, {tree.passes} draft passes; {len(accepted)} accepted: {ACCEPTED})"
         ]
         encoding = (sys.stdout and sys.stdout.encoding) or "utf-8"
-        down, beside, last, on = LINES if LINES.encode(encoding, "replace").decode(encoding) == LINES else "||`-"
+        down, beside, last = ("|", "|-", "`-") if b"?" in "".join(LINES).encode(encoding, "replace") else LINES
         indents = {0: ""}
         for node in tree.depth_first()[1:]:
             parent = tree.parents[node]
             is_last = tree.below(parent)[-1] == node
             indents[node] = indents[parent] + ("   " if is_last else f"{down}  ")
             mark = ACCEPTED if node in accepted else " "
-            branch = f"{last if is_last else beside}{on}"
+            branch = last if is_last else beside
             label = f"{decode(tree.tokens[node])}   a={tree.estimates[node]:.2f} v={tree.values[node]:.3f}"
             lines.append(f"{indents[parent]}{branch}{mark}{label}")
         return "\n".join(lines)

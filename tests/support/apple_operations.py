@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchgen
+import torchgen  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten

@@ -73,6 +73,7 @@ def windows() -> Iterator[list[str]]:
         check_unused(source, to)
         if os.path.isdir(to):  # noqa: PTH112 - of any kind of path
             refuse("a folder cannot be replaced", to)
+        check_name(to)
         real["replace"](source, to, **how)
 
     def rename(source: Any, to: Any, **how: Any) -> None:
