@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from hf_specdecpp.cli_options import BenchmarkConfig, ChatConfig, DemoConfig, TrainOptions, options_of, settings_from
 
@@ -19,8 +22,23 @@ if TYPE_CHECKING:
     from hf_specdecpp.drafts.kind import SelfCheck
     from hf_specdecpp.hub.inspection import Report
 
+
+class _Commands(TyperGroup):
+    """What a terminal's encoding does not have, such as most signs in Windows' pipes, is a question mark."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdin, sys.stdout):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        return super().main(*args, **kwargs)
+
+
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,
 )
 
 

@@ -144,19 +144,22 @@ def refuse_pointer(path: Path) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, on the CPU; `ValueError` if it is damaged, or holds NaN or infinity."""
+    """All tensors of a safetensors file, on the CPU; `ValueError` if it is damaged, or holds NaN or infinity.
+
+    They are copies: those of safetensors are the mapped file, which Windows then neither replaces nor removes.
+    """
     with _opened(path) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dict
     check_finite(tensors, path)
     return tensors
 
 
 class Weights(Mapping[str, Tensor]):
     """The tensors of a model in safetensors files, by name: `files` says which file holds which, of an index if there
-    is one. A file is downloaded and opened when one of them is read."""
+    is one. A file is downloaded when one of them is read, and stays open no longer than that takes."""
 
     def __init__(self, source: Repository, index: Path | None, files: Mapping[str, str]) -> None:
-        self.source, self.index, self.files, self._open = source, index, files, dict[str, Any]()
+        self.source, self.index, self.files, self._paths = source, index, files, dict[str, Path]()
 
     @classmethod
     def of(cls, source: Repository) -> Weights:
@@ -178,13 +181,10 @@ class Weights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         holder = self.files[name]
-        if holder not in self._open:
-            path = self.source.file(holder)
-            refuse_pointer(path)
-            with _readable(path):
-                self._open[holder] = safe_open(path, framework="pt")
-        with _readable(Path(self.source.full_name, holder)):
-            tensor: Tensor = self._open[holder].get_tensor(name)
+        if holder not in self._paths:
+            self._paths[holder] = self.source.file(holder)
+        with _opened(self._paths[holder]) as file:
+            tensor: Tensor = file.get_tensor(name).clone()
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -221,22 +221,17 @@ def _listed(index: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """What safetensors cannot read within is a damaged file."""
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. What safetensors cannot read of it within is a `ValueError`."""
+    refuse_pointer(path)
     try:
-        yield
+        with safe_open(path, framework="pt") as file:
+            yield file
     except SafetensorError as error:
         raise ValueError(
             f"{path} is incomplete or not a safetensors file ({error}). Delete it, or download it again with "
             "force_download=True."
         ) from None
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    refuse_pointer(path)
-    with _readable(path), safe_open(path, framework="pt") as file:
-        yield file
 
 
 def check_finite(tensors: dict[str, Tensor], path: Path | str) -> None:
@@ -290,7 +285,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 def save_text(text: str, path: Path) -> None:
     """Write a text file, whole or not at all."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
 UNFINISHED = "*.*.[0-9]*.tmp"  # names of what `replacing` leaves when it is killed
@@ -303,7 +298,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with temporary.open("rb") as file:
+        with temporary.open("r+b") as file:  # Windows syncs what may be written to
             os.fsync(file.fileno())  # the name must not outlive a power cut that the contents do not
         temporary.replace(path)
     except (OSError, SafetensorError) as error:

@@ -203,14 +203,14 @@ def _delays() -> dict[str, float] | None:
     delays = {}
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError, IndexError):  # the thread has just ended, or the kernel does not count
-            delays[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+            delays[thread.name] = int((thread / "schedstat").read_text("utf-8").split()[1]) / 1e9
     return delays or None
 
 
 def _machine() -> tuple[float, float] | None:
     """Seconds that all processors together have worked, and that the host has stolen from them (Linux)."""
     try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        fields = Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:]
         user, nice, system, _, _, irq, softirq, steal, *_ = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields)
     except (OSError, ValueError):
         return None

@@ -230,7 +230,7 @@ class RunLog:
         """Keep a row, which is returned with its session."""
         row = {**row, "session": self.session}
         self.rows.append(row)
-        with self.path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

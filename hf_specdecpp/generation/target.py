@@ -131,7 +131,7 @@ class TargetSide(ABC):
         product = self.passes.missing(rows, self.products.has_choice)
         if product is not None:
             begin = time.perf_counter()
-            self.passes.make(rows, product, self.model, inputs(), self.device)
+            self.passes.make(rows, product, self.model, inputs())
             first.stats.compared_passes += 1
             first.stats.preparing_seconds += time.perf_counter() - begin
 

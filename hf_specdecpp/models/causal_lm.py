@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -140,6 +140,11 @@ def positions_of(model: CausalLM, tokens: Tensor, first: int = 0) -> dict[str, T
     return {"position_ids": places.expand(len(tokens), -1)}
 
 
+def keeping_generators(device: torch.device) -> AbstractContextManager[None]:
+    """What is drawn within leaves the generators of the host and of a device as they are."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
+
+
 @contextmanager
 def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
     """A model of somebody's, to be tried on a few tokens as `generate()` runs it: in eval mode, told where they stand.
@@ -160,7 +165,7 @@ def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
     try:
         for module in training:
             module.training = False  # past `train()`, which some modules override
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.no_grad(), keeping_generators(device):
             yield read
     finally:
         for module in training:

@@ -119,7 +119,7 @@ def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
 def test_a_device_without_float64(speculation: dict[str, Any], sampling: dict[str, Any]) -> None:
     target, draft = tiny("llama").float(), partly_agreeing(ORIGINAL, 0.9).float()
-    with pretend_devices(has_float64=False), torch.no_grad():
+    with pretend_devices("mps"), torch.no_grad():
         on_device(target)
         assistant = told(SpecDecPPAssistant.from_draft(on_device(draft), target), **speculation)
         torch.manual_seed(0)

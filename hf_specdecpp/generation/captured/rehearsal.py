@@ -26,7 +26,7 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.several.ranks import is_spread
 from hf_specdecpp.generation.stats import LatestCalls
 from hf_specdecpp.generation.target import OneTarget
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, longest_text
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, keeping_generators, longest_text
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.tiers import SPARE
 
@@ -126,7 +126,7 @@ def warm_up(setup: DraftSetup, target: CausalLM, max_length: int, options: dict[
     device = input_device(target)
     prompt = torch.arange(PROMPT, device=device)[None]
     begin = time.perf_counter()
-    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
+    with keeping_generators(device):
         target.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
