@@ -283,7 +283,7 @@ def test_a_grammar_that_depends_on_the_path(drawing: Pair) -> None:
     def allowed(_: int, ids: Tensor) -> list[int]:
         return [1, 3] if int(ids[-1]) % 2 == 0 else [0, 2]
 
-    allowed.reads_prefix_only = True  # type: ignore[attr-defined] - so it guides the draft
+    allowed.reads_prefix_only = True  # type: ignore[attr-defined]  # so it guides the draft
     check_text(*drawing, prefix_allowed_tokens_fn=allowed)
 
 

@@ -207,7 +207,7 @@ def test_a_cache_is_carried_on(kind: str) -> None:
 
 
 @pytest.mark.every(3, takes=4)
-@pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput"])
+@pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput", "in step"])
 def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any) -> None:
     """The joint distribution of both rows is the product of p of each."""
     target, draft = small(7), small(107)
@@ -216,7 +216,10 @@ def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any
         "threshold": {"rule": "threshold", "threshold": 0.6, "max_tokens": 1},
         # Whether a second candidate is drafted depends on the first of both rows.
         "throughput": {"rule": "throughput", "max_tokens": 2, "costs": {"draft": 0.2, "verify": [1.0, 1.0, 1.0, 1.0]}},
+        "in step": {"rule": "fixed", "num_tokens": 2},
     }
+    # By which both rows stay equally long, so that where a round of one ends depends on the other.
+    further = {"prefix_allowed_tokens_fn": lambda *_: [0, 1, 2, 3]} if rule == "in step" else {}
     speculation = SpeculationConfig(**knobs[rule])
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
     inputs = {"input_ids": torch.tensor([[1, 0, 2], [1, 0, 2]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
@@ -224,7 +227,7 @@ def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any
     def program(replay: Replay) -> Tokens:
         enumerate_torch(replay)
         assistant.memory.clear()
-        options = {"temperature": 0.8, "top_k": 2, "max_new_tokens": 3}
+        options = {"temperature": 0.8, "top_k": 2, "max_new_tokens": 3, **further}
         return tuple(generate(target, inputs, assistant, do_sample=True, **options)[:, 3:].flatten().tolist())
 
     p, found = target_distribution(target, 0.8, 2), exact_distribution(program)

@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 from support.models import VOCAB_SIZE, assistant_for, assistant_of, prompt, quiet_later_layers, tiny
-from support.outputs import PROCESSORS
+from support.outputs import PROCESSORS, RECORDS, assert_same, only_neighbours
 from support.pretend_graph import pretend_graphs
 from support.questions import (
     CAPTURED,
@@ -25,8 +26,9 @@ from support.questions import (
     is_part,
     same,
 )
-from support.whole_rounds import TREE
+from support.whole_rounds import TREE, batch
 from torch import Tensor
+from torch.nn import functional
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -47,6 +49,7 @@ from hf_specdecpp.sampling.processors import KNOWN, PREFIX_FREE, Processing, for
 FAST, SLOW = 10, 2000
 
 
+@pytest.mark.takes(2)
 @pytest.mark.parametrize("part", range(4))
 def test_questions_of_random_calls(part: int) -> None:
     assert sum(check(drawn(seed)) for seed in range(part * FAST, (part + 1) * FAST)) > 2 * FAST
@@ -115,6 +118,32 @@ def test_mutants_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         sum(check(replace(EARLIER_MISTAKES[mistake], seed=seed)) for seed in range(8))
 
 
+@pytest.mark.takes(2)
+@pytest.mark.parametrize("ends", [{}, ENDS], ids=["", "ends"])
+def test_what_rows_in_step_return(ends: dict[str, Any]) -> None:
+    """Scores and states belong to the tokens that they are returned for, and the cache can be carried on."""
+    target, (ids, mask) = quiet_later_layers(tiny("llama")), batch(3)
+    asked: dict[str, Any] = {f"output_{name}": True for name in RECORDS[:3]}
+    how: dict[str, Any] = {
+        "max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD, "return_dict_in_generate": True, **asked, **ends,
+        "attention_mask": mask, "prefix_allowed_tokens_fn": lambda row, text: [
+            token for token in range(1, VOCAB_SIZE) if (token + int(text[-1]) + row) % 6],
+    }  # fmt: skip
+    assistant = assistant_of("conditioned", target, **WAYS["chain"])
+    ours, plain = (target.generate(ids, assistant_model=each, **how) for each in (assistant, None))
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert assistant.stats.accepted > 3
+    if not ends:  # else there are also those of texts that have ended
+        for name in RECORDS[:3]:
+            assert_same(ours[name], plain[name])
+    how |= {
+        "max_new_tokens": 6,
+        "attention_mask": functional.pad(mask, (0, ours.sequences.shape[1] - ids.shape[1]), value=1),
+    }
+    again = [target.generate(each.sequences, past_key_values=each.past_key_values, **how) for each in (ours, plain)]
+    assert torch.equal(again[0].sequences, again[1].sequences)
+
+
 # Those of transformers. ----------------------------------------------------------------------------------------------
 
 
@@ -123,7 +152,7 @@ IN_ORDER: dict[str, dict[str, Any]] = {
     "guidance": {"guidance_scale": 1.6},
     "guidance by a prompt": {"guidance_scale": 0.7, "negative_prompt_ids": prompt(4, seed=5)},
     "a watermark that counts": {"watermarking_config": SYNTH_ID},
-    "a function": PROCESSORS["prefix_allowed_tokens_fn"],
+    "a function": {"prefix_allowed_tokens_fn": lambda *text: only_neighbours(*text)},  # which does not guide the draft
 }
 WITHOUT_STATE = {name: how for name, how in PROCESSORS.items() if name not in ("prefix_allowed_tokens_fn", "none")}
 
@@ -156,7 +185,7 @@ OF_TRANSFORMERS = [
 @pytest.mark.parametrize("way", [*WAYS, *CAPTURED])
 @pytest.mark.parametrize("name", [*IN_ORDER, *WITHOUT_STATE])
 def test_questions_of_transformers_own(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are known without state are asked about candidates, too."""
+    """Those that are known are asked about candidates, too, and in graphs, where Python sees nothing."""
     target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
     made_for = assistant_of("independent", target, **{**WAYS, **CAPTURED}[way])
     arguments = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, **(IN_ORDER | WITHOUT_STATE)[name]}
@@ -164,16 +193,14 @@ def test_questions_of_transformers_own(name: str, way: str, monkeypatch: pytest.
     plain = target.generate(prompt(), **arguments)
     theirs = log[:]
     log.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        if way in CAPTURED:
-            patch.setattr("hf_specdecpp.captured.graphs.can_capture", lambda _: False)
+    with pretend_graphs() if way in CAPTURED else nullcontext():
         ours = target.generate(prompt(), assistant_model=made_for, **arguments)
     made_for.detach()
     assert torch.equal(ours, plain)
     if name in IN_ORDER:
         assert len(log) == len(theirs)
         assert all(map(same, theirs, log))
-    else:
+    elif way in WAYS:
         assert is_part(theirs, log, same) or all(_is_row_of_any(each, log) for each in theirs)
 
 
@@ -191,7 +218,8 @@ ASKED_IN_ORDER = {
     "PrefixConstrainedLogitsProcessor",  # calls a function
     "UnbatchedClassifierFreeGuidanceLogitsProcessor", "WhisperNoSpeechDetection",  # call a model, and remember
 }  # fmt: skip
-IDS, EOS = torch.tensor([[7, 8, 9, 7, 8]]), torch.tensor([5])
+IDS: Any = torch.tensor([[7, 8, 9, 7, 8]])
+EOS, BIAS = torch.tensor([5]), cast(Any, {(4,): 3.0, (7, 8): -5.0})
 MAKE: dict[str, Callable[[], Any]] = {
     "AlternatingCodebooksLogitsProcessor": lambda: logits_process.AlternatingCodebooksLogitsProcessor(2, 8, 4),
     "BarkEosPrioritizerLogitsProcessor": lambda: logits_process.BarkEosPrioritizerLogitsProcessor(5, 0.1),
@@ -210,7 +238,7 @@ MAKE: dict[str, Callable[[], Any]] = {
     "NoBadWordsLogitsProcessor": lambda: logits_process.NoBadWordsLogitsProcessor([[3], [7, 8]], 5),
     "NoRepeatNGramLogitsProcessor": lambda: logits_process.NoRepeatNGramLogitsProcessor(2),
     "RepetitionPenaltyLogitsProcessor": lambda: logits_process.RepetitionPenaltyLogitsProcessor(1.3),
-    "SequenceBiasLogitsProcessor": lambda: logits_process.SequenceBiasLogitsProcessor({(4,): 3.0, (7, 8): -5.0}),
+    "SequenceBiasLogitsProcessor": lambda: logits_process.SequenceBiasLogitsProcessor(BIAS),
     "SuppressTokensAtBeginLogitsProcessor": lambda: logits_process.SuppressTokensAtBeginLogitsProcessor([3], 5),
     "SuppressTokensLogitsProcessor": lambda: logits_process.SuppressTokensLogitsProcessor([3]),
     "TemperatureLogitsWarper": lambda: logits_process.TemperatureLogitsWarper(0.7),

@@ -23,6 +23,7 @@ PAD = 0
 WAYS: dict[str, dict[str, Any]] = {
     "chain": {"rule": "fixed", "num_tokens": 4},
     "threshold": {"rule": "threshold", "threshold": 0.9},
+    "throughput": {"rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.1, 1.2]}},
     "lookup": {"rule": "fixed", "num_tokens": 3, "lookup": True},
     "tree": {"tree": "dyspec", "tree_budget": 12},
     "tree, lookup": {"tree": "dyspec", "tree_budget": 8, "lookup": True},
@@ -35,6 +36,7 @@ CAPTURED: dict[str, dict[str, Any]] = {
     "captured tree": {"rule": "fixed", "tree": "dyspec", "tree_budget": 15},
     "captured, lookup": WAYS["lookup"],
 }
+KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 CHAINS = [name for name, how in {**WAYS, **CAPTURED}.items() if "tree" not in how]
 
 
@@ -298,6 +300,6 @@ def drawn(seed: int, captured: bool = False) -> Call:
         options.pop("sequence_bias", None)
     lengths = tuple(r.choice((1, 2, 5, 9, 14)) for _ in range(rows))
     return Call(
-        r.choice(ways), r.choice(("independent", "early_exit")), toy, as_function, is_marked, rows,
+        r.choice(ways), r.choice(KINDS), toy, as_function, is_marked, rows,
         rows == 1 and r.random() < 0.3, lengths, options, seed,
     )  # fmt: skip
