@@ -18,7 +18,14 @@ from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
-from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_for_one, check_foreign, check_inputs
+from hf_specdecpp.generation.refusals import (
+    LateRefusalError,
+    PlainCallError,
+    check_batch,
+    check_for_one,
+    check_foreign,
+    check_inputs,
+)
 from hf_specdecpp.generation.several.drafting import DraftsOfRows
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread
 from hf_specdecpp.generation.several.target import TargetOfRows
@@ -98,7 +105,12 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
     foreign = check_foreign(target, cache_among(model_kwargs), 1)
     known_as = as_static(config, model_kwargs)
-    generator = assistant.start_generation(target, known_as, call.processors, model_kwargs.get("attention_mask"))
+    try:
+        generator = assistant.start_generation(target, known_as, call.processors, model_kwargs.get("attention_mask"))
+    except ValueError as refusal:
+        if foreign is None:
+            raise
+        raise PlainCallError(f"{type(target).__name__} runs {foreign.name}, and so: {refusal}") from refusal
     prepare_static(model_kwargs, config, generator.setup.most_tokens if generator.draws_trees else 0)
     parts = target, generator, call.criteria, config, call.streamer
     if is_spread(target):
