@@ -218,8 +218,8 @@ class AssistantModel(PreTrainedModel):
     def _make_draft(self, target: CausalLM) -> None:
         # Offloaded ones are replaced in each pass.
         self._made_of = [ref(each) for each in causal_lm.parameters_of(target) if each.device.type != "meta"]
-        self._made_for = target.dtype, causal_lm.input_device(target)
         self.drafter = self.kind.draft(self.config, self.parts, Loading(target=target))
+        self._made_for = target.dtype, causal_lm.input_device(target)
         TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
         if self.head is not None:
             self.head.to(self.drafter.device)
@@ -244,7 +244,11 @@ class AssistantModel(PreTrainedModel):
         for target in attached.targets_of(self) if self.kind.rests_on == "target" else ():
             now, place = set(map(id, causal_lm.parameters_of(target))), (target.dtype, causal_lm.input_device(target))
             if place != self._made_for or any(id(each()) not in now for each in self._made_of):
-                self._make_draft(target)
+                try:
+                    self._make_draft(target)
+                except ValueError:  # of embeddings that were resized, for which some drafts cannot be made, but go on
+                    if place != self._made_for:
+                        raise
 
     def setup(self) -> DraftSetup:
         """What a generation needs of this assistant; `ValueError` as above, or where no draft can be made any more of a

@@ -20,7 +20,7 @@ from hf_specdecpp.caches.trial import Held, Trial
 from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.generation.captured.text import Captured, CapturedText, differs, memory_ended
 from hf_specdecpp.generation.prefix import Prefix, TargetText, reading_again, try_pass
-from hf_specdecpp.generation.refusals import check_numbers, check_prompt
+from hf_specdecpp.generation.refusals import LateRefusalError, check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
@@ -157,7 +157,12 @@ class OneTarget(TargetSide):
         check_prompt(outputs)
         check_numbers(self.model, outputs.logits, prefix.model_kwargs.get("attention_mask"))
         if self.generator.draws_trees:
-            prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
+            try:
+                prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
+            except LateRefusalError as refusal:
+                if self.foreign is None:
+                    raise
+                self.foreign.reason = str(refusal)
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
         cache.activate_past_recording()
         rounds[0].outputs = outputs

@@ -1,12 +1,13 @@
 """Code of others in the passes of a target: hooks, patched forwards, replaced layers (`foreign_passes`).
 
 Such code may depend on how many tokens a pass reads, as a hook does that changes the last row alone. So passes over
-several tokens are compared with passes over fewer before a text relies on them (`generation.prefix.Trial`), and what
+several tokens are compared with passes over fewer before a text relies on them (`caches.trial.Trial`), and what
 was found is kept here for later texts.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,7 +18,8 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-from torch import Generator, Tensor, nn
+from huggingface_hub.constants import HF_HUB_CACHE
+from torch import Generator, Tensor, nn, strided
 from torch.nn.modules import module as every_module
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -32,6 +34,9 @@ KNOWN = {
     "aqlm", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu", "fp_quant", "gptqmodel",
     "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
 }  # fmt: skip
+
+
+KERNELS = os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE  # from which nothing but kernels of the Hub is imported
 
 
 class ForeignCode:
@@ -99,15 +104,17 @@ def _remember(value: Any, found: list[Any], depth: int) -> None:
     if type(value) in SIMPLE:
         found.append(value)
     elif isinstance(value, Tensor):
-        is_small = value.numel() <= SMALL and value.device.type != "meta"
-        found.append((id(value), float(value.detach().double().sum()) if is_small else value.data_ptr()))
+        is_plain = value.is_floating_point() and value.layout is strided and value.device.type != "meta"
+        total = str(float(value.detach().double().sum())) if is_plain and value.numel() <= SMALL else ""
+        found.append((id(value), 0 if value.is_inference() else value._version, total))
     elif isinstance(value, Generator):
         found.append(value.get_state().tolist())
     elif isinstance(value, Iterator):
         found.append((repr(value), length_hint(value, 0)))  # what `itertools.count` says, and what of a list is left
-    elif isinstance(value, MethodType | partial):
-        bound = isinstance(value, MethodType)
-        parts = (value.__self__, value.__func__) if bound else (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType):
+        parts = value.__self__, value.__func__
+    elif isinstance(value, partial):
+        parts = value.func, *value.args, *value.keywords.values()
     elif isinstance(value, FunctionType):
         parts = _referred_to(value)
     elif isinstance(value, list | tuple | set | dict | deque):
@@ -137,6 +144,8 @@ def package_of(code: Any) -> str:
     while isinstance(code, MethodType | partial):
         code = code.__func__ if isinstance(code, MethodType) else code.func
     if isinstance(code, FunctionType):
+        if code.__code__.co_filename.startswith(KERNELS):
+            return "kernels"
         home = code.__globals__.get("__name__", "")
     else:
         home = (code if isinstance(code, type | BuiltinFunctionType) else type(code)).__module__

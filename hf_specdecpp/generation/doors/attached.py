@@ -269,7 +269,8 @@ def _assisted_decoding(
     except PlainCallError as refusal:
         _leave_out(assistant_model, target, str(refusal), kwargs.get("streamer"))
         others = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
-        return GenerationMixin._sample(target, *given, **others)
+        plain: Any = GenerationMixin._sample
+        return plain(target, *given, **others)
     return decode(input_ids)
 
 

@@ -20,6 +20,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
 from hf_specdecpp.generation.refusals import (
     LateRefusalError,
+    PlainCallError,
     check_batch,
     check_for_one,
     check_foreign,
@@ -110,7 +111,12 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
     known_as, processors = as_static(config, model_kwargs), call.processors
     if not all(ends_as_told(each, config) for each in call.criteria):  # the draft may go on behind the end
         processors = in_order(processors)
-    generator = assistant.start_generation(target, known_as, processors, model_kwargs.get("attention_mask"))
+    try:
+        generator = assistant.start_generation(target, known_as, processors, model_kwargs.get("attention_mask"))
+    except ValueError as refusal:
+        if foreign is None:
+            raise
+        raise PlainCallError(f"{type(target).__name__} runs {foreign.name}, and so: {refusal}") from refusal
     assistant.calls.note(generator.stats, call.streamer)
     prepare_static(model_kwargs, config, generator.setup.most_tokens if generator.draws_trees else 0)
     parts = target, generator, call.criteria, config, call.streamer
