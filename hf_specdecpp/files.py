@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import os
 import re
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import cached_assets_path, constants, hf_hub_download, snapshot_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -289,7 +287,6 @@ def save_text(text: str, path: Path) -> None:
 
 
 UNFINISHED = "*.*.[0-9]*.tmp"  # names of what `replacing` leaves when it is killed
-_folders: list[Path] = []  # in the place of the assets cache (`measured_in`)
 
 
 @contextmanager
@@ -306,45 +303,3 @@ def replacing(path: Path) -> Iterator[Path]:
         raise OSError(
             f"{path} could not be written ({error}). Earlier contents are kept: make room on the disk and try again."
         ) from error
-
-
-def recall(kind: str, of: dict[str, Any]) -> Any:
-    """What was measured earlier on this machine, in another process too (`remember`), or `None`."""
-    try:
-        return parse_json(_measured_path(kind, of).read_text(encoding="utf-8"))[kind]
-    except (OSError, ValueError, KeyError, TypeError):  # not measured yet, or the file is damaged
-        return None
-
-
-def remember(kind: str, of: dict[str, Any], value: Any) -> None:
-    """Keep in Hugging Face's assets cache, if that can be written, what was measured of a kind; all is JSON-able."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: huggingface_hub finds a file in the folder's place
-        save_text(json.dumps({kind: value, "of": of}, indent=1), _measured_path(kind, of))
-
-
-def forget(kind: str) -> None:
-    """Drop all that was kept of a kind, so that it is measured again."""
-    with contextlib.suppress(OSError, ValueError):
-        for path in _measured_folder(kind).glob("*.json"):
-            path.unlink()
-
-
-@contextlib.contextmanager
-def measured_in(folder: Path) -> Iterator[None]:
-    """Within, what is measured is kept in a folder, and what was measured before is not known."""
-    _folders.append(folder)
-    try:
-        yield
-    finally:
-        _folders.pop()
-
-
-def _measured_folder(kind: str) -> Path:
-    folder = _folders[-1] / kind if _folders else cached_assets_path("hf_specdecpp", kind)
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-def _measured_path(kind: str, of: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:24]
-    return _measured_folder(kind) / f"{digest}.json"

@@ -96,14 +96,9 @@ def test_single_weights_are_not_kept_open(tmp_path: Path) -> None:
     assert tensor.isfinite().all()
 
 
-def test_what_is_measured_looked_up_and_drawn(cache: Path, tmp_path: Path) -> None:
+def test_what_is_looked_up_and_drawn(tmp_path: Path) -> None:
     target = tiny("llama")
     with windows() as refused:
-        for value in (1, 2):
-            files.remember("costs", {"of": "a model"}, value)
-            assert files.recall("costs", {"of": "a model"}) == value
-        files.forget("costs")
-        assert files.recall("costs", {"of": "a model"}) is None
         answers = assistant_of("early_exit", target).memory.answers
         answers.add([1, 2, 3])
         answers.save(tmp_path / "answers.json")
