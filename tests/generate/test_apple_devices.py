@@ -4,6 +4,7 @@ of plain generation, and what training and replays compute is what the host comp
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support.apple_operations import AsOnApple
 from support.distillation_files import prepare
 from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny, told
 from support.pretend_devices import DeviceTensor, on_device, pretend_devices
+from support.repos import head_for
 from support.training_files import training_run
 from support.zoo import tiny_of
 from torch import Tensor
@@ -74,6 +76,22 @@ def early_exit(**settings: Any) -> Any:
 def test_every_rule_and_tree(settings: dict[str, Any], options: dict[str, Any]) -> None:
     stats = check_text(quiet_later_layers(tiny("llama")).float(), early_exit(**settings), **options)
     assert stats.drafted > 0
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(
+    ("inputs", "settings"),
+    [("before", CHAINS["threshold"]), ("after", CHAINS["threshold"]), ("before", TREES["dyspec"])],
+    ids=["before", "after", "tree"],
+)
+def test_an_acceptance_head(inputs: Any, settings: dict[str, Any]) -> None:
+    def make(target: Any) -> SpecDecPPAssistant:
+        head = on_device(head_for(target, inputs=inputs, embedding_size=32 if inputs == "before" else None))
+        return told(SpecDecPPAssistant.from_early_exit(target, [0, 2], head=head), **settings)
+
+    stats = check_text(quiet_later_layers(tiny("llama")).float(), make, **SAMPLED)
+    assert stats.drafted > 0
+    assert stats.uncaptured == "there are no CUDA graphs on mps"
 
 
 @pytest.mark.every(2, takes=2)
@@ -187,6 +205,13 @@ def test_devices_are_asked_once() -> None:
         assert (widest(torch.device("cuda:0")), counts["launch"]) == (torch.float64, before)
         assert widest(torch.device("cuda:1")) == torch.float64
         assert counts["read"] == 0, "nothing waits, so a capture may ask"
+
+
+@pytest.mark.parametrize("refusal", [TypeError("as on Apple's"), RuntimeError("as on some of Intel's")])
+def test_every_way_to_say_no(refusal: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretend_devices("cuda"):
+        monkeypatch.setattr(torch, "ones", Mock(side_effect=refusal))
+        assert widest(torch.device("cuda:0")) == torch.float32
 
 
 def test_memory_that_is_short_for_a_moment_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
