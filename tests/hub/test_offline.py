@@ -36,9 +36,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("what", CALLS)
 def test_calls(what: str) -> None:
-    with pytest.raises(
-        OSError, match="nothing' is no folder here.*Offline mode is on"
-    ) as said:
+    with pytest.raises(OSError, match="nothing' is no folder here.*Offline mode is on") as said:
         CALLS[what](tiny("llama"))
     assert "connection" not in str(said.value)
     assert "HF_HUB_OFFLINE" in str(said.value)
