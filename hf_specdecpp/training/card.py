@@ -154,7 +154,6 @@ def summary(config: TrainingConfig) -> str:
     draft = config.named_draft or describe(SpecDecPPConfig.from_dict(made))
     adapter = " with an adapter" if made["adapter"] else ""
     named = "" if config.named_draft is None else f", draft={config.named_draft!r}"
-    tokens = read_json(config.work / answers.FOLDER / answers.RECORD)["train"]["answer_tokens"]
     share = "the same command with --stage card --push_to_hub YOU/NAME"
     if no_id(made["target_id"]):
         share = f"first set target_id, the Hub id of {config.target!r}, in a --config file; then {share}"
@@ -166,5 +165,6 @@ def summary(config: TrainingConfig) -> str:
     use = f"assist(model, {config.output!r}{named}); model.generate(**inputs)"
     if (why := too_rarely_accepted(measured)) is None:
         return "\n".join([*found, f"use it      {use}", f"share it    {share}"])
+    tokens = read_json(config.work / REPORT)["tokens"]
     more = f"This run learnt from {tokens:,} tokens of answers; more of them help, from more prompts."
     return "\n".join([*found, f"not yet     {why} {more}", f"try it      {use}"])
