@@ -32,7 +32,11 @@ def check_types(settings: Any, path: str = "") -> None:
     `path` is what fields are called before their names, such as `"head."`.
     """
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    check_values(values, hints_of(settings.__class__), path)
+    hints = hints_of(settings.__class__)
+    for name, value in values.items():
+        if is_dataclass(hints[name]) and not is_dataclass(value):
+            raise ValueError(f"{path}{name}={shown(value)} must be a mapping.")
+    check_values(values, hints, path)
     for name, value in values.items():
         if is_dataclass(value):
             check_types(value, f"{path}{name}.")

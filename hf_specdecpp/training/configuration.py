@@ -347,6 +347,6 @@ def refuse_unknown(cls: Any, names: Iterable[str], path: str) -> None:
     known = [item.name for item in fields(cls)]
     for name in sorted(set(names) - set(known)):
         raise ValueError(
-            f"Unknown setting {path}{name}.{did_you_mean(name, known)} {path.rstrip('.') or 'A training run'} takes "
-            f"{', '.join(known)}."
+            f"Unknown setting {path}{name}. {path.rstrip('.') or 'A training run'} takes {', '.join(known)}."
+            f"{did_you_mean(name, known)}"
         )
