@@ -70,7 +70,8 @@ class Counters:
         remedies: what could still be done for its speed, of `DraftSetup.remedies`.
         decided: what the package decided, by name: `{"rule": "throughput", "costs": "followed", "verification":
             "block", "products": "packed int8", "corrections": "off"}`, where oneDNN with packed weights is compared
-            with PyTorch's own products, and the draft reads in int8.
+            with PyTorch's own products, and the draft reads in int8. Rounds that are captured whole and draft trees
+            as well as chains have the verification `"block, of trees token"`.
         has_products: whether any layer computes otherwise than in plain `generate()`.
     """
 
