@@ -76,7 +76,7 @@ class Benchmark:
         reason = kind_of(assistant.config).cannot.get("replays")
         if config.replay and reason is not None:
             logger.warning(f"--replay does nothing: {reason}. --replay_rounds does.")
-            config = replace(config, replay=False)
+        config = replace(config, replay=config.replay is not False and reason is None)
         contestants = choose(_contestants(config, target, assistant), config.contestants)
         return cls(config, target, assistant, contestants, _questions(config))
 
@@ -230,7 +230,7 @@ class RunLog:
         """Keep a row, which is returned with its session."""
         row = {**row, "session": self.session}
         self.rows.append(row)
-        with self.path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -21,8 +21,10 @@ from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundShape
+from hf_specdecpp.generation import text as generation_text
 from hf_specdecpp.generation.captured import rounds as captured_rounds
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.sampling import on_device
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput import tiers
 
@@ -181,6 +183,41 @@ def test_calibration_is_contents_of_a_graph(
     found = first_trees(target, assistant)
     assert found[0] == found[1] == found[2]
     assert pretended["captured"] == graphs
+
+
+MOST_TOKENS = {"rule": "throughput"}
+MIXED = "block, of trees token"
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("settings", "graphs", "asked", "told", "ran"), [
+    (CHAIN, "auto", "block", "block", {"chain block"}),
+    (CHAIN, "auto", "token", "token", {"chain token"}),
+    (TREE, "auto", "block", "token", {"tree token"}),
+    (TREE, "auto", "token", "token", {"tree token"}),
+    (TREE, "off", "block", "block", {"tree block"}),
+    (TREE, "off", "token", "token", {"tree token"}),
+    (MOST_TOKENS, "auto", "block", MIXED, {"chain block", "tree token"}),
+    (MOST_TOKENS, "auto", "token", "token", {"chain token", "tree token"}),
+    ({**TREE, **MOST_TOKENS}, "auto", "block", "token", {"tree token"}),
+], ids=str)  # fmt: skip
+def test_the_verification_that_runs_is_told(
+    settings: dict[str, Any], graphs: str, asked: Any, told: str, ran: set[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    target, assistant = made("independent", tmp_path, graphs=graphs, **settings)
+    assistant.decisions = type(assistant.decisions)(verification=asked)
+    found: set[str] = set()
+    heard(monkeypatch, on_device, "tree_tests", lambda *_: found.add("tree token"))
+    heard(monkeypatch, on_device, "outcomes", lambda drawn, *rest: drawn.numel() and found.add(f"chain {rest[3]}"))
+    heard(monkeypatch, generation_text, "verify_tree", lambda tree, *_: len(tree) and found.add("tree token"))
+    heard(monkeypatch, generation_text, "verify_tree_block", lambda tree, *_: len(tree) and found.add("tree block"))
+    monkeypatch.setattr(tiers, "PROBES", (2, 4))  # a tree is tried now and then
+    generate(target, assistant, **{**SAMPLED, "max_new_tokens": 30})
+    assert found == ran
+    assert assistant.stats.decided["verification"] == told
+    assert generate(target, assistant).shape == (1, 36)
+    assert assistant.stats.decided["verification"] == "equality"
 
 
 REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -5,6 +5,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from hf_specdecpp.throughput.target_passes import TargetPasses
 from support.models import tiny
 from support.mutants import accept_everything
 from support.repos import save_model
@@ -12,7 +13,6 @@ from typer.testing import CliRunner
 
 from hf_specdecpp.cli import app
 from hf_specdecpp.terminal import demo
-from hf_specdecpp.throughput.target_passes import TargetPasses
 from hf_specdecpp.trees.drawing import DrawnTree
 
 ARGUMENTS = ["--layers", "1", "--max-new-tokens", "12", "--prompt", "w1 w2 w3", "--prompt", "w4"]
@@ -93,7 +93,7 @@ def test_demo_shows_a_tree(target: str, tmp_path: Path, monkeypatch: pytest.Monk
     result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS, "--tree"])
     assert result.exit_code == 0, result.output
     assert result.output.count("equal: all 12 tokens") == 2
-    for part in ("The last tree", "draft passes", "a=0.", "trees", "Picture: tree.png"):
+    for part in ("The most branched tree", "draft passes", "a=0.", "trees", "Picture: tree.png"):
         assert part in result.output
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
 
