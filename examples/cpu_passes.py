@@ -1,9 +1,9 @@
-"""What a pass over a few tokens costs on this CPU in float32, with each choice of products.
+"""What a pass over a few tokens costs on this CPU, with each kind of matrix product.
 
-    OMP_NUM_THREADS=1 python examples/cpu_passes.py HuggingFaceTB/SmolLM2-135M-Instruct
+    OMP_NUM_THREADS=1 python examples/cpu_passes.py HuggingFaceTB/SmolLM2-135M-Instruct bfloat16
 
-Four rows: plain PyTorch, oneDNN with the weights as they are, oneDNN with packed weights, and
-int8, which is for drafts only. Milliseconds, the least of several passes taken in turns.
+Three rows: PyTorch's own products, those with exact copies of the weights, and int8, which is for drafts only. Under
+them: in how many layers the copies are float16, or oneDNN's. Milliseconds, the least of several passes taken in turns.
 """
 
 import sys
@@ -14,8 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_specdecpp.models.causal_lm import CACHE
-from hf_specdecpp.models.cpu_products import FasterProducts, Part
-from hf_specdecpp.models.products import Always, PackedWeights, quantise
+from hf_specdecpp.models.copies import WeightCopies, background
+from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.product_times import measured_copy
+from hf_specdecpp.models.products import quantise
 
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 CONTEXT, TURNS = 64, 7
@@ -40,21 +42,23 @@ def least_times(model, contexts):
 
 
 @torch.no_grad()
-def main(name):
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-    packed = PackedWeights()
+def main(name, dtype="bfloat16"):
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype)).eval()
+    copies, begin = WeightCopies(measured_copy), time.perf_counter()
+    with_copies = FasterProducts(model, copies=copies, target=model)
+    background.wait()
+    making = time.perf_counter() - begin
     contexts = {
         "own": nullcontext(),
-        "onednn": FasterProducts(Part([model], Always("onednn"))),
-        "packed": FasterProducts(Part([model], Always("packed")), packed=packed),
-        "int8": FasterProducts(draft=[model], int8=PackedWeights(quantise)),
+        "copies": with_copies,
+        "int8": FasterProducts(draft=[model], int8=WeightCopies(quantise)),
     }
     best = least_times(model, contexts)
-    print(f"{name}, {torch.get_num_threads()} thread(s), ms a pass")
-    print(f"packed copies take {packed.bytes / 2**20:.0f} MiB")
+    print(f"{name}, {dtype}, {torch.get_num_threads()} thread(s), ms a pass")
     print("tokens " + "".join(f"{count:>7}" for count in COUNTS))
     for kind in contexts:
         print(f"{kind:<7}" + "".join(f"{best[kind, count]:7.1f}" for count in COUNTS))
+    print(f"copies: {with_copies.described}, {copies.bytes / 2**20:.0f} MiB, made in {making:.1f} s")
 
 
 if __name__ == "__main__":

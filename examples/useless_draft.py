@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python examples/useless_draft.py          # sizes such as 64x28 576x8 may follow
 
-Target and draft are random Llamas that agree by chance only. Plain and assisted answers alternate, so that whatever
+Target and draft are random Llamas that agree by chance only, once with PyTorch's own matrix products and once with
+copies of the weights, which have been made before the first answer. Plain and assisted answers alternate, so that whatever
 else the machine does slows both; medians over the repetitions of milliseconds a token, and of the ratio of each pair.
 With one thread they are the processor's milliseconds, without the time that other processes have it. The first answers,
 within which costs are measured, do not count.
@@ -16,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.clocks import computing_clock
-from hf_specdecpp.config.speculation import Decisions
 
 SIZES = ("64x28", "128x12", "256x8", "576x8", "1536x4")  # hidden size x layers
 NEW_TOKENS, REPETITIONS, WARM_UP = 96, 9, 3
@@ -29,14 +29,16 @@ def random_llama(hidden: int, layers: int, seed: int) -> LlamaForCausalLM:
         num_attention_heads=max(hidden // 64, 4), num_key_value_heads=max(hidden // 192, 1), initializer_range=0.05,
         bos_token_id=None, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).bfloat16().float().eval()  # as checkpoints are published, so float16 holds them
 
 
-def ratios(hidden: int, layers: int, pack_weights: bool, repetitions: int = REPETITIONS) -> list[tuple[float, float]]:
+def ratios(hidden: int, layers: int, copies: bool, repetitions: int = REPETITIONS) -> list[tuple[float, float]]:
     """Seconds a token of plain `generate()` and of ours, pair by pair."""
     target, draft = random_llama(hidden, layers, 0), random_llama(hidden, max(layers // 7, 1), 1)
-    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(rule="throughput"))
-    assistant.decisions = Decisions(pack_weights=pack_weights)
+    speculation = SpeculationConfig(rule="throughput", cpu_products="auto" if copies else "off")
+    assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
+    if copies:
+        assistant.warm_up(NEW_TOKENS)
     prompt = torch.arange(10)[None]
     clock, pairs = computing_clock(), []
     for repetition in range(WARM_UP + repetitions):
@@ -54,11 +56,11 @@ def main(*sizes: str) -> None:
     sys.stdout.write(f"{'':14}{'plain':>10}{'ours':>10}   ms a token{'ratio':>10}{'quartiles':>14}\n")
     for size in sizes or SIZES:
         hidden, layers = map(int, size.split("x"))
-        for pack_weights in (False, True):
-            pairs = ratios(hidden, layers, pack_weights)
+        for copies in (False, True):
+            pairs = ratios(hidden, layers, copies)
             plain, ours = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
             low, ratio, high = statistics.quantiles([a / b for a, b in pairs])
-            name = f"{size}{', packed' if pack_weights else ''}"
+            name = f"{size}{', copies' if copies else ''}"
             sys.stdout.write(f"{name:14}{plain:10.2f}{ours:10.2f}{'':13}{ratio:10.3f}   {low:.3f}-{high:.3f}\n")
             sys.stdout.flush()
 

@@ -28,8 +28,9 @@ LEAST = {"num_tokens": 1, "max_tokens": 1, "tree_budget": 2}
 EXPERIMENTS = "The package decides that; for experiments there is assistant.decisions"
 REMOVED = {
     **dict.fromkeys(("min_tokens", "tree_depth", "tree_threshold", "lookup_tokens", "verification"), EXPERIMENTS),
-    **dict.fromkeys(("draft_temperature", "draft_successors", "pack_weights", "int8_draft"), EXPERIMENTS),
+    **dict.fromkeys(("draft_temperature", "draft_successors", "int8_draft"), EXPERIMENTS),
     **dict.fromkeys(("confidence_threshold", "svip_threshold", "adaedl_threshold"), 'Use rule="throughput"'),
+    "pack_weights": 'Copies of weights are made where products are faster with them; cpu_products="off" turns them off',
     "adapt": f"reproducible=True repeats a sampled text under its seed. {EXPERIMENTS}",
     "track_costs": "reproducible=True repeats a sampled text under its seed",
     "tree_shape": "Give the shape as tree=[4, 2, 1, 1], or as a list of nodes",

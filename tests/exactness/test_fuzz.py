@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches import text
 from hf_specdecpp.generation import prefix
-from hf_specdecpp.models import products
+from hf_specdecpp.models import copies
 from hf_specdecpp.sampling.processors import Processing
 
 PARTS, CASES_OF_A_PART = 4, 50
@@ -221,8 +221,8 @@ def processors_after_the_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed copies are not compared with their weights."""
-    monkeypatch.setattr(products, "fingerprint", lambda weight: torch.zeros(1))
+    """Copies of weights are not compared with these."""
+    monkeypatch.setattr(copies, "fingerprint", lambda weight: torch.zeros(1))
 
 
 FOLLOWING = {"neighbours", "in place", "new tensor", "whole prefix"}  # processors that follow the last token
@@ -234,7 +234,7 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], Callable[[Case], bool]] = {
     not_rolled_back: lambda case: case.door == "attached" and case.tree == "none",
     path_kept_in_drawing_order: lambda case: case.tree != "none",
     processors_after_the_text_only: lambda case: case.tree == "none" and bool(FOLLOWING & set(case.processors)),
-    stale_copies: lambda case: case.weights not in ("as they are", "packed"),
+    stale_copies: lambda case: case.weights not in ("as they are", "copies"),
 }
 
 

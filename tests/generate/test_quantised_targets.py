@@ -13,19 +13,18 @@ from safetensors.torch import load_file, save_file
 from support import dflash_files, gemma4_files
 from support.models import partly_agreeing, prompt, random_fusion, random_layer
 from support.mtp_files import Files
+from support.products import use_copies
 from support.quantised import SHAPE, ordinary, quantised_in_place, with_bitsandbytes, with_torch_ao, with_torchao
 from support.repos import save_adapter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
-from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models import early_exit as early_exit_module
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.copies import background
 from hf_specdecpp.models.early_exit import early_exit
-from hf_specdecpp.models.products import Always
 from hf_specdecpp.models.quantised import multiplies_in_half
-from hf_specdecpp.throughput import target_passes
 
 pytestmark = pytest.mark.takes(60)
 
@@ -34,7 +33,6 @@ SETTINGS = {
     "chain": CHAIN,
     "threshold": SpeculationConfig("threshold"),
     "tree": SpeculationConfig(rule="threshold", tree="dyspec", tree_budget=12),
-    "packed": CHAIN,
     "own products": SpeculationConfig("fixed", num_tokens=4, cpu_products="off"),
 }
 TARGETS: dict[str, Callable[[], CausalLM]] = {
@@ -170,15 +168,15 @@ def test_a_target_that_is_attached_before_its_first_pass(shared: bool, monkeypat
     assert torch.equal(generate(target), expected) == shared
 
 
-def test_only_layers_that_are_not_quantised_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
-    monkeypatch.setattr(target_passes, "ways_of", lambda *_: Always("packed"))
+def test_only_layers_that_are_not_quantised_have_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_copies(monkeypatch)
     target, bare = with_torchao(), ordinary()
     target.lm_head = bare.lm_head
-    assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=SETTINGS["packed"])
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=CHAIN)
     plain = generate(target)
+    background.wait()
     assert torch.equal(generate(target, assistant), plain)
-    assert assistant.packed.bytes == bare.lm_head.weight.nbytes
+    assert [weight for weight, copy in assistant.copies._copies.items() if copy.made] == [bare.lm_head.weight]
 
 
 HEADS: dict[str, Callable[[], CausalLM]] = {

@@ -17,7 +17,6 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.hub.publishing import opening
@@ -100,8 +99,6 @@ def test_lossless_and_as_good_as_the_card(case: str, dataset: str) -> None:
     # Its own rule may find that speculating does not pay on this machine, and then nothing would be tested.
     rule = SpeculationConfig(rule="threshold", threshold=0.7)
     assistant = SpecDecPPAssistant.from_pretrained(repository, target=target, speculation=rule, draft=draft)
-    # Packed copies of the 1.5B model's weights would double its 6 GB.
-    assistant.decisions = Decisions(pack_weights=case == "smollm2")
     labels = []
     for row in [row for row in PROMPTS if row["set"] == dataset][:num_prompts]:
         messages = [{"role": "user", "content": row["prompt"]}]

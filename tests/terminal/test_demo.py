@@ -5,7 +5,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from hf_specdecpp.throughput.target_passes import TargetPasses
+from hf_specdecpp.throughput.pass_times import PassTimes
 from support.models import tiny
 from support.mutants import accept_everything
 from support.repos import save_model
@@ -55,7 +55,7 @@ def test_the_verdict_agrees_with_what_was_measured(target: str, monkeypatch: pyt
     """Passes that were timed at another moment, here a thousand times too fast, do not decide."""
     seen = []
     monkeypatch.setattr(demo, "_report", lambda stats, pairs, _: seen.append((stats, pairs)))
-    monkeypatch.setattr(TargetPasses, "seconds", lambda *_: (2e-6, 1e-6))
+    monkeypatch.setattr(PassTimes, "seconds", lambda *_: (2e-6, 1e-6))
     result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS])
     assert result.exit_code == 0, result.output
     [(stats, pairs)] = seen

@@ -191,13 +191,13 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pack_weights", [False, True])
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("size", ["64x28", "576x8", "1536x4"])
-def test_a_useless_draft_costs_next_to_nothing(size: str, pack_weights: bool) -> None:
+def test_a_useless_draft_costs_next_to_nothing(size: str, copies: bool) -> None:
     """0.97 and more on an idle machine; here other processes may slow either of the two."""
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "useless_draft.py"))
     hidden, layers = map(int, size.split("x"))
-    assert median(plain / ours for plain, ours in example["ratios"](hidden, layers, pack_weights)) > 0.94
+    assert median(plain / ours for plain, ours in example["ratios"](hidden, layers, copies)) > 0.94
 
 
 # Looking ahead by the prices of candidates. ---------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def draw(randomness: random.Random, families: tuple[str, ...] = FAMILIES) -> Cas
         first_tokens=r.choice((1, 1, 3, 6)), earlier=rarely("ours", ("plain",), 0.3),
         chunk=rarely(0, (1, 3, 5, 100), 0.2), records=rarely((), (("dict",), some(RECORDS, (1, 2, 4))), 0.5),
         streamer=r.random() < 0.3,
-        weights=rarely("as they are", ("packed", "scaled", "copied", "merged", "replaced"), 0.08),
+        weights=rarely("as they are", ("copies", "scaled", "copied", "merged", "replaced"), 0.08),
     )  # fmt: skip
     return settle(case)
 
@@ -105,7 +105,7 @@ def settle(case: Case) -> Case:
             case = replace(case, **to)
 
     turn(case.weights == "merged" and case.family not in WITH_ADAPTERS, weights="copied")
-    if case.door != "attached":  # transformers' own loop: no trees, early exits or packed weights
+    if case.door != "attached":  # transformers' own loop: no trees, early exits or copies of weights
         turn(True, tree="none", weights="as they are")
         turn(case.draft in ("more ids", "fewer ids"), draft="other")  # it compares the numbers
         turn(case.draft.startswith("exit") or case.draft in ("conditioned", "eagle3"), draft="close")

@@ -93,5 +93,4 @@ def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
         draft = draft_of(case.family, case.attention, case.dtype, case.draft)
         attached = target if case.door == "attached" else None
         assistant = SpecDecPPAssistant.from_draft(draft, attached, head=head_of(case.head, draft), **common)
-    pack = {"pack_weights": True} if case.weights != "as they are" else {}
-    return told(assistant, **RULES[case.rule], **TREES[case.tree], **pack)
+    return told(assistant, **RULES[case.rule], **TREES[case.tree])

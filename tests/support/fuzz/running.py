@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_specdecpp
-from hf_specdecpp.models import cpu_products
+from hf_specdecpp.models import cpu_products, product_times
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.products import Always, Product
-from hf_specdecpp.throughput import target_passes
+from hf_specdecpp.models.copies import WeightCopies
+from hf_specdecpp.models.product_times import ProductTimes
 from support.fuzz.arguments import arguments, first_prompt, positions_of, random_ids
 from support.fuzz.cases import RECORDS, Case
 from support.fuzz.models import LORA_MODULES, assistant_for, target_of
@@ -27,6 +27,7 @@ PACKAGE = str(Path(hf_specdecpp.__file__).parent)
 # Between the two likeliest tokens of plain generation. Passes over one and over several tokens round differently.
 NEAR_TIE = {"float64": 1e-4, "float32": 1e-2}
 TOLERANCE = {"float64": 1e-5, "float32": 2e-2}  # of side outputs
+ALWAYS = ProductTimes((2e-9,) * 3, (1e-9,) * 3, least=1, most=24)  # copies of weights are the faster ones
 # Frames of a round: an exception from there comes too late to be a refusal.
 ROUND = {"round", "propose"}
 
@@ -114,6 +115,8 @@ def run_case(case: Case) -> Result:
     target = target_of(case.family, case.attention, case.dtype)
     if case.weights != "as they are":
         target = copy.deepcopy(target)
+        for parameter in target.parameters() if case.seed % 2 else ():
+            parameter.data = parameter.data.bfloat16().to(parameter.dtype)  # so that float16 holds it
     assistant: Any = None
     try:
         with warnings.catch_warnings():
@@ -121,11 +124,14 @@ def run_case(case: Case) -> Result:
             assistant = assistant_for(case, target)
         if case.weights == "as they are":
             return _compare(case, target, assistant)
-        with (  # tiny layers would not be packed
+        with (  # tiny layers would have no copies, and others only after a while
             mock.patch.object(cpu_products, "LEAST_ELEMENTS", 1),
-            mock.patch.object(target_passes, "ways_of", _packed_everywhere),
+            mock.patch.object(product_times, "_measure", lambda *_: ALWAYS),
+            mock.patch.object(product_times, "_measured", {}),
+            mock.patch.object(product_times, "_first", {}),
+            mock.patch.object(WeightCopies, "prepared", WeightCopies.current),
         ):
-            if case.weights != "packed":
+            if case.weights != "copies":
                 _change_weights(case, target, assistant)
             return _compare(case, target, assistant)
     except Different as different:
@@ -219,10 +225,6 @@ def _gap(before: Conversation, expected: Answer, actual: Answer, turn: int) -> f
             first, second = record[at][0].topk(2).values
             gaps.append(float(first - second) / max(1.0, abs(float(first))))
     return min(gaps, default=float("inf"))
-
-
-def _packed_everywhere(_target: CausalLM, other: Product | None) -> Always:
-    return Always(other or "own")
 
 
 def _change_weights(case: Case, target: CausalLM, assistant: Any) -> None:
