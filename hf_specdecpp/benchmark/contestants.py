@@ -45,7 +45,7 @@ class Contestant:
         alone: ours: without the draft, so that all candidates are looked up.
         stock: transformers' assisted generation: what the draft's generation config says.
         lookup: transformers' prompt lookup: its arguments of `generate()`.
-        same_passes: plain generation on the CPU products and packed weights that ours runs on.
+        same_passes: plain generation on the CPU products that ours runs on.
         memory: ours: what was learned as this contestant.
     """
 

@@ -19,6 +19,7 @@ from hf_specdecpp.benchmark.loading import Benchmark, Question, RunLog
 from hf_specdecpp.benchmark.summary import comparable
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, until_end
+from hf_specdecpp.models.copies import background
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.encoding import padded
 from hf_specdecpp.throughput.known_costs import forget_costs, without_known_costs
@@ -53,6 +54,7 @@ class LiveBenchmark:
                 for contestant in self._able(question):
                     self._generate(question, 0.0, contestant, WARM_UP_TOKENS)
                     contestant.memory.clear()
+            background.wait()  # copies of weights, which else would be made beside the first answers
             forget_costs()
             runs = [(question, temperature, each) for question, temperature, missing in todo for each in missing]
             with logging.tqdm(runs, desc="benchmark", unit="answer") as bar:

@@ -100,11 +100,11 @@ def notes(results: dict[str, Any]) -> list[str]:
     lines = [f"target {settings['target']} ({place}), draft: {settings['draft_name']}"]
     if not results["runs"]:
         return lines
-    if "packed" in settings["products"]:
-        lines.append("Ours keeps packed copies of the float32 weights: twice their memory.")
+    if "copies" in settings["products"]:
+        lines.append("Ours keeps copies of the weights of large layers, in float16 where that is exact.")
     if "int8" in settings["products"]:
-        lines.append("Ours drafts in int8, transformers with the same draft in float32.")
-    lines.append(f'"{SAME_PASSES.name}" is plain generate() on the CPU products and packed weights of ours.')
+        lines.append(f"Ours drafts in int8, transformers with the same draft in {settings['dtype']}.")
+    lines.append(f'"{SAME_PASSES.name}" is plain generate() on the CPU products of ours.')
     if rows := [row for row in results["runs"] if row["disturbed"]]:
         lines.append(
             f"{len(rows)} of {len(results['runs'])} runs were disturbed: they waited for a processor for up to "

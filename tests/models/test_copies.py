@@ -213,7 +213,9 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(copies, "time", made)
-    monkeypatch.setattr(copies, "os", SimpleNamespace(setpriority=lambda *_: None, getpriority=lambda *_: 0, PRIO_PROCESS=0))
+    monkeypatch.setattr(
+        copies, "os", SimpleNamespace(setpriority=lambda *_: None, getpriority=lambda *_: 0, PRIO_PROCESS=0)
+    )
     monkeypatch.setattr(copies, "usable_cores", lambda: 1)
     monkeypatch.setattr(copies, "background", made.background)
     return made

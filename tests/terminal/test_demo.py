@@ -5,7 +5,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from hf_specdecpp.throughput.pass_times import PassTimes
 from support.models import tiny
 from support.mutants import accept_everything
 from support.repos import save_model
@@ -13,6 +12,7 @@ from typer.testing import CliRunner
 
 from hf_specdecpp.cli import app
 from hf_specdecpp.terminal import demo
+from hf_specdecpp.throughput.pass_times import PassTimes
 from hf_specdecpp.trees.drawing import DrawnTree
 
 ARGUMENTS = ["--layers", "1", "--max-new-tokens", "12", "--prompt", "w1 w2 w3", "--prompt", "w4"]

@@ -100,7 +100,9 @@ def test_products_stay_pytorch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("llama").float()
     assistant = assistant_of("early_exit", target, rule="fixed")
     background.wait()
-    assert torch.equal(target.generate(prompt(12), **GREEDY, assistant_model=assistant), target.generate(prompt(12), **GREEDY))
+    assert torch.equal(
+        target.generate(prompt(12), **GREEDY, assistant_model=assistant), target.generate(prompt(12), **GREEDY)
+    )
     assert (assistant.stats.decided["products"], assistant.copies.bytes) == ("own", 0)
 
 

@@ -24,7 +24,7 @@ class Products:
 
 
 class NoLayers:
-    def seconds(self, rows: int, own: bool = False) -> None:  # noqa: ARG002
+    def seconds(self, rows: int, own: bool = False) -> None:
         return None
 
 
