@@ -4,9 +4,9 @@
 
 Target and draft are random Llamas that agree by chance only, once with PyTorch's own matrix products and once with
 copies of the weights, which have been made before the first answer. Plain and assisted answers alternate, so that
-whatever else the machine does slows both; medians over the repetitions of milliseconds a token, and of the ratio of each pair.
-With one thread they are the processor's milliseconds, without the time that other processes have it. The first answers,
-within which costs are measured, do not count.
+whatever else the machine does slows both; medians over the repetitions of milliseconds a token, and of the ratio of
+each pair. With one thread they are the processor's milliseconds, without the time that other processes have it. The
+first answers, within which costs are measured, do not count.
 """
 
 import statistics

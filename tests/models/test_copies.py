@@ -406,8 +406,8 @@ PROGRAMS: dict[str, str] = {
     "has low priority": """
         import os
         from hf_specdecpp.models.copies import WeightCopies, background
-        nice = []
-        kept, weight = WeightCopies(lambda _: nice.append(os.getpriority(os.PRIO_PROCESS, 0))), nn.Parameter(torch.ones(1, 4))
+        nice, weight = [], nn.Parameter(torch.ones(1, 4))
+        kept = WeightCopies(lambda _: nice.append(os.getpriority(os.PRIO_PROCESS, 0)))
         kept.prepared(weight)
         background._thread.join()
         print(nice[0] - os.getpriority(os.PRIO_PROCESS, 0) - 10)

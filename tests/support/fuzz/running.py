@@ -126,7 +126,7 @@ def run_case(case: Case) -> Result:
             return _compare(case, target, assistant)
         with (  # tiny layers would have no copies, and others only after a while
             mock.patch.object(cpu_products, "LEAST_ELEMENTS", 1),
-            mock.patch.object(product_times, "_measure", lambda *_: ALWAYS),
+            mock.patch.object(product_times, "_measure", return_value=ALWAYS),
             mock.patch.object(product_times, "_measured", {}),
             mock.patch.object(product_times, "_first", {}),
             mock.patch.object(WeightCopies, "prepared", WeightCopies.current),
