@@ -147,6 +147,6 @@ def test_nothing_is_kept_and_nothing_timed(target: CausalLM) -> None:
     before = dict(known_costs._known)
     said(target, assistant, prompt(), seed=1)
     assert assistant.stats.decided["costs"] == "assumed"
-    assert (assistant.stats.decided["products"].split()[0], known_costs._known) == ("own", before)
+    assert (assistant.stats.decided["products"], known_costs._known) == ("own, draft in int8", before)
     assert not len(assistant.memory.learned)
     assert not len(assistant.memory.answers)

@@ -503,9 +503,9 @@ def test_speculation_fades_as_the_batch_grows() -> None:
 
 
 def test_rows_share_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making them reads every packed weight, as long as a pass takes."""
-    made: list[Any] = []
+    """Making them reads every weight that there is a copy of, as long as a pass takes."""
+    target, made = models.tiny("llama"), []
+    assistant = models.assistant_for(target, **RULES["throughput"])
     heard(monkeypatch, DraftSetup, "products", lambda *_: made.append(_))
-    target = models.tiny("llama")
-    generate(target, padded(LENGTHS), models.assistant_for(target, **RULES["throughput"]), max_new_tokens=4)
+    generate(target, padded(LENGTHS), assistant, max_new_tokens=4)
     assert len(made) == 1

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
 from hf_specdecpp.caches.text import width_of
-from hf_specdecpp.captured.graphs import can_capture
+from hf_specdecpp.captured import graphs
 from hf_specdecpp.captured.rooms import LEAST_ROOM, room_for
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.captured_draft import RoundShape
@@ -126,8 +126,7 @@ def warm_up(setup: DraftSetup, target: CausalLM, max_length: int, options: dict[
     if is_spread(target):
         raise ValueError("A target that is spread over several processes warms up with its first texts.")
     device, begin = input_device(target), time.perf_counter()
-    if setup.uses_copies(target) and not can_capture(device):
-        setup.products(target)
+    if setup.uses_copies(target) and not graphs.can_capture(device) and setup.products(target).layers:
         background.wait()
         return time.perf_counter() - begin
     prompt = torch.arange(PROMPT, device=device)[None]
