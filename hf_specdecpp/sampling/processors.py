@@ -34,32 +34,18 @@ ASKS_WHICH = frozenset({logits_process.RepetitionPenaltyLogitsProcessor})
 KEEPS_SOME = (PREFIX_FREE | ASKS_WHICH) - {logits_process.SuppressTokensLogitsProcessor}
 # All processors and criteria of transformers that depend on their arguments alone and have an answer to any text.
 # Others call a function or a model, or remember earlier calls; what a new release adds may do so, too.
-KNOWN = (
-    PREFIX_FREE
-    | ASKS_WHICH
-    | {
-        logits_process.AlternatingCodebooksLogitsProcessor,
-        logits_process.BarkEosPrioritizerLogitsProcessor,
-        logits_process.EncoderNoRepeatNGramLogitsProcessor,
-        logits_process.EncoderRepetitionPenaltyLogitsProcessor,
-        logits_process.ExponentialDecayLengthPenalty,
-        logits_process.ForcedBOSTokenLogitsProcessor,
-        logits_process.ForcedEOSTokenLogitsProcessor,
-        logits_process.MinLengthLogitsProcessor,
-        logits_process.MinNewTokensLengthLogitsProcessor,
-        logits_process.NoBadWordsLogitsProcessor,
-        logits_process.NoRepeatNGramLogitsProcessor,
-        logits_process.SequenceBiasLogitsProcessor,
-        logits_process.SuppressTokensAtBeginLogitsProcessor,
-        logits_process.TopHLogitsWarper,
-        logits_process.WatermarkLogitsProcessor,
-        logits_process.WhisperTimeStampLogitsProcessor,
-        stopping_criteria.EosTokenCriteria,
-        stopping_criteria.MaxLengthCriteria,
-        stopping_criteria.MaxTimeCriteria,
-        stopping_criteria.StopStringCriteria,
-    }
-)
+KNOWN = PREFIX_FREE | ASKS_WHICH | {
+    logits_process.AlternatingCodebooksLogitsProcessor, logits_process.BarkEosPrioritizerLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor, logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.ExponentialDecayLengthPenalty, logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor, logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor, logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor, logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor, logits_process.TopHLogitsWarper,
+    logits_process.WatermarkLogitsProcessor, logits_process.WhisperTimeStampLogitsProcessor,
+    stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria, stopping_criteria.StopStringCriteria,
+}  # fmt: skip
 
 
 def name_of(processor: object) -> str:
