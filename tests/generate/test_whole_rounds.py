@@ -192,14 +192,14 @@ MIXED = "block, of trees token"
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("settings", "graphs", "asked", "told", "ran"), [
     (CHAIN, "auto", "block", "block", {"chain block"}),
-    (CHAIN, "auto", "token", "token", {"chain token"}),
-    (TREE, "auto", "block", "token", {"tree token"}),
-    (TREE, "auto", "token", "token", {"tree token"}),
-    (TREE, "off", "block", "block", {"tree block"}),
-    (TREE, "off", "token", "token", {"tree token"}),
     (MOST_TOKENS, "auto", "block", MIXED, {"chain block", "tree token"}),
+    (TREE, "auto", "block", "token", {"tree token"}),
     (MOST_TOKENS, "auto", "token", "token", {"chain token", "tree token"}),
+    (TREE, "off", "block", "block", {"tree block"}),
     ({**TREE, **MOST_TOKENS}, "auto", "block", "token", {"tree token"}),
+    (CHAIN, "auto", "token", "token", {"chain token"}),
+    (TREE, "auto", "token", "token", {"tree token"}),
+    (TREE, "off", "token", "token", {"tree token"}),
 ], ids=str)  # fmt: skip
 def test_the_verification_that_runs_is_told(
     settings: dict[str, Any], graphs: str, asked: Any, told: str, ran: set[str], tmp_path: Path,
