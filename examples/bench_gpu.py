@@ -8,7 +8,9 @@ Targets have the shapes of real models and random weights in bfloat16; the weigh
 so small that a draft of that one layer is right as often as asked. Texts are therefore meaningless, and times are not:
 what a pass takes depends on shapes alone. Random weights leave the best tokens close together, so in bfloat16 a pass
 over several tokens, or a compiled one, often takes the other of two that are nearly tied: texts that part from plain's
-are counted apart where they part at such a near tie. In float32 texts are equal. Contestants, one after the other on the same prompts: `generate()` as it is
+are counted apart where they part at such a near tie. In float32 all texts should be equal.
+
+Contestants, one after the other on the same prompts: `generate()` as it is
 and compiled (`cache_implementation="static"`), transformers' assisted generation with the same draft, economize (PyPI)
 with it and with CUDA graphs, where it is installed (`pip install economize==0.3.2`), and ours: plain passes captured,
 chains of 3, 5 and 7, trees of 15 and 30, and `rule="throughput"`; in batches chains alone. The speed of plain

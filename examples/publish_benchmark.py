@@ -83,7 +83,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="output folders of specdecpp bench")
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
-    parser.add_argument("--card", type=Path, help="a repository whose card is written, with the speeds of the only folder")
+    parser.add_argument("--card", type=Path, help="a repository whose card is written, with the folder's speeds")
     arguments = parser.parse_args()
     if arguments.folders:
         publish(arguments.folders, arguments.page)

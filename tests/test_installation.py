@@ -51,12 +51,12 @@ def faults(text: str) -> list[str]:
     found = []
     for name, job in jobs.items():
         needs = job.get("needs", [])
-        found += [f"{name} needs {other}" for other in ([needs] if isinstance(needs, str) else needs) if other not in jobs]
+        found += [
+            f"{name} needs {other}" for other in ([needs] if isinstance(needs, str) else needs) if other not in jobs
+        ]
         found += [f"{name}: {key}" for key in set(job) - JOB]
         matrix = job.get("strategy", {}).get("matrix", {})
-        found += [
-            f"{name}: matrix.{used}" for used in re.findall(r"matrix\.(\w+)", str(job)) if used not in matrix
-        ]
+        found += [f"{name}: matrix.{used}" for used in re.findall(r"matrix\.(\w+)", str(job)) if used not in matrix]
         runners = matrix.get("system", [job["runs-on"]])
         found += [f"{name} runs on {runner}" for runner in runners if runner not in RUNNERS]
         for step in job["steps"]:
@@ -102,14 +102,14 @@ def test_faults_of_a_workflow_are_found(old: str, new: str) -> None:
     assert len(faults(WORKFLOW.replace(old, new, 1))) == 1
 
 
-def tested_pythons() -> set[str]:
+def pythons_of_jobs() -> set[str]:
     jobs = yaml.load(WORKFLOW, Strict)["jobs"]  # noqa: S506 - a SafeLoader
     return {version for job in jobs.values() for version in job.get("strategy", {}).get("matrix", {}).get("python", [])}
 
 
 def test_each_python_that_we_name_is_tested() -> None:
     named = set(re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"])))
-    assert named == tested_pythons()
+    assert named == pythons_of_jobs()
     supported = SpecifierSet(PROJECT["requires-python"])
     assert all(version in supported for version in named)
     assert f"3.{min(int(version[2:]) for version in named) - 1}" not in supported
@@ -131,14 +131,16 @@ def pins(name: str) -> dict[str, Requirement]:
 
 
 def floors() -> dict[str, Version]:
-    needed = [Requirement(line) for line in PROJECT["dependencies"]]
+    """Of what the package needs, and of what its tests need of the extras."""
+    extras = PROJECT["optional-dependencies"]
+    needed = [Requirement(line) for line in (*PROJECT["dependencies"], *extras["train"], *extras["bench"])]
     assert all([each.operator for each in need.specifier] == [">="] for need in needed), "no upper bounds"
     return {need.name.lower(): Version(next(iter(need.specifier)).version) for need in needed}
 
 
 def test_floors_are_what_is_tested() -> None:
-    tested = {name: Version(str(pin.specifier).removeprefix("==")) for name, pin in pins("constraints-floor.txt").items()}
-    assert {name: tested.get(name) for name in floors()} == floors()
+    tested = {name: str(pin.specifier) for name, pin in pins("constraints-floor.txt").items()}
+    assert {name: tested.get(name) for name in floors()} == {name: f"=={at}" for name, at in floors().items()}
 
 
 def test_pins_are_no_older_than_the_floors() -> None:

@@ -213,9 +213,9 @@ def test_the_card_names_the_runs_that_came_before(run: TrainingConfig) -> None:
     config = load_config(repository)
     text = str(make_card(config, load_head(repository, config), results))
     assert ", begun with what 1,234 tokens and 2 epochs of an earlier run had taught it" in text
-    assert text.index("of 1,234 tokens and 2 epochs. Its settings:\n\n```yaml\ntarget: org/earlier\n```\n") < text.index(
-        "That run went on from another one, of 567 tokens and 3 epochs. Its settings were not kept.\n"
-    )
+    assert text.index(
+        "of 1,234 tokens and 2 epochs. Its settings:\n\n```yaml\ntarget: org/earlier\n```\n"
+    ) < text.index("That run went on from another one, of 567 tokens and 3 epochs. Its settings were not kept.\n")
 
 
 @pytest.mark.takes(2)
