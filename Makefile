@@ -83,7 +83,8 @@ $(SERVING)/.installed: $(VENV)/.installed
 		$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -c constraints.txt \
 			--dest $(SERVING) llama-cpp-python; \
 		tar --extract --directory $(SERVING)/sources --strip-components=1 --file $(SERVING)/llama_cpp_python-*.tar.gz; \
-		sed -i 's/set(LLAMA_BUILD_COMMON ON/set(LLAMA_BUILD_COMMON OFF/' $(SERVING)/sources/CMakeLists.txt; \
+		sed 's/set(LLAMA_BUILD_COMMON ON/set(LLAMA_BUILD_COMMON OFF/' $(SERVING)/sources/CMakeLists.txt > $(SERVING)/edited; \
+		mv $(SERVING)/edited $(SERVING)/sources/CMakeLists.txt; \
 		export CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF $(foreach language,C CXX,-DCMAKE_$(language)_FLAGS_RELEASE='-O1 -DNDEBUG')"; \
 		SKBUILD_BUILD_TARGETS=llama CMAKE_BUILD_PARALLEL_LEVEL=1 \
 			$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(SERVING) \

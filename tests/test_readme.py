@@ -15,7 +15,6 @@ from typer.main import get_command
 from hf_specdecpp import SpecDecPPAssistant, provenance
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import GROWTHS, RULES
-from hf_specdecpp.version import REPOSITORY
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -76,15 +75,37 @@ def test_every_rule_and_tree_is_in_the_guide_to_choosing() -> None:
         assert f'`tree="{tree}"`' in guide
 
 
+BUILT = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+ADDRESS = "https://example.org/ours"
+PLACEHOLDER = re.compile(r"\bOWNER\b|github\.com/\w+/hf[-_]specdecpp|<(?:owner|user|org)>")
+
+
 def test_the_page_of_the_package_index_has_absolute_links_only() -> None:
-    """All from the one address that hf_specdecpp/version.py has."""
-    built = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
-    links = re.findall(r"\]\(([^)\s]+)\)", built["page"]())
+    """All from the one address that setup.py has."""
+    links = re.findall(r"\]\(([^)\s]+)\)", BUILT["page"](ADDRESS))
     assert len(links) == len(re.findall(r"\]\(([^)\s]+)\)", README))
-    assert all(link.startswith("https://") for link in links)
-    assert f"{REPOSITORY}/raw/main/docs/pictures/demo.svg" in links
-    assert f"{REPOSITORY}/blob/main/docs/using.md" in links
-    assert all(link.startswith(REPOSITORY) for link in built["links"]().values())
+    assert all(link.startswith(("https://", "#")) for link in links)
+    assert f"{ADDRESS}/raw/main/docs/pictures/demo.svg" in links
+    assert f"{ADDRESS}/blob/main/docs/using.md" in links
+    assert all(link.startswith(ADDRESS) for link in BUILT["links"](ADDRESS).values())
+
+
+def test_without_a_public_repository_nothing_links_to_one() -> None:
+    page = BUILT["page"](None)
+    assert all(link.startswith(("https://", "#")) for link in re.findall(r"\]\(([^)\s]+)\)", page))
+    assert "docs/using.md" in page
+    assert ".svg" not in page
+    assert BUILT["links"](None) == {}
+
+
+def test_no_placeholder_is_left_in_what_a_user_sees() -> None:
+    """An address that nobody has: where something is not known, nothing stands in its place."""
+    seen = [*ROOT.glob("*.*"), *(path for name in ("hf_specdecpp", "docs", "examples", "hub_cards")
+                                for path in (ROOT / name).rglob("*"))]  # fmt: skip
+    text = {".py", ".md", ".toml", ".json", ".ipynb", ".cff", ".yaml", ".svg", ".txt"}
+    assert PLACEHOLDER.search("https://github.com/OWNER/hf_specdecpp")
+    read = {path: path.read_text(encoding="utf-8") for path in seen if path.suffix in text and path.is_file()}
+    assert {path: found[0] for path, content in read.items() if (found := PLACEHOLDER.search(content))} == {}
 
 
 # What cards and reports say of where they come from. ------------------------------------------------------------------

@@ -175,6 +175,8 @@ def test_caches_in_another_order(implementation: str, monkeypatch: pytest.Monkey
     target = gemma4_files.target_for()
     assistant = assisted(target)
     monkeypatch.setattr(DynamicCache, "offload", lambda *_: None)
+    for streams in (torch, torch.cuda):  # a torch with CUDA makes none where there is no GPU
+        monkeypatch.setattr(streams, "Stream", lambda: None)
     with pytest.raises(ValueError, match="reads the keys and values in the target's cache.*cache_implementation unset"):
         target.generate(WORDS, assistant_model=assistant, max_new_tokens=4, cache_implementation=implementation)
 
