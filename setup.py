@@ -10,7 +10,8 @@ ROOT = Path(__file__).parent
 
 def repository() -> str:
     """The address of the repository, which hf_specdecpp/version.py has."""
-    found = re.search(r'^REPOSITORY = "(.+?)"', (ROOT / "hf_specdecpp" / "version.py").read_text(), re.MULTILINE)
+    source = (ROOT / "hf_specdecpp" / "version.py").read_text(encoding="utf-8")
+    found = re.search(r'^REPOSITORY = "(.+?)"', source, re.MULTILINE)
     assert found is not None  # noqa: S101
     return found[1]
 

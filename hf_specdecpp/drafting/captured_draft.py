@@ -9,10 +9,11 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.captured.graphs import lasting
+from hf_specdecpp.captured.identity import identity
 from hf_specdecpp.captured.rooms import Rooms, RoomText
 from hf_specdecpp.drafting.round_steps import Level, RoundSteps, Window
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
@@ -73,12 +74,9 @@ class RoundRules:
     @cached_property  # asked for in every round, and numbers that lie on the device are read for it
     def key(self) -> Hashable:
         """All of this that a graph has in it."""
-        processors = [*self.draft_processing.processors, None, *self.processing.processors]
-        described = tuple(
-            (type(each).__name__, repr(sorted(vars(each).items())) if each else "") for each in processors
-        )
-        judge = id(self.estimator) if isinstance(self.estimator, nn.Module) else type(self.estimator)
-        return self.greedy, described, judge, self.threshold, self.min_tokens, self.verification
+        processors = self.draft_processing.processors, self.processing.processors
+        described = (*identity(*processors, by_value=True), *identity(self.estimator))
+        return self.greedy, described, self.threshold, self.min_tokens, self.verification
 
 
 class Drawn(NamedTuple):

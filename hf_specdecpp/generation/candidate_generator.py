@@ -94,7 +94,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         processing = self.processing if target is None else self.processing.for_draft()
         greedy = self.randomness is None
         self.draft_processing, self.successors = setup.draft_processing(processing, target, greedy, captures)
-        at_once = target is not None and not self.processing.in_order
+        at_once = target is not None and self.processing.answers_all
         verification = "equality" if greedy else setup.decisions.verification if at_once else "token"
         decided = setup.decided(target, verification, self.successors is not None)
         self.stats = SpeculationStats(suspect=setup.drafter.suspect, remedies=setup.remedies(target), decided=decided)
@@ -278,6 +278,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def begin_again(self) -> None:
         """The draft has been shown nothing yet."""
         self._shown = 0
+
+    def stop(self) -> None:
+        """Draft nothing more in this text, of which the draft has not read all."""
+        self.rests, self.plan, self.times, self.observers = True, None, None, [self.stats]
 
     def finish(self) -> None:
         """Learn, at the end of a generation, what its rounds cost. Whatever goes wrong here, the text is complete."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-WITHOUT_FLOAT64 = {"mps"}  # Apple's GPUs
 DRAWS_AHEAD = 8  # each of a float for every token: 5 MB for a vocabulary of 150k, and for each row of a batch
 
 
@@ -58,9 +58,16 @@ def waits_for_reads(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+@cache
 def widest(device: torch.device) -> torch.dtype:
-    """What sums and ratios of probabilities are computed in: float64, where the device has it."""
-    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+    """What sums and ratios of probabilities are computed in: float64, where the device has it, which is tried once."""
+    try:
+        torch.ones(2, dtype=torch.float64, device=device).cumsum(0)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, RuntimeError):  # of Apple's GPUs, of some of Intel's
+        return torch.float32
+    return torch.float64
 
 
 class TorchRandomness:
@@ -135,13 +142,22 @@ class AsPlain(TorchRandomness):
         return 0, int(self.categorical(weights if bool(weights.any()) else otherwise(first)[0]))
 
 
+def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """Numbers in [0, 1) of `shape`, in `widest`. The host draws them, so a seed gives the same ones on every device.
+
+    `generator`: of the host, by default torch's global one."""
+    return torch.rand(shape, generator=generator, dtype=torch.float64).to(device, widest(device))
+
+
 def draw_rows(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One index from each row of `probs` `[n, vocab]` (rows need not sum to 1): `[n]`.
+    """One index from each row of `probs` `[n, vocab]` (rows need not sum to 1): `[n]`; `generator` as in `uniform`.
 
     By inverting the cumulative sums: `multinomial` draws an exponential number for each entry, which takes longer.
     """
+    if widest(probs.device) != torch.float64:  # sums in float32 may fall, and an entry of probability zero be drawn
+        return draw_rows(probs.cpu(), generator).to(probs.device)
     sums = probs.cumsum(-1, dtype=torch.float64)
-    at = torch.rand((len(probs), 1), generator=generator, dtype=torch.float64, device=probs.device) * sums[:, -1:]
+    at = uniform((len(probs), 1), generator, probs.device) * sums[:, -1:]
     # The first entry whose sum is above: one of probability zero never is.
     return torch.searchsorted(sums, at, right=True)[:, 0].clamp_max(probs.shape[-1] - 1)
 

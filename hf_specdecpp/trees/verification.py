@@ -25,13 +25,10 @@ def verify_tree_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tupl
     node = 0
     while True:
         choice = likeliest(node)
-        for child in tree.children[node]:
-            if tree.tokens[child] == choice:
-                path.append(child)
-                node = child
-                break
-        else:
+        if (child := tree.child(node, choice)) is None:
             return path, choice
+        path.append(child)
+        node = child
 
 
 def verify_tree(tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomness) -> tuple[list[int], int]:
@@ -48,16 +45,22 @@ def verify_tree(tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomn
     path: list[int] = []
     node = 0
     while True:
-        tests = child_tests(tree, node, p(node))
-        # zip asks for the next sibling first: nothing is computed behind an accepted one.
-        for child, (chance, _) in zip(tree.children[node], tests, strict=False):
-            if randomness.bernoulli(float(chance)):
-                path.append(child)
-                node = child
-                break
-        else:
-            _, left = next(tests)
-            return path, int(randomness.categorical(left))
+        child, token = test_children(tree, node, p(node), randomness)
+        if child is None:
+            return path, token
+        path.append(child)
+        node = child
+
+
+def test_children(tree: DraftTree, node: int, p: Tensor, randomness: Randomness) -> tuple[int | None, int]:
+    """A level of `verify_tree`: the accepted child of a node, if any, and the token after the node. `p`: `[vocab]`."""
+    tests = child_tests(tree, node, p)
+    # zip asks for the next sibling first: nothing is computed behind an accepted one.
+    for child, (chance, _) in zip(tree.children[node], tests, strict=False):
+        if randomness.bernoulli(float(chance)):
+            return child, tree.tokens[child]
+    _, left = next(tests)
+    return None, int(randomness.categorical(left))
 
 
 @dataclass

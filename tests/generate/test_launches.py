@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.calls import our_calls
 from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny
+from support.pretend_cuda import pretend_graphs_on_devices
 from support.pretend_devices import on_device
-from support.pretend_graph import pretend_graphs_on_devices
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting, write_lasting
+from hf_specdecpp.captured.graphs import Graphs, lasting, write_lasting
 from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape, with_paths
 from hf_specdecpp.sampling import on_device
@@ -59,7 +59,6 @@ class CapturedRounds:
     Attributes:
         seconds: that rounds take.
         tiers: what `rule="throughput"` knows of them.
-        why_not: why a round was not captured, once that was seen.
         is_drafting: whether the latest graph is of the draft.
     """
 
@@ -67,7 +66,6 @@ class CapturedRounds:
         self.passes, self.draft = passes, draft
         self.graphs, self.seconds = Graphs(passes.device, beside=passes.graphs), RoundSeconds()
         self.tiers: MostTokens | None = None
-        self.why_not: str | None = None
         self.is_drafting = False
         texts = len(draft.last)
         with lasting():
@@ -92,6 +90,7 @@ class CapturedRounds:
     def begin(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
         """The rounds that follow are of other texts `[texts, length]`, as processors see them, whose last tokens the
         target has not read; the rest is as `CapturedDraft.begin` takes it."""
+        self.graphs.begin_text()
         self.token.copy_(texts[:, -1:])
         self._sizes, self._active = [self.passes.text.held] * len(texts), list(range(len(texts)))
         self._first, self._text, self._has_begun = texts, None, False
@@ -188,19 +187,11 @@ class CapturedRounds:
         self.is_drafting, changes = key[0] in ("draft", "catch up"), self.changes
         if key[0] == "settle" and key not in self.graphs:  # rows of a tree, which each run before a capture moves
             changes += self.passes.text.cache.rows(min(self._sizes), max(self._sizes) + self.draft.nodes + 1)
-        if self.why_not is not None and key not in self.graphs:
-            return function()
-        try:
-            return self.graphs.run(key, function, changes)
-        except CannotCaptureError as error:
-            if not self._has_begun:
-                raise
-            self.why_not = f"a round cannot be captured ({error})"
-            return function()
+        self.graphs.run(key, function, changes, falls_back=self._has_begun)
 
     def _wait(self) -> None:
         if self.passes.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self.passes.device).synchronize()
 
     # What is captured ------------------------------------------------------------------------------------------------
 

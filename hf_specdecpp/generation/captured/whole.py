@@ -14,7 +14,7 @@ from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape
 from hf_specdecpp.generation.captured.rounds import CapturedRounds
-from hf_specdecpp.generation.text import Text, Verdict
+from hf_specdecpp.generation.text import NO_SCORES, Text, Verdict
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, Tiers, chains_up_to
 from hf_specdecpp.trees.tree import DraftTree, TreePass
@@ -96,12 +96,11 @@ class WholeRounds:
 
     def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
         """Process scores of one of the texts, as `CapturedRounds` asks."""
-        return self.texts[place].process(TreePass(tree, range(len(tree) + 1)), scores, guided=False)
+        return self.texts[place].process(TreePass(tree, range(len(tree) + 1)), scores)
 
     def _emit(self, text: Text, side: Any, emitted: list[int]) -> None:
         """Emit what stands of a round of which both models have read everything."""
-        nothing = torch.empty(0, 0)  # nobody asks for scores, or rounds would not be captured whole
-        kept = text.emit(Verdict([], emitted, nothing, nothing)).kept
+        kept = text.emit(Verdict([], emitted, NO_SCORES, NO_SCORES)).kept  # or rounds would not be captured whole
         side.hold(kept)
         text.hand_over(emitted[:kept])
 
@@ -124,14 +123,15 @@ def whole_rounds(texts: Sequence[Text], passes: CapturedTarget) -> WholeRounds:
         processing if processing.fits_graphs else Processing([]),
         generator.setup.estimator if speculation.rule != "fixed" or speculation.tree is not None else None,
         speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
-        decisions.verification,
+        decisions.verification if generator.processing.answers_all else "token",
     )  # fmt: skip
     shapes = shapes_of(speculation, steps, len(texts))
     key = steps.key, tuple(shapes), greedy, steps.vocab_size, len(texts), processing.fits_graphs
     known = passes.rounds
     if key not in known:
         if len(known) >= MOST_KEPT:
-            del known[next(iter(known))]
+            passes.graphs.family.clear()  # of which none can go alone
+            known.clear()
         spare = SPARE if speculation.rule == "throughput" else 0
         known[key] = CapturedRounds(passes, CapturedDraft(steps, shapes, len(texts), greedy, spare))
     rounds = known[key]

@@ -55,12 +55,12 @@ class TargetOfRows(TargetSide):
         self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)
         for text in texts:
             text.goes_on = not self.pads
-        goes_on = cache_among(model_kwargs).get_seq_length() > 0  # from an earlier turn
-        self.carries_cache, self.is_restored = config.return_dict_in_generate or goes_on, False
+        is_users = getattr(self.text.cache, "_is_user_defined", False)  # as `generate()` has noted
+        self.carries_cache, self.is_restored = config.return_dict_in_generate or is_users, False
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         if not refusals.gives_positions(self.model, input_ids, self.model_kwargs):
-            raise refusals.LateRefusalError(refusals.NO_BATCH.format(refusals.NO_POSITIONS))
+            raise refusals.LateRefusalError(refusals.NO_BATCH.format(refusals.no_positions(self.model)))
         outputs = self.states.catch(self.model._prefill, input_ids, self.config, self.model_kwargs)
         refusals.check_prompt(outputs)
         mask = self.model_kwargs.get("attention_mask")
@@ -94,8 +94,15 @@ class TargetOfRows(TargetSide):
             passes.checked = True
         return None
 
-    def leave_rooms(self) -> None:
-        """Where nothing was emitted since the prompt."""
+    def leave_rooms(self, texts: Sequence[Text] = ()) -> None:
+        lengths = torch.tensor([text.length - 1 for text in texts])
+        prompt, rows = self.text.valid, [self.captured.texts.index(text) for text in texts]
+        further = int(lengths.max()) - prompt.shape[1]
+        if further or len(rows) < len(prompt):
+            valid = functional.pad(prompt[rows], (0, further), value=True)
+            valid &= torch.arange(valid.shape[1]) < lengths[:, None]
+            self.text.fill([self._held(text, row) for text, row in zip(texts, rows, strict=True)], valid)
+            self.positions = self.positions[rows] + lengths - prompt.shape[1]
         self.captured.end()
 
     def prepare(self, texts: Sequence[Text]) -> None:
