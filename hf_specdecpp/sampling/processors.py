@@ -141,8 +141,8 @@ class Processing:
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
         looks = [type(processor) for processor in self.processors if type(processor) not in PREFIX_FREE]
         self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)
-        given = [*map(_of_all_rows, self.processors)]
-        # A number of tokens that a penalty leaves out may reach behind the prompt.
+        given = list(map(_of_all_rows, self.processors))
+        # A number of tokens that a penalty leaves out may reach beyond the prompt.
         counts = any(isinstance(getattr(each, "prompt_ignore_length", None), int) for each in given)
         self.fits_graphs = not self.may_forbid_all and len(looks) <= 1 and not counts
         self.answers_all = all(type(each) in KNOWN for each in given)

@@ -183,14 +183,17 @@ def holds_what_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WholeRounds, "_emit", emit)
 
 
+def check_captured(rows: int) -> None:
+    for seed in range(100):
+        _, _, rule, captured, arguments = case(seed)
+        if captured and rule != "lookup" and len(arguments["input_ids"]) == rows:
+            check(seed)
+
+
 @pytest.mark.takes(3)
 @pytest.mark.parametrize("mutant", [cuts_rows_that_go_on, ends_with_the_first, holds_what_was_cut],
                          ids=lambda each: each.__name__)  # fmt: skip
 def test_mutants_are_noticed(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
-    rows = 1 if mutant is holds_what_was_cut else 2
     with pytest.raises((AssertionError, RuntimeError)):
-        for seed in range(100):
-            _, _, rule, captured, arguments = case(seed)
-            if captured and rule != "lookup" and len(arguments["input_ids"]) == rows:
-                check(seed)
+        check_captured(rows=1 if mutant is holds_what_was_cut else 2)

@@ -112,6 +112,6 @@ class Direct:
 @contextmanager
 def direct_graphs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "captured", lambda function, *_: Direct(function))
+        patch.setattr(graphs, "captured", lambda function, _restore, _family: Direct(function))
         patch.setattr(graphs, "can_capture", lambda _device: True)
         yield
