@@ -91,9 +91,10 @@ $(SERVING)/.installed: $(VENV)/.installed
 			$(SERVING)/sources diskcache sentencepiece
 	@touch $@
 
-demo: install  ## Speculate with SmolLM2-135M on this machine, with or without the Hugging Face Hub
+demo: install  ## Run README's SmolLM2-135M with a trained layer and lookups, with or without the Hugging Face Hub
 	@target="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
-	$(BIN)/specdecpp demo --target "$$target" --assistant hub_cards/specdecpp-smollm2-135m-instruct $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/specdecpp demo --target "$$target" \
+		--assistant hub_cards/specdecpp-smollm2-135m-instruct --lookup $(ARGS)
 
 test: install  ## Run the fast tests
 	@$(PYTEST) $(BIN)/pytest -n 2 $(ARGS)
@@ -104,7 +105,7 @@ test-apart: install  ## Run the tests that start interpreters of their own, comp
 test-slow: install  ## Run every test, the slow ones too
 	@$(PYTEST) $(BIN)/pytest -n 2 -m "slow or not slow" $(ARGS)
 
-test-floor: $(FLOOR)/.installed  ## Run the fast tests with the oldest supported transformers
+test-floor: $(FLOOR)/.installed  ## Run the fast tests with the oldest supported versions
 	@$(PYTEST) $(FLOOR)/bin/pytest -n 2 $(ARGS)
 
 test-newest: $(NEWEST)/.installed  ## Run the fast tests with the newest torch, transformers and peft of the package index
