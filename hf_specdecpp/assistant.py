@@ -19,7 +19,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.kind import Kind, Loading, Parts, is_model
-from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, INDEPENDENT, kind_of, override, ready_made
+from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, kind_of, override, ready_made
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing
@@ -173,8 +173,8 @@ class SpecDecPPAssistant(AssistantModel):
             parts = Parts(module=kind.load(config, repository, given))
             return cls.of_parts(config, None, parts, target, options)
         target = None if target is None else causal_lm.base_model(target)
-        drafter = INDEPENDENT.draft(SpecDecPPConfig(), parts, Loading(draft, target))
-        model = drafter.model
+        drafter = kind_of(SpecDecPPConfig()).draft(SpecDecPPConfig(), parts, Loading(draft, target))
+        model: CausalLM = drafter.model
         name, commit = model.config.name_or_path or None, commit_of(model)
         config = SpecDecPPConfig(draft_id=name, draft_revision=commit, **special_tokens(model))
         return cls.of_parts(config, drafter, parts, target, options)

@@ -91,13 +91,15 @@ def found(name: str) -> Iterator[None]:
     except HFValidationError as error:
         raise FileNotFoundError(f"There is no folder {name!r}, and it cannot be a Hub id: {error}") from None
     except LocalEntryNotFoundError as error:
-        why = f"as a Hub id it is neither in the local cache nor reached: {error}"
+        why = f"reached: {error}"
         if constants.HF_HUB_OFFLINE:
             why = (
-                "as a Hub id it is not in the local cache. Offline mode is on (the environment variable "
-                "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE), so nothing is downloaded: unset it, or name a folder."
+                "downloaded, because offline mode is on (the environment variable HF_HUB_OFFLINE or "
+                "TRANSFORMERS_OFFLINE). Unset it, or name a folder."
             )
-        raise LocalEntryNotFoundError(f"{name!r} is no folder here, and {why}") from error
+        raise LocalEntryNotFoundError(
+            f"{name!r} is no folder here, and as a Hub id it is neither in the local cache nor {why}"
+        ) from error
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -5,6 +5,7 @@ import ast
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,12 +29,15 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_specdecpp import SpecDecPPAssistant, figures, files
+from hf_specdecpp.benchmark import loading
 from hf_specdecpp.cli import _Commands, app
+from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.files import Repository, Weights, save_tensors, save_text
 from hf_specdecpp.hub.conversion import convert
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.early_exit import early_exit
+from hf_specdecpp.texts.prompts import Prompt
 from hf_specdecpp.training import chains, features
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig
@@ -119,6 +123,18 @@ def test_what_is_exported_and_converted(tmp_path: Path) -> None:
         export(tmp_path / "assistant", tmp_path / "out")
         convert(released, tmp_path / "converted")
     assert refused == []
+
+
+def test_pictures_are_named_after_data_sets_with_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = Mock(encode_all=lambda prompts: [Mock(prompt=each, input_ids=[1]) for each in prompts])
+    monkeypatch.setattr(loading.Codec, "from_pretrained", lambda _: codec)
+    monkeypatch.setattr(loading, "read_prompts", lambda source: [Prompt("1", source, [])])
+    config = BenchmarkConfig(target="org/target", data=["org/set:train", "org/set:test"])
+    names = [question.set for question in loading._questions(config)]
+    with windows() as refused:
+        for name in names:
+            figures.save(figures.new_figure(1, 1)[0], tmp_path / f"pareto-{name}-0.png")
+    assert (names, refused) == (["set-train", "set-test"], [])
 
 
 def stages(folder: Path) -> None:

@@ -153,7 +153,8 @@ def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
 
 def _questions(config: BenchmarkConfig) -> list[Question]:
     codec = Codec.from_pretrained(config.target)
-    sets = {Path(source).stem: read_prompts(source) for source in config.data}
+    # A data set may have a split, as in org/set:test, and the files of pictures are named after the sets.
+    sets = {Path(source).stem.replace(":", "-"): read_prompts(source) for source in config.data}
     if not sets:
         messages = ([{"role": "user", "content": text}] for text in EXAMPLES)
         sets = {"demo": [Prompt(f"demo-{number}", "demo", each) for number, each in enumerate(messages, 1)]}

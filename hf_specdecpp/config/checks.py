@@ -91,7 +91,7 @@ def with_checked_names(cls: type[Settings]) -> type[Settings]:
         cls.check_names(given)  # type: ignore[attr-defined]
         construct(self, *args, **given)
 
-    cls.__init__ = checked  # type: ignore[assignment]
+    cls.__init__ = checked  # type: ignore[method-assign]
     return cls
 
 

@@ -84,7 +84,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         tokens, parents: `[texts, width]`, the latter as places in the level above.
-        values: `[texts, width]`, chances that they stand, as far as is known; of chains whether all could be drawn so far.
+        values: `[texts, width]`, chances that they stand, as far as is known; in chains 0 where nothing could be drawn.
         q: `[texts, width, vocab]`, that they were drawn from, where they were drawn.
         judged: `[texts, width]`, what an estimator says of them; `None` where nothing looks at it.
     """

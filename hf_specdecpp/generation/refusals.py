@@ -104,15 +104,17 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
         )
 
 
-def own_speculation(config: GenerationConfig) -> str | None:
-    """Which setting has transformers speculate in a call without an assistant, for a message."""
-    found = ((name, getattr(config, name, None)) for name in OWN_SPECULATION)
-    given = next(((name, value) for name, value in found if value), None)
-    if given is None:
-        return None
+def own_speculation(config: GenerationConfig, target: CausalLM) -> tuple[str, bool]:
+    """Which setting has transformers speculate in a call without an assistant, for a message; and whether it is the
+    model's own, of which the user may not know."""
+    name = next(name for name in OWN_SPECULATION if getattr(config, name, None))
+    value = getattr(config, name)
+    is_model_s = getattr(target.generation_config, name, None) == value
+    where = "in the model's generation_config" if is_model_s else "given to generate()"
     return (
-        f"{given[0]}={given[1]!r}, given to generate() or in the model's generation_config, asks for transformers' own "
-        "speculation, which runs in its place. To use the assistant set it to None."
+        f"{name}={value!r}, {where}, asks for transformers' own speculation, which runs in its place. To use the "
+        "assistant set it to None.",
+        is_model_s,
     )
 
 

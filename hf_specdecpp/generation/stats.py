@@ -109,7 +109,11 @@ class Noted:
 
 Own: TypeAlias = "WeakKeyDictionary[LatestCalls, Noted]"
 _numbers = count()
-_own: ContextVar[Own | None] = ContextVar("own", default=None)  # of this thread or asyncio task, by assistant
+_own: ContextVar[Own] = ContextVar("own")  # of this thread or asyncio task, by assistant
+
+
+def known_here() -> Own:
+    return _own.get(WeakKeyDictionary())
 
 
 class LatestCalls:
@@ -125,7 +129,7 @@ class LatestCalls:
 
     @property
     def stats(self) -> SpeculationStats:
-        own = (_own.get() or {}).get(self, self._latest)
+        own = known_here().get(self, self._latest)
         own = own.for_others or own
         if current_thread() is main_thread() and self._streamed.number > own.number:
             own = self._streamed
@@ -133,7 +137,7 @@ class LatestCalls:
 
     def note(self, stats: SpeculationStats, streamer: Any = None) -> None:
         """Take the statistics of a call that begins or ends in this thread."""
-        known = _own.get() or {}
+        known = known_here()
         before, self._latest = known.get(self), Noted(next(_numbers), stats)
         if before is not None and before.thread != self._latest.thread:
             before.for_others = self._latest

@@ -181,13 +181,15 @@ def check_named_draft(
     """Raise the `ValueError` of `check_same_tokenizer` for the name of a draft, before its weights are downloaded or
     read. What cannot be found is left to whoever loads the draft."""
     source = Repository(str(name), revision, None, hub_kwargs)
-    size = None
+    size: Any = None
     with suppress(OSError, ValueError):
         raw = read_fields(source.file("config.json"))
-        size = raw.get("vocab_size") or (raw.get("text_config") or {}).get("vocab_size")
-        if tokenizer_of(source.full_name) is None:  # it is looked for in the local cache
+        inner = raw.get("text_config")
+        size = raw.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    if tokenizer_of(source.full_name) is None:  # it is looked for in the local cache
+        with suppress(Exception):  # whatever is wrong with it, whoever loads the model says so
             load_tokenizer(source.full_name, revision, **hub_kwargs)
-    check_same_tokenizer(target, source.full_name, size, is_chosen)
+    check_same_tokenizer(target, source.full_name, size if type(size) is int else None, is_chosen)
 
 
 def check_same_tokenizer(target: CausalLM, name: str, size: int | None, is_chosen: bool = False) -> None:

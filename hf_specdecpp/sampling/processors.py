@@ -34,32 +34,18 @@ ASKS_WHICH = frozenset({logits_process.RepetitionPenaltyLogitsProcessor})
 KEEPS_SOME = (PREFIX_FREE | ASKS_WHICH) - {logits_process.SuppressTokensLogitsProcessor}
 # All processors and criteria of transformers that depend on their arguments alone and have an answer to any text.
 # Others call a function or a model, or remember earlier calls; what a new release adds may do so, too.
-KNOWN = (
-    PREFIX_FREE
-    | ASKS_WHICH
-    | {
-        logits_process.AlternatingCodebooksLogitsProcessor,
-        logits_process.BarkEosPrioritizerLogitsProcessor,
-        logits_process.EncoderNoRepeatNGramLogitsProcessor,
-        logits_process.EncoderRepetitionPenaltyLogitsProcessor,
-        logits_process.ExponentialDecayLengthPenalty,
-        logits_process.ForcedBOSTokenLogitsProcessor,
-        logits_process.ForcedEOSTokenLogitsProcessor,
-        logits_process.MinLengthLogitsProcessor,
-        logits_process.MinNewTokensLengthLogitsProcessor,
-        logits_process.NoBadWordsLogitsProcessor,
-        logits_process.NoRepeatNGramLogitsProcessor,
-        logits_process.SequenceBiasLogitsProcessor,
-        logits_process.SuppressTokensAtBeginLogitsProcessor,
-        logits_process.TopHLogitsWarper,
-        logits_process.WatermarkLogitsProcessor,
-        logits_process.WhisperTimeStampLogitsProcessor,
-        stopping_criteria.EosTokenCriteria,
-        stopping_criteria.MaxLengthCriteria,
-        stopping_criteria.MaxTimeCriteria,
-        stopping_criteria.StopStringCriteria,
-    }
-)
+KNOWN = PREFIX_FREE | ASKS_WHICH | {
+    logits_process.AlternatingCodebooksLogitsProcessor, logits_process.BarkEosPrioritizerLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor, logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.ExponentialDecayLengthPenalty, logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor, logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor, logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor, logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor, logits_process.TopHLogitsWarper,
+    logits_process.WatermarkLogitsProcessor, logits_process.WhisperTimeStampLogitsProcessor,
+    stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria, stopping_criteria.StopStringCriteria,
+}  # fmt: skip
 
 
 def name_of(processor: object) -> str:
@@ -155,8 +141,11 @@ class Processing:
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
         looks = [type(processor) for processor in self.processors if type(processor) not in PREFIX_FREE]
         self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)
-        self.fits_graphs = not self.may_forbid_all and len(looks) <= 1
-        self.answers_all = all(type(each) in KNOWN for each in map(_of_all_rows, self.processors))
+        given = list(map(_of_all_rows, self.processors))
+        # A number of tokens that a penalty leaves out may reach beyond the prompt.
+        counts = any(isinstance(getattr(each, "prompt_ignore_length", None), int) for each in given)
+        self.fits_graphs = not self.may_forbid_all and len(looks) <= 1 and not counts
+        self.answers_all = all(type(each) in KNOWN for each in given)
 
     def for_graphs(self) -> Processing:
         """Those of them that `fits_graphs`."""

@@ -22,8 +22,8 @@ class NothingToDrawError(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "probability tensor contains either `inf`, `nan` or element < 0: no token can be drawn. The target's logits "
-            "are not numbers, or a logits processor forbids every token."
+            "probability tensor contains either `inf`, `nan` or element < 0: no token can be drawn. The target's "
+            "logits are not numbers, or a logits processor forbids every token."
         )
 
 

@@ -100,13 +100,14 @@ NAMES = [("treshold", "threshold"), ("num_token", "num_tokens"), ("look_up", "lo
 
 @pytest.mark.parametrize(("name", "meant"), NAMES)
 def test_names(name: str, meant: str | None, target: CausalLM) -> None:
+    given: Any = {name: 1}
     says = rf"{name}\.( Did you mean {meant}\?)" if meant else rf"{name}\.(?! Did you mean)"
     with pytest.raises(TypeError, match=f"There is no setting {says}"):
-        SpeculationConfig(**{name: 1})
+        SpeculationConfig(**given)
     with pytest.raises(AttributeError, match=f"There is no setting {says}"):
         setattr(SpeculationConfig(), name, 1)
     with pytest.raises(TypeError, match=f"There is no option {says}"):
-        assist(target, "lookup", **{name: 1})
+        assist(target, "lookup", **given)
     meaning = rf"\. Did you mean {meant}\?" if meant else ""
     with pytest.raises(ValueError, match=rf"Unknown setting speculation\.{name}\. speculation takes .*{meaning}"):
         TrainingConfig(target="t", output="o", speculation={name: 1}).validate()
@@ -203,7 +204,7 @@ def test_layers(layers: Any, target: CausalLM) -> None:
 @pytest.mark.parametrize("layers", [2, [0, 2], (0, 1), range(2), torch.tensor([0, 1])], ids=str)
 def test_layers_that_are_right(layers: Any, target: CausalLM) -> None:
     assistant = SpecDecPPAssistant.from_early_exit(target, layers)
-    assert [type(each) for each in assistant.config.draft_layers] == [int, int]
+    assert [type(each) for each in assistant.config.draft_layers or []] == [int, int]
     assistant.detach()
 
 

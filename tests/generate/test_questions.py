@@ -118,6 +118,19 @@ def test_mutants_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         sum(check(replace(EARLIER_MISTAKES[mistake], seed=seed)) for seed in range(8))
 
 
+def test_several_answers_to_one_prompt() -> None:
+    """transformers gives them one number."""
+    target = quiet_later_layers(tiny("llama"))
+    how: dict[str, Any] = {"do_sample": True, "top_k": 1, "num_return_sequences": 3, "max_new_tokens": 12, **ENDS}
+    found = []
+    for each in (assistant_of("independent", target, **WAYS["chain"]), None):
+        toy = Trie(9, {*ENDS["eos_token_id"]}, padded=True)
+        text = target.generate(prompt(9), assistant_model=each, prefix_allowed_tokens_fn=toy, pad_token_id=PAD, **how)
+        found.append((text.tolist(), toy.log))
+    assert found[0] == found[1]
+    assert {question.row for question in found[0][1]} == {0}
+
+
 @pytest.mark.takes(2)
 @pytest.mark.parametrize("ends", [{}, ENDS], ids=["", "ends"])
 def test_what_rows_in_step_return(ends: dict[str, Any]) -> None:

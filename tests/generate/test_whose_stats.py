@@ -201,7 +201,7 @@ def test_nothing_is_kept_of_threads_and_assistants_that_are_gone() -> None:
     note(calls)
     gc.collect()
     assert [each() is None for each in kept] == [True] * 5 + [False]
-    assert calls in (stats_module._own.get() or {})
+    assert calls in stats_module.known_here()
     weak = weakref.ref(calls)
     del calls
     gc.collect()
@@ -224,7 +224,7 @@ class OwnAlone(LatestCalls):
 
     @property
     def stats(self) -> SpeculationStats:
-        return (stats_module._own.get() or {}).get(self, self._latest).stats
+        return stats_module.known_here().get(self, self._latest).stats
 
 
 @pytest.mark.parametrize(("wrong", "test"), [

@@ -113,7 +113,7 @@ def test_commands(target: str, assistant: str) -> None:
 
 def test_the_last_tree(target: str, assistant: str) -> None:
     output = chat(target, "w1 w2 w3", "/tree", options=("--assistant", assistant, "--tree")).stdout
-    assert re.search(r"^'w\d+'   \(\d+ candidates, depth \d, width \d", output, flags=re.MULTILINE)
+    assert re.search(r"^'w\d+'   \(\d+ candidates, depth \d+, width \d", output, flags=re.MULTILINE)
     assert "└─" in output
 
 

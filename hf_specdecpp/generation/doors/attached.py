@@ -259,8 +259,9 @@ def _assisted_decoding(
     given = input_ids, logits_processor, stopping_criteria, generation_config
     if not is_attached(assistant_model, target):
         default = None if assistant_model is not None or generation_config.is_assistant else default_of(target)
-        if default is not None and (reason := own_speculation(generation_config)) is not None:
-            _leave_out(default, target, reason, kwargs.get("streamer"))
+        if default is not None:
+            reason, is_model_s = own_speculation(generation_config, target)
+            _leave_out(default, target, reason, kwargs.get("streamer"), says=is_model_s)
         return original(*given, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
     # Again, since another thread may have attached the assistant since the call began, and checked the target for that.
     check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
@@ -287,9 +288,11 @@ def _check(target: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: d
     check_mode(mode, config, mode_kwargs)
 
 
-def _leave_out(assistant: Assistant, target: CausalLM, reason: str, streamer: Any) -> None:
-    """Say that a call is plain though it has an assistant: to its user once, and in its statistics."""
+def _leave_out(assistant: Assistant, target: CausalLM, reason: str, streamer: Any, says: bool = True) -> None:
+    """Note that a call is plain though it has an assistant, in its statistics and, once, for its user."""
     assistant.calls.note(SpeculationStats(refusal=reason), streamer)
+    if not says:
+        return
     logger.warning_once(
         f"This generate() of {type(target).__name__} is a plain one, without its assistant, which cannot help here: "
         f"{reason}"
