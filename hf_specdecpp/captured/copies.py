@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_specdecpp.captured.graphs import is_capturing
 from hf_specdecpp.captured.identity import tensors_of
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu_products import UNUSUAL
+from hf_specdecpp.models.cpu.faster_products import UNUSUAL
 from hf_specdecpp.models.early_exit import copy_sharing
 
 GROUPED = "specdecpp_grouped"

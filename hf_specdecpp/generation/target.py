@@ -23,7 +23,7 @@ from hf_specdecpp.generation.prefix import Prefix, TargetText, reading_again, tr
 from hf_specdecpp.generation.refusals import LateRefusalError, check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
-from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.models.foreign import ForeignPasses, states_of
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput.pass_times import pass_times_of

@@ -14,7 +14,7 @@ import torch
 
 from hf_specdecpp.caches.text import text_in
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
-from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.cpu.faster_products import FasterProducts
 
 KEPT = 512  # passes
 ENOUGH = 3  # passes of a width in a text

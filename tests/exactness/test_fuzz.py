@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches import text
 from hf_specdecpp.generation import prefix
-from hf_specdecpp.models import copies
+from hf_specdecpp.models.cpu import copies
 from hf_specdecpp.sampling.processors import Processing
 
 PARTS, CASES_OF_A_PART = 4, 50

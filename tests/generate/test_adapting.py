@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import Decisions
-from hf_specdecpp.models import cpu_products
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.cpu import faster_products
 from hf_specdecpp.throughput import known_costs
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -105,7 +105,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> CausalLM:
-    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)  # else the tiny model's products have no choice
+    monkeypatch.setattr(faster_products, "LEAST_ELEMENTS", 1)  # else the tiny model's products have no choice
     return tiny("llama", initializer_range=0.05).float()
 
 

@@ -16,7 +16,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.generation.captured.text import BETWEEN
 from hf_specdecpp.generation.captured.whole import WholeRounds
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.models import cpu_products
+from hf_specdecpp.models.cpu import faster_products
 from hf_specdecpp.sampling.processors import Processing
 
 RULES: dict[str, dict[str, Any]] = {
@@ -214,8 +214,8 @@ def test_more_calls_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where each module is asked whether it is compiled."""
 
     def asks_each(models: Any, seen: Any = None) -> Any:
-        return (module for model in models for module in model.modules() if cpu_products._recompiles(module))
+        return (module for model in models for module in model.modules() if faster_products._recompiles(module))
 
     few = calls_before_the_first_round(12)
-    monkeypatch.setattr(cpu_products, "large_layers", asks_each)
+    monkeypatch.setattr(faster_products, "large_layers", asks_each)
     assert calls_before_the_first_round(12) > few + 200

@@ -14,8 +14,8 @@ from support.watchers import heard
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
 from hf_specdecpp.generation.setup import DraftSetup
-from hf_specdecpp.models import cpu_products
-from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.cpu import faster_products
+from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -153,7 +153,7 @@ def test_it_pays_is_said_of_nothing_that_is_slower_than_plain() -> None:
 @pytest.mark.parametrize("kind", ["untrained", "trained", "lookup"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_remedies_are_what_the_assistant_lacks(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(faster_products, "LEAST_ELEMENTS", 1)
     monkeypatch.setattr(DraftSetup, "products", lambda *_: FasterProducts())
     target = tiny("llama").float()
     if kind == "lookup":

@@ -17,10 +17,10 @@ from support.models import assistant_for, prompt, tiny
 from support.products import faster, needs_float16, products_of, use_copies
 from torch import Tensor, nn
 
-from hf_specdecpp.models import copies, product_times
-from hf_specdecpp.models.copies import NEVER, POLL, Background, WeightCopies, WeightCopy, background
-from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.models.product_times import measured_copy
+from hf_specdecpp.models.cpu import copies, product_times
+from hf_specdecpp.models.cpu.copies import NEVER, POLL, Background, WeightCopies, WeightCopy, background
+from hf_specdecpp.models.cpu.faster_products import FasterProducts
+from hf_specdecpp.models.cpu.product_times import measured_copy
 
 pytestmark = needs_float16
 
@@ -371,7 +371,7 @@ PROGRAMS: dict[str, str] = {
     "ends": """
         import atexit
         atexit.register(lambda: print(len(made)))  # after the package's own function
-        from hf_specdecpp.models.copies import WeightCopies
+        from hf_specdecpp.models.cpu.copies import WeightCopies
         made = []
         def make(weight):
             time.sleep(0.05)
@@ -381,8 +381,8 @@ PROGRAMS: dict[str, str] = {
             kept.prepared(weight)
     """,
     "ends in the middle of a weight": """
-        from hf_specdecpp.models import products
-        from hf_specdecpp.models.copies import WeightCopies
+        from hf_specdecpp.models.cpu import products
+        from hf_specdecpp.models.cpu.copies import WeightCopies
         products.AT_ONCE = 4
         kept, weight = WeightCopies(products.Float16Weight.of), nn.Parameter(torch.ones(1_000_000, 4))
         kept.prepared(weight)
@@ -392,7 +392,7 @@ PROGRAMS: dict[str, str] = {
     "is nice already": """
         import os
         os.nice(15)
-        from hf_specdecpp.models.copies import WeightCopies, background
+        from hf_specdecpp.models.cpu.copies import WeightCopies, background
         made, nice = [], []
         def make(weight):
             nice.append(os.getpriority(os.PRIO_PROCESS, 0))
@@ -405,7 +405,7 @@ PROGRAMS: dict[str, str] = {
     """,
     "has low priority": """
         import os
-        from hf_specdecpp.models.copies import WeightCopies, background
+        from hf_specdecpp.models.cpu.copies import WeightCopies, background
         nice, weight = [], nn.Parameter(torch.ones(1, 4))
         kept = WeightCopies(lambda _: nice.append(os.getpriority(os.PRIO_PROCESS, 0)))
         kept.prepared(weight)
@@ -414,7 +414,7 @@ PROGRAMS: dict[str, str] = {
     """,
     "is forked": """
         import os, threading
-        from hf_specdecpp.models.copies import WeightCopies, background
+        from hf_specdecpp.models.cpu.copies import WeightCopies, background
         begun, go = threading.Event(), threading.Event()
         def make(weight):
             begun.set()

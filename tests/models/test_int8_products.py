@@ -14,10 +14,10 @@ from torch.nn import functional
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.generation import setup
-from hf_specdecpp.models import cpu_products
-from hf_specdecpp.models.copies import WeightCopies
-from hf_specdecpp.models.cpu_products import FasterProducts
-from hf_specdecpp.models.products import MOST_INT8_ROWS, has_int8, int8_product, quantise
+from hf_specdecpp.models.cpu import faster_products
+from hf_specdecpp.models.cpu.copies import WeightCopies
+from hf_specdecpp.models.cpu.faster_products import FasterProducts
+from hf_specdecpp.models.cpu.products import MOST_INT8_ROWS, has_int8, int8_product, quantise
 
 pytestmark = pytest.mark.skipif(not has_int8(), reason="this PyTorch has no int8 products")
 SPECULATION: list[dict[str, Any]] = [
@@ -30,7 +30,7 @@ SPECULATION: list[dict[str, Any]] = [
 @pytest.fixture
 def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of tiny models take part, too."""
-    monkeypatch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(faster_products, "LEAST_ELEMENTS", 1)
 
 
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64)])

@@ -10,9 +10,9 @@ from support.products import needs_float16
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.models import products
-from hf_specdecpp.models.product_times import ROWS, ProductTimes
-from hf_specdecpp.models.products import Float16Weight, OneDnnWeight, has_float16, kind_of_copy
+from hf_specdecpp.models.cpu import products
+from hf_specdecpp.models.cpu.product_times import ROWS, ProductTimes
+from hf_specdecpp.models.cpu.products import Float16Weight, OneDnnWeight, has_float16, kind_of_copy
 
 ERROR = {torch.float32: 3e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative, of a whole result
 

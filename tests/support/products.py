@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 from torch import nn
 
-from hf_specdecpp.models import cpu_products, product_times
-from hf_specdecpp.models.copies import WeightCopies, background
-from hf_specdecpp.models.cpu_products import FasterProducts, _here, _is_routed
-from hf_specdecpp.models.product_times import ProductTimes, measured_copy
-from hf_specdecpp.models.products import Int8Weight, has_float16
+from hf_specdecpp.models.cpu import faster_products, product_times
+from hf_specdecpp.models.cpu.copies import WeightCopies, background
+from hf_specdecpp.models.cpu.faster_products import FasterProducts, _here, _is_routed
+from hf_specdecpp.models.cpu.product_times import ProductTimes, measured_copy
+from hf_specdecpp.models.cpu.products import Int8Weight, has_float16
 
 needs_float16 = pytest.mark.skipif(not has_float16(), reason="this PyTorch has no float16 products")
 
@@ -19,7 +19,7 @@ def use_copies(patch: pytest.MonkeyPatch, least: int = 1, most: int = 24, copied
     """From now on layers of every size use copies of their weights for `least` to `most` rows. An element's share of a
     product takes 2e-9 seconds with PyTorch's own, and so many with a copy."""
     made_up = ProductTimes((2e-9,) * 3, (copied,) * 3, least, most)
-    patch.setattr(cpu_products, "LEAST_ELEMENTS", 1)
+    patch.setattr(faster_products, "LEAST_ELEMENTS", 1)
     patch.setattr(product_times, "_measured", {})
     patch.setattr(product_times, "_first", {})
     patch.setattr(product_times, "_measure", lambda *_: made_up)

@@ -9,7 +9,7 @@ from support.products import needs_float16, use_copies
 from support.watchers import unnoticed
 
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.copies import background
+from hf_specdecpp.models.cpu.copies import background
 from hf_specdecpp.throughput import pass_times
 from hf_specdecpp.throughput.pass_times import EVERY, KEPT, WARM, PassTimes, pass_times_of
 
@@ -136,9 +136,7 @@ def test_with_copies_a_plain_pass_takes_what_their_products_save(
     assert stats.compared_passes == 0
 
 
-def test_a_target_without_copies_makes_few_passes_of_its_own(
-    target: CausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_without_copies_makes_few_passes_of_its_own(target: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assistant = assistant_for(target, rule="fixed", num_tokens=2, cpu_products="off")
     passes: list[int] = []
     target.register_forward_pre_hook(unnoticed(lambda *_: passes.append(1)))

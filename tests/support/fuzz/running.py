@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import hf_specdecpp
-from hf_specdecpp.models import cpu_products, product_times
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.copies import WeightCopies
-from hf_specdecpp.models.product_times import ProductTimes
+from hf_specdecpp.models.cpu import faster_products, product_times
+from hf_specdecpp.models.cpu.copies import WeightCopies
+from hf_specdecpp.models.cpu.product_times import ProductTimes
 from support.fuzz.arguments import arguments, first_prompt, positions_of, random_ids
 from support.fuzz.cases import RECORDS, Case
 from support.fuzz.models import LORA_MODULES, assistant_for, target_of
@@ -125,7 +125,7 @@ def run_case(case: Case) -> Result:
         if case.weights == "as they are":
             return _compare(case, target, assistant)
         with (  # tiny layers would have no copies, and others only after a while
-            mock.patch.object(cpu_products, "LEAST_ELEMENTS", 1),
+            mock.patch.object(faster_products, "LEAST_ELEMENTS", 1),
             mock.patch.object(product_times, "_measure", return_value=ALWAYS),
             mock.patch.object(product_times, "_measured", {}),
             mock.patch.object(product_times, "_first", {}),

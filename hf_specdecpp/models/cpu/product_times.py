@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.models.products import Float16Weight, OneDnnWeight, kind_of_copy
+from hf_specdecpp.models.cpu.products import Float16Weight, OneDnnWeight, kind_of_copy
 
 ROWS = (1, 4, 16)  # of the products that are measured
 UP_TO = (2, 8, 24)  # rows that these stand for; products of more rows are PyTorch's own

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_specdecpp.models.products import ending
+from hf_specdecpp.models.cpu.products import ending
 
 ROWS, BUCKETS = 16, 1021  # the latter prime, so that what moves rows or columns moves numbers to other buckets
 MOST_OF_FREE = 0.25  # of the memory that is free, which copies may take
