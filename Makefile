@@ -83,16 +83,18 @@ $(SERVING)/.installed: $(VENV)/.installed
 		$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -c constraints.txt \
 			--dest $(SERVING) llama-cpp-python; \
 		tar --extract --directory $(SERVING)/sources --strip-components=1 --file $(SERVING)/llama_cpp_python-*.tar.gz; \
-		sed -i 's/set(LLAMA_BUILD_COMMON ON/set(LLAMA_BUILD_COMMON OFF/' $(SERVING)/sources/CMakeLists.txt; \
+		sed 's/set(LLAMA_BUILD_COMMON ON/set(LLAMA_BUILD_COMMON OFF/' $(SERVING)/sources/CMakeLists.txt > $(SERVING)/edited; \
+		mv $(SERVING)/edited $(SERVING)/sources/CMakeLists.txt; \
 		export CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF $(foreach language,C CXX,-DCMAKE_$(language)_FLAGS_RELEASE='-O1 -DNDEBUG')"; \
 		SKBUILD_BUILD_TARGETS=llama CMAKE_BUILD_PARALLEL_LEVEL=1 \
 			$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(SERVING) \
 			$(SERVING)/sources diskcache sentencepiece
 	@touch $@
 
-demo: install  ## Speculate with SmolLM2-135M on this machine, with or without the Hugging Face Hub
+demo: install  ## Run README's SmolLM2-135M with a trained layer and lookups, with or without the Hugging Face Hub
 	@target="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
-	$(BIN)/specdecpp demo --target "$$target" --assistant hub_cards/specdecpp-smollm2-135m-instruct $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/specdecpp demo --target "$$target" \
+		--assistant hub_cards/specdecpp-smollm2-135m-instruct --lookup $(ARGS)
 
 test: install  ## Run the fast tests
 	@$(PYTEST) $(BIN)/pytest -n 2 $(ARGS)
@@ -103,7 +105,7 @@ test-apart: install  ## Run the tests that start interpreters of their own, comp
 test-slow: install  ## Run every test, the slow ones too
 	@$(PYTEST) $(BIN)/pytest -n 2 -m "slow or not slow" $(ARGS)
 
-test-floor: $(FLOOR)/.installed  ## Run the fast tests with the oldest supported transformers
+test-floor: $(FLOOR)/.installed  ## Run the fast tests with the oldest supported versions
 	@$(PYTEST) $(FLOOR)/bin/pytest -n 2 $(ARGS)
 
 test-newest: $(NEWEST)/.installed  ## Run the fast tests with the newest torch, transformers and peft of the package index

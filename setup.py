@@ -6,25 +6,22 @@ from pathlib import Path
 from setuptools import setup
 
 ROOT = Path(__file__).parent
+REPOSITORY: str | None = None  # where the source is public, such as "https://example.org/hf_specdecpp"; not yet
 
 
-def repository() -> str:
-    """The address of the repository, which hf_specdecpp/version.py has."""
-    source = (ROOT / "hf_specdecpp" / "version.py").read_text(encoding="utf-8")
-    found = re.search(r'^REPOSITORY = "(.+?)"', source, re.MULTILINE)
-    assert found is not None  # noqa: S101
-    return found[1]
+def page(base: str | None) -> str:
+    """README for a reader elsewhere: links are absolute, pictures are shown as they are. Without an address a link to
+    a file becomes its text, and a picture is left out."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    to_file = r"\((?!https?:|#)([^)\s]+)\)"
+    picture, link = (rf"!\[([^\]]*)\]{to_file}", rf"(?<!!)\[([^\]]*)\]{to_file}")
+    text = re.sub(picture, "" if base is None else rf"![\1]({base}/raw/main/\2)", text)
+    return re.sub(link, r"\1" if base is None else rf"[\1]({base}/blob/main/\2)", text)
 
 
-def page() -> str:
-    """README with absolute links: pictures are shown as they are, all else as the repository shows it."""
-    text, base = (ROOT / "README.md").read_text(encoding="utf-8"), repository()
-    text = re.sub(r"(!\[[^\]]*\]\()(?!https?:|#)", rf"\1{base}/raw/main/", text)
-    return re.sub(r"((?<!!)\[[^\]]*\]\()(?!https?:|#)", rf"\1{base}/blob/main/", text)
-
-
-def links() -> dict[str, str]:
-    base = repository()
+def links(base: str | None) -> dict[str, str]:
+    if base is None:
+        return {}
     pages = {"Documentation": "docs/README.md", "Benchmarks": "docs/benchmarks.md", "Changelog": "CHANGELOG.md"}
     return {
         "Source": base,
@@ -34,4 +31,8 @@ def links() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    setup(long_description=page(), long_description_content_type="text/markdown", project_urls=links())
+    setup(
+        long_description=page(REPOSITORY),
+        long_description_content_type="text/markdown",
+        project_urls=links(REPOSITORY),
+    )

@@ -4,9 +4,11 @@
 
 `bench/qwen` becomes `docs/benchmarks/qwen/report.md` with its pictures, as `specdecpp bench` wrote them; what was there
 before goes. Between its two marks the page then lists every report under `docs/benchmarks`, with what it says about
-itself: nothing is typed by hand. A single report can also renew the speeds in a model card:
+itself: nothing is typed by hand. The model card of a repository in `hub_cards` is written by `--card`, of the results
+in `hub_cards/results`; a single report then gives its speeds:
 
-    python examples/publish_benchmark.py bench/qwen --card hub_cards/specdecpp-qwen2.5-coder-1.5b-instruct/README.md
+    python examples/publish_benchmark.py bench/qwen --card hub_cards/specdecpp-qwen2.5-coder-1.5b-instruct
+    python examples/publish_benchmark.py --card hub_cards/specdecpp-gemma-3-270m
 """
 
 import argparse
@@ -14,13 +16,12 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Template
+from hf_specdecpp.files import Repository
+from hf_specdecpp.hub.publishing import make_card
+from hf_specdecpp.hub.repository import load_config, load_head
 
-from hf_specdecpp.hub import publishing as cards
-
-SPEED = re.compile(r"## Speed\n.*?(?=(?:{% endif %}\n)?## Training\n)", re.DOTALL)
-OPENING = re.compile(r"(?<=\n\n)(Makes|Did not make|Drafts for) `generate\(\)`.*?(?=\n\n)", re.DOTALL)
 ABOUT = re.compile(r"^target (?:\S+/)?(\S+) \((\w+), .*?\), draft: (?:\S+/)?(.*)$")
 SPEED_OF = r"([\d.]+ \([^)]*\)) times"
 FASTEST = re.compile(rf"the fastest, (.*?), runs at {SPEED_OF}(?:.*?generate\(\) and at {SPEED_OF})?")
@@ -61,22 +62,31 @@ def _line(report: Path, page: Path) -> str:
     return f"| [{report.parent.name}]({report.relative_to(page.parent)}) | {about} | {'<br>'.join(said)} |"
 
 
-def renew_card(folder: Path, card: Path) -> None:
-    """Write the first sentences and the part "Speed" of a card as `specdecpp train` would, of results in a folder."""
-    speeds = json.loads((folder / "results.json").read_text(encoding="utf-8"))["speeds"]
-    template = Path(cards.__file__).with_name("card_template.md").read_text(encoding="utf-8")
-    part = Template(SPEED.findall(template)[0]).render(training={"speed": speeds}, number=cards.number)
-    text = OPENING.sub(lambda _: cards.opening(speeds), card.read_text(encoding="utf-8"), count=1)
-    card.write_text(SPEED.sub(lambda _: part + "\n\n", text), encoding="utf-8")
+def write_card(repository: Path, folder: Path | None) -> None:
+    """Write a card as `specdecpp train` does, of the kept results of its run, and of a benchmark's in a folder, if
+    there is one, which are kept, too."""
+    kept = repository.parent / "results" / f"{repository.name}.json"
+    results = json.loads(kept.read_text(encoding="utf-8"))
+    if folder is not None:
+        results["speed"] = json.loads((folder / "results.json").read_text(encoding="utf-8"))["speeds"]
+        kept.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (repository / "README.md").write_text(rendered(repository, results), encoding="utf-8")
+
+
+def rendered(repository: Path, results: dict[str, Any]) -> str:
+    source = Repository(str(repository))
+    config = load_config(source)
+    return str(make_card(config, load_head(source, config), results))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="output folders of specdecpp bench")
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
-    parser.add_argument("--card", type=Path, help="a model card that shows the speeds of the only folder")
+    parser.add_argument("--card", type=Path, help="a repository whose card is written, with the folder's speeds")
     arguments = parser.parse_args()
-    publish(arguments.folders, arguments.page)
+    if arguments.folders:
+        publish(arguments.folders, arguments.page)
     if arguments.card is not None:
-        [one] = arguments.folders
-        renew_card(one, arguments.card)
+        [folder] = arguments.folders or [None]
+        write_card(arguments.card, folder)

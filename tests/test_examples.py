@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,3 +155,23 @@ def test_bench_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert [row[0] for row in rows[1][2:]] == ["plain generate()", "ours, 3 candidates"], "batches have no trees"
     assert [row[6] for row in rows[1][2:]] == ["1 of 1"] * 2
     assert all("rounds captured" in row[7] for row in [*rows[0][5:], *rows[1][3:]])
+
+
+@pytest.mark.parametrize(("second", "near"), [(9.97, True), (9.5, False)])
+def test_bench_gpu_tells_near_ties_from_other_texts(second: float, near: bool) -> None:
+    """In bfloat16 rounding can change logits of 10 by a sixteenth or so."""
+
+    class Target:
+        dtype, device = torch.bfloat16, torch.device("cpu")
+
+        def __call__(self, ids: Tensor) -> Any:
+            asked.append(ids.tolist())
+            return SimpleNamespace(logits=torch.tensor([[[0.0, 10.0, second]]]))
+
+    asked: list[list[list[int]]] = []
+    plain, other = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1]]), torch.tensor([[0, 0, 2, 0], [0, 0, 0, 1]])
+    names = runpy.run_path(str(FOLDER / "bench_gpu.py"), run_name="bench_gpu")
+    said = names["said_of"](Target(), [other, plain], [plain, plain])
+    assert said == f"1 of 2; {int(near)} of 1 others part at a near tie"
+    assert asked == [[[0, 0]]], "plain's text before the first difference"
+    assert names["said_of"](Target(), [plain], [plain]) == "1 of 1"

@@ -15,17 +15,16 @@ from typer.main import get_command
 from hf_specdecpp import SpecDecPPAssistant, provenance
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import GROWTHS, RULES
-from hf_specdecpp.version import REPOSITORY
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-[FIRST] = re.findall(r"```python\n(from transformers.*?)```", README, flags=re.DOTALL)
+[FIRST] = re.findall(r"^```python\n(from transformers.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @pytest.mark.slow  # builds a wheel, and imports torch again
 def test_the_first_block_runs_from_a_wheel_without_a_clone(tmp_path: Path) -> None:
-    assert len(FIRST.strip().splitlines()) <= 8
+    assert len(FIRST.strip().splitlines()) <= 25
     copy = tmp_path / "copy"
     shutil.copytree(ROOT / "hf_specdecpp", copy / "hf_specdecpp", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "LICENSE", "pyproject.toml", "setup.py"):
@@ -47,9 +46,31 @@ def test_the_first_block_runs_from_a_wheel_without_a_clone(tmp_path: Path) -> No
     assert "z-lab/Qwen3-8B-DFlash-b16" in listed.stdout
 
 
-def test_a_stranger_sees_a_number_in_the_first_25_lines() -> None:
-    first = "\n".join(README.splitlines()[:25])
-    assert re.search(r"pip install.*assist\(.*\d times the speed of plain", first, flags=re.DOTALL)
+def test_a_stranger_sees_how_much_an_edit_and_an_open_question_gain() -> None:
+    first, _, rest = README.partition("## How much faster")
+    assert re.search(r"pip install.*assist\(", first, flags=re.DOTALL)
+    assert len(re.findall(r"about [\d.]+ times the speed of plain", first)) == 2
+    assert rest
+
+
+def test_pretended_drafts_are_told_from_real_ones() -> None:
+    """Factors of random weights stand under a heading of their own, say so first, and are not bold."""
+    real, _, rest = README.partition("pretended drafts\n")
+    pretended, _, rest = rest.partition("\n## ")
+    tables = [re.findall(r"^\| (.*?) \|.*\d.*\|$", part, flags=re.MULTILINE) for part in (real, pretended)]
+    assert [len(table) >= 2 for table in tables] == [True, True]
+    assert all(row.startswith("random, ") for row in tables[1])
+    assert "**" not in pretended
+    assert "texts equal to plain's" in pretended
+    assert "random" not in (real + rest).lower()
+
+
+def test_the_demo_runs_the_setting_of_a_row() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipe = re.findall(r"^demo:.*\n((?:\t.*\n)+)", makefile, flags=re.MULTILINE)[0]
+    assert "`make demo` runs the second row's setting" in README
+    assert "--assistant hub_cards/specdecpp-smollm2-135m-instruct --lookup" in recipe
+    assert "OMP_NUM_THREADS=1" in recipe
 
 
 def test_names_exist() -> None:
@@ -64,7 +85,7 @@ def test_every_command_is_shown() -> None:
 
 def test_it_fits_on_a_few_screens() -> None:
     lines = README.splitlines()
-    assert len(lines) <= 140
+    assert len(lines) <= 180
     assert max(map(len, lines)) <= 120
 
 
@@ -76,15 +97,37 @@ def test_every_rule_and_tree_is_in_the_guide_to_choosing() -> None:
         assert f'`tree="{tree}"`' in guide
 
 
+BUILT = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+ADDRESS = "https://example.org/ours"
+PLACEHOLDER = re.compile(r"\bOWNER\b|github\.com/\w+/hf[-_]specdecpp|<(?:owner|user|org)>")
+
+
 def test_the_page_of_the_package_index_has_absolute_links_only() -> None:
-    """All from the one address that hf_specdecpp/version.py has."""
-    built = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
-    links = re.findall(r"\]\(([^)\s]+)\)", built["page"]())
+    """All from the one address that setup.py has."""
+    links = re.findall(r"\]\(([^)\s]+)\)", BUILT["page"](ADDRESS))
     assert len(links) == len(re.findall(r"\]\(([^)\s]+)\)", README))
-    assert all(link.startswith("https://") for link in links)
-    assert f"{REPOSITORY}/raw/main/docs/pictures/demo.svg" in links
-    assert f"{REPOSITORY}/blob/main/docs/using.md" in links
-    assert all(link.startswith(REPOSITORY) for link in built["links"]().values())
+    assert all(link.startswith(("https://", "#")) for link in links)
+    assert f"{ADDRESS}/raw/main/docs/pictures/demo.svg" in links
+    assert f"{ADDRESS}/blob/main/docs/using.md" in links
+    assert all(link.startswith(ADDRESS) for link in BUILT["links"](ADDRESS).values())
+
+
+def test_without_a_public_repository_nothing_links_to_one() -> None:
+    page = BUILT["page"](None)
+    assert all(link.startswith(("https://", "#")) for link in re.findall(r"\]\(([^)\s]+)\)", page))
+    assert "docs/using.md" in page
+    assert ".svg" not in page
+    assert BUILT["links"](None) == {}
+
+
+def test_no_placeholder_is_left_in_what_a_user_sees() -> None:
+    """An address that nobody has: where something is not known, nothing stands in its place."""
+    seen = [*ROOT.glob("*.*"), *(path for name in ("hf_specdecpp", "docs", "examples", "hub_cards")
+                                for path in (ROOT / name).rglob("*"))]  # fmt: skip
+    text = {".py", ".md", ".toml", ".json", ".ipynb", ".cff", ".yaml", ".svg", ".txt"}
+    assert PLACEHOLDER.search("https://github.com/OWNER/hf_specdecpp")
+    read = {path: path.read_text(encoding="utf-8") for path in seen if path.suffix in text and path.is_file()}
+    assert {path: found[0] for path, content in read.items() if (found := PLACEHOLDER.search(content))} == {}
 
 
 # What cards and reports say of where they come from. ------------------------------------------------------------------

@@ -156,6 +156,7 @@ def make_card(
         base_model_relation="adapter" if config.adapter and bases else None,
         tags=["speculative-decoding", "assisted-generation", "specdecpp"],
         pipeline_tag="text-generation",
+        license=training.get("license") if training else None,
         model_name="SpecDec++ assistant" if training else None,
         eval_results=list(_eval_results(reports)) if training else None,
     )

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
@@ -22,7 +21,7 @@ from hf_specdecpp.provenance import command, public_name, source_commit
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import evaluation
 from hf_specdecpp.training import head as head_fitting
-from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.configuration import TrainingConfig, file_names, settings
 from hf_specdecpp.training.distillation.stage import REPORT
 from hf_specdecpp.training.evaluation import COST_RATIO, Outcome, time_per_token
 from hf_specdecpp.training.models import HEAD, load_assistant, load_target
@@ -31,11 +30,13 @@ from hf_specdecpp.version import __version__
 
 EVALUATION = Path(evaluation.FOLDER, evaluation.REPORT)
 SPEED = "speed.json"
+RESULTS = "card.json"
 
 
 def run(config: TrainingConfig) -> Path:
     """Write the repository into `config.output`; its path. The card there is replaced, and shows `work/speed.json`,
-    too, if `specdecpp bench --card` has written one. `ValueError` if the head has not been fitted or evaluated yet."""
+    too, if `specdecpp bench --card` has written one. `work/card.json` keeps all that `make_card` needs to write the
+    card again. `ValueError` if the head has not been fitted or evaluated yet."""
     training = results(config)
     assistant = load_assistant(config, load_target(config))
     # `threshold` takes the place of `throughput` where costs cannot be known, as in transformers' own loop.
@@ -53,6 +54,7 @@ def run(config: TrainingConfig) -> Path:
     data.base_model = [name for name in data.base_model or () if name not in folders] or None
     data.base_model_relation = data.get("base_model_relation") if data.base_model else None
     save_text(str(card), output / CARD)
+    save_json(training, config.work / RESULTS)
     return output
 
 
@@ -66,7 +68,7 @@ def results(config: TrainingConfig) -> dict[str, Any]:
     fitted = _read(work / HEAD / head_fitting.RECORD)
     return {
         "config": asdict(config),
-        "data": {"training": _names(config.rollouts.data), "test": _names(config.evaluation.data)},
+        "data": {"training": file_names(config.rollouts.data), "test": file_names(config.evaluation.data)},
         "settings": settings(config),
         "evaluation": _read(work / EVALUATION),
         "rollouts": _read(work / answers.FOLDER / answers.RECORD),
@@ -74,7 +76,6 @@ def results(config: TrainingConfig) -> dict[str, Any]:
         "head": fitted and fitted["settings"]["head"],
         "head_metrics": fitted,
         "calibration": _read(work / HEAD / "calibration.json"),
-        "begun": _read(Path(config.distill.start_from) / REPORT) if config.distill.start_from else None,
         "speed": _read(work / SPEED),
         "provenance": provenance(),
     }
@@ -96,36 +97,6 @@ def _name_models(assistant: SpecDecPPAssistant, config: TrainingConfig) -> set[s
             setattr(assistant.config, f"{role}_id", public_name(read_from))
             folders.add(public_name(read_from))
     return folders
-
-
-def settings(config: TrainingConfig) -> str:
-    """YAML for `--config` that makes this run again: what differs from the defaults, less the folders of a machine."""
-    chosen = _differences(asdict(config), asdict(TrainingConfig()))
-    for name in ("output", "work_dir", "report_to", "target_id", "target_revision", "draft_id", "draft_revision"):
-        chosen.pop(name, None)
-    chosen["target"] = config.target_id or public_name(config.target)
-    if config.named_draft is not None:
-        chosen["draft"] = config.draft_id or public_name(config.named_draft)
-        chosen.pop("layers", None)
-    chosen.setdefault("rollouts", {})["data"] = _names(config.rollouts.data)
-    chosen["rollouts"].pop("server", None)
-    chosen.get("distill", {}).pop("start_from", None)
-    if "evaluation" in chosen:
-        chosen["evaluation"]["data"] = _names(config.evaluation.data)
-    return yaml.safe_dump(chosen, sort_keys=False, default_flow_style=None, width=110)
-
-
-def _differences(ours: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    for name, value in ours.items():
-        if value != default.get(name):
-            changed[name] = _differences(value, default[name]) if isinstance(value, dict) else value
-    return changed
-
-
-def _names(paths: list[str]) -> list[str]:
-    """Files without their folders, data sets as they are."""
-    return [Path(path).name if Path(path).is_file() else path for path in paths]
 
 
 def best_threshold(measured: dict[str, Any]) -> float:

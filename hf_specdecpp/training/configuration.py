@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+
+import yaml
 
 from hf_specdecpp.config.checks import check_types, did_you_mean, with_checked_names
 from hf_specdecpp.config.speculation import SpeculationConfig, refuse_removed
 from hf_specdecpp.drafts.kind import Kind, Trainable
 from hf_specdecpp.drafts.known import kind_to_train, ready_made
+from hf_specdecpp.provenance import public_name
 from hf_specdecpp.texts.sampling import Sampling
 
 
@@ -350,3 +353,36 @@ def refuse_unknown(cls: Any, names: Iterable[str], path: str) -> None:
             f"Unknown setting {path}{name}. {path.rstrip('.') or 'A training run'} takes {', '.join(known)}."
             f"{did_you_mean(name, known)}"
         )
+
+
+def settings(config: TrainingConfig) -> str:
+    """YAML for `--config` that makes this run again: what differs from the defaults, less the folders of a machine."""
+    chosen = _differences(asdict(config), asdict(TrainingConfig()))
+    for name in ("output", "work_dir", "report_to", "target_id", "target_revision", "draft_id", "draft_revision"):
+        chosen.pop(name, None)
+    chosen["target"] = config.target_id or public_name(config.target)
+    if config.named_draft is not None:
+        chosen["draft"] = config.draft_id or public_name(config.named_draft)
+        chosen.pop("layers", None)
+    if (start := config.distill.start_from) is not None:
+        chosen["distill"]["start_from"] = public_name(start)
+    if config.ready_made is not None:  # that is `draft`
+        del chosen["distill"]["start_from"]
+    chosen.setdefault("rollouts", {})["data"] = file_names(config.rollouts.data)
+    chosen["rollouts"].pop("server", None)
+    if "evaluation" in chosen:
+        chosen["evaluation"]["data"] = file_names(config.evaluation.data)
+    return yaml.safe_dump(chosen, sort_keys=False, default_flow_style=None, width=110)
+
+
+def _differences(ours: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for name, value in ours.items():
+        if value != default.get(name):
+            changed[name] = _differences(value, default[name]) if isinstance(value, dict) else value
+    return changed
+
+
+def file_names(paths: list[str]) -> list[str]:
+    """Files without their folders, data sets as they are."""
+    return [Path(path).name if Path(path).is_file() else path for path in paths]

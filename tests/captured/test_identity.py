@@ -22,6 +22,7 @@ from transformers.generation import logits_process
 
 from hf_specdecpp.captured.identity import identity, tensors_of
 from hf_specdecpp.drafting.captured_draft import RoundRules
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing
@@ -161,28 +162,28 @@ class Reading(nn.Module):
         return found
 
 
-@pytest.mark.takes(4)
+@pytest.mark.takes(6)
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_texts_follow_what_a_layer_reads(is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TABLE, "a", [0.0])
     target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
     layer = target.model.layers[1].mlp = Reading(target.model.layers[1].mlp)
-    assistant = assistant_of("independent", target, **CHAIN, lookup=not is_whole)
+    assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=2, lookup=not is_whole)
     changes: list[Callable[[], object]] = [
         lambda: None,
-        lambda: layer.vector.data.fill_(3.0),
+        lambda: layer.vector.data.fill_(3.0),  # which graphs read where it is
         lambda: setattr(layer, "vector", torch.tensor(-4.0, dtype=torch.float64)),
         lambda: setattr(layer.config, "strength", 2.0),
         lambda: TABLE["a"].__setitem__(0, 5.0),
     ]
     texts = []
     with pretend_graphs() as counts:
-        for change in changes:
+        for place, change in enumerate(changes):
             change()
-            texts.append(generate(target, assistant))
-            assert torch.equal(texts[-1], generate(target, None))
+            texts.append(generate(target, assistant, max_new_tokens=8))
+            assert torch.equal(texts[-1], generate(target, None, max_new_tokens=8))
             assert assistant.stats.uncaptured is None
-            assert counts["captured"]
+            assert bool(counts["captured"]) == (place != 1)
             counts.clear()
     assert len({tuple(each[0].tolist()) for each in texts}) > 2
 
@@ -226,11 +227,10 @@ def test_a_judge_is_known_by_its_tensors() -> None:
 @pytest.mark.parametrize("part", ["fusion", "small_head", "draft_vocab", "model"])
 def test_parts_of_a_draft_that_are_moved_are_captured_anew(part: str) -> None:
     target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
-    kind = "conditioned" if part == "fusion" else "independent"
-    assistant = assistant_of(
-        kind, target, **CHAIN, **({"draft_vocab": torch.arange(40)} if kind == "independent" else {})
-    )
-    drafter = assistant.ready_drafter()
+    if part == "fusion":
+        drafter = assistant_of("conditioned", target, **CHAIN).ready_drafter()
+    else:
+        drafter = Drafter(target, None if part == "model" else torch.arange(40))
     with pretend_graphs():
         drafter.capture_steps(True, False)
         before = drafter.captured

@@ -7,11 +7,13 @@ Qwen2.5-Coder."""
 import json
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,12 +22,14 @@ from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
-from hf_specdecpp.hub.publishing import opening
+from hf_specdecpp.hub.publishing import make_card, opening
+from hf_specdecpp.hub.repository import load_config, load_head
 
 pytest.importorskip("datasets", reason="needs the [train] extra")
 
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.chains import Recorder
+from hf_specdecpp.training.configuration import TrainingConfig, settings
 
 ROOT = Path(__file__).parents[2]
 HEADS = sorted(path.parent for path in (ROOT / "hub_cards").glob("*/config.json"))
@@ -53,6 +57,41 @@ def test_the_card_begins_with_the_speeds_of_its_table(folder: Path) -> None:
         rows.append({"set": row[0], "temperature": float(row[1]), "contestant": row[2], "speedup": speedup,
                      "interval": interval, "same_passes": same, "same_passes_interval": same_interval})  # fmt: skip
     assert f"\n\n{opening({'rows': rows})}\n\n" in text
+
+
+def kept(folder: Path) -> dict[str, Any]:
+    """The results that the card of a repository shows."""
+    return json.loads((folder.parent / "results" / f"{folder.name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda path: path.name)
+def test_the_card_is_what_is_written_of_the_results(folder: Path) -> None:
+    """`python examples/publish_benchmark.py --card FOLDER` writes it; `train` does, of a run."""
+    source = Repository(str(folder))
+    config = load_config(source)
+    card = make_card(config, load_head(source, config), kept(folder))
+    assert (folder / "README.md").read_text(encoding="utf-8") == str(card)
+
+
+@pytest.mark.parametrize("folder", HEADS, ids=lambda path: path.name)
+def test_the_runs_of_a_card_can_be_made_again(folder: Path) -> None:
+    """Its settings are taken by today's `train`; a run that went on from another says from which."""
+    card, results = (folder / "README.md").read_text(encoding="utf-8"), kept(folder)
+    begun = results["distillation"]["begun"]
+    shown = re.findall(r"```yaml\n(.*?)```", card, flags=re.DOTALL)
+    assert len(shown) == 1 + sum(run["run"] is not None for run in begun)
+    for text in shown:
+        config = TrainingConfig.from_dict({**yaml.safe_load(text), "output": "out"})
+        config.validate()
+        assert yaml.safe_load(settings(config)) == yaml.safe_load(text)
+        assert (config.distill.start_from is None) == (not begun)
+        with pytest.raises(ValueError, match="Unknown setting distill.alpha"):
+            TrainingConfig.from_dict({**yaml.safe_load(text), "distill": {"alpha": 320}})
+    assert {**results["config"], "output": "out"} == asdict(
+        TrainingConfig.from_dict({**yaml.safe_load(shown[0]), "output": "out"})
+    )
+    for run in begun:
+        assert f"of {run['tokens']:,} tokens and {run['epochs']} epochs. " in card
 
 
 @pytest.mark.parametrize("folder", HEADS, ids=lambda path: path.name)

@@ -147,4 +147,4 @@ def test_memory_a_token() -> None:
     tracemalloc.start()
     seen, taken = Seen(tokens), tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert taken / len(seen) < 100
+    assert taken / len(seen) < 108  # a pair takes 8 bytes more from Python 3.14 on: tuples keep their hash

@@ -69,7 +69,7 @@ def test_the_longest_known_part_of_a_context_counts() -> None:
     assert likeliest(9, 9, 9)[0] == 0
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1000)), min_size=1, max_size=5), min_size=1, max_size=8
@@ -184,7 +184,7 @@ def test_the_softmax_is_the_mixture(greedy: bool) -> None:
     assert_close(q[2], scores[2].softmax(-1))
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1000), st.floats(0.1, 300.0), st.booleans())
 def test_logits_of_any_size_stay_numbers(seed: int, scale: float, greedy: bool) -> None:
     scores = scale * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed))

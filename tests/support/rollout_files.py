@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -38,8 +39,14 @@ def files(config: TrainingConfig) -> list[str]:
 
 def greedy(target: str, ids: list[int], **arguments: Any) -> list[int]:
     """Prompt and answer of plain `generate()`, one by one and without padding."""
-    output = _load(target).generate(torch.tensor([ids]), do_sample=False, **{"max_new_tokens": 12, **arguments})
+    with LOADING:
+        model = _load(target)
+    output = model.generate(torch.tensor([ids]), do_sample=False, **{"max_new_tokens": 12, **arguments})
     return output[0].tolist()
+
+
+# A cache lets several threads of a server load at once, and `from_pretrained` sets the default dtype of all threads.
+LOADING = Lock()
 
 
 @cache

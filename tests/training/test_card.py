@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import inspection
-from hf_specdecpp.hub.publishing import no_id, opening, unhelped
+from hf_specdecpp.hub.publishing import make_card, no_id, opening, unhelped
+from hf_specdecpp.hub.repository import load_config, load_head
 from hf_specdecpp.training import calibration, chains, evaluation
 from hf_specdecpp.training import card as card_stage
 from hf_specdecpp.training import head as head_fitting
@@ -206,6 +207,20 @@ def test_the_settings_in_the_card_make_the_run_again(run: TrainingConfig, card: 
     assert (again.head, again.distill) == (run.head, run.distill)
     assert again.evaluation.data == ["sums.jsonl"]
     assert not {"{{", "{%", "None", "nan"} & set(re.findall(r"\{\{|\{%|\bNone\b|\bnan\b", card.text))
+
+
+@pytest.mark.usefixtures("card")
+def test_the_card_names_the_runs_that_came_before(run: TrainingConfig) -> None:
+    """It is written of what the run's folder keeps; of a run whose settings nobody has it says so."""
+    repository, results = Repository(run.output), json.loads((run.work / card_stage.RESULTS).read_text())
+    earlier = [{"tokens": 1234, "epochs": 2, "run": "target: org/earlier\n"}, {"tokens": 567, "epochs": 3, "run": None}]
+    results["distillation"]["begun"] = earlier
+    config = load_config(repository)
+    text = str(make_card(config, load_head(repository, config), results))
+    assert ", begun with what 1,234 tokens and 2 epochs of an earlier run had taught it" in text
+    assert text.index(
+        "of 1,234 tokens and 2 epochs. Its settings:\n\n```yaml\ntarget: org/earlier\n```\n"
+    ) < text.index("That run went on from another one, of 567 tokens and 3 epochs. Its settings were not kept.\n")
 
 
 @pytest.mark.takes(2)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from support.distillation_files import prepare, report_of
@@ -29,7 +30,7 @@ from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import features
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.chains import Recorder
-from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
+from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig, settings
 from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.distillation.students import Student
 from hf_specdecpp.training.features import Examples
@@ -237,6 +238,12 @@ def test_a_second_run_begins_where_the_first_ended(tmp_path: Path, kind: str) ->
     assert begun["acceptance"] == pytest.approx(ended["acceptance"], abs=2e-3 if kind == "eagle3" else 1e-4)
     assert report_of(first)["before"]["all"]["acceptance"] < begun["acceptance"] - 0.01
     assert report_of(second)["after"]["all"]["acceptance"] > begun["acceptance"]
+    learnt = {"tokens": report_of(first)["tokens"], "epochs": 2, "run": settings(first)}
+    assert (report_of(first)["begun"], report_of(second)["begun"]) == ([], [learnt])
+    assert yaml.safe_load(settings(second))["distill"]["start_from"] == first.work.name, "no folder of this machine"
+    config = json.loads((first.work / distillation.REPORT).read_text())
+    (first.work / distillation.REPORT).write_text(json.dumps({**config, "begun": [{"tokens": 5}]}))
+    assert distillation._begun(second.distill) == [learnt, {"tokens": 5}], "the runs before that one, too"
 
 
 @pytest.mark.every(2)

@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers import set_seed
 from transformers.utils import logging
 
-from hf_specdecpp.files import check_finite, save_tensors
+from hf_specdecpp.files import check_finite, read_json, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.training import models, trainers
-from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig, settings
 from hf_specdecpp.training.distillation.start import Lesson, layer_from, student_of
 from hf_specdecpp.training.distillation.students import Taught
 from hf_specdecpp.training.distillation.trainer import (
@@ -79,6 +79,7 @@ def run(config: TrainingConfig) -> None:
     report: dict[str, Any] = {"answers": len(lesson.train), "tokens": answer_tokens(lesson.train, lesson.limit)}
     if config.distill.enabled:
         warn_of_few(report)
+    report |= {"run": settings(config), "begun": _begun(config.distill)}
     if vocab is not None:
         report["draft_vocab"] = {"size": len(vocab), "covered": models.covered_mass(vocab, lesson.heldout)}
     report |= _distil(trainer, config) if config.distill.enabled else {"before": _by_source(trainer.evaluate())}
@@ -134,6 +135,15 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
         if any((folder / name).is_file() for name in parts):  # a run, and no repository
             distill["start_from"] = [models.digest(folder / name) for name in parts]
     return {**names, "rollouts": models.digest(config.work / answers.FOLDER / answers.RECORD), **distill}
+
+
+def _begun(distill: DistillConfig) -> list[dict[str, Any]]:
+    """The runs that this one goes on from, the latest first: what each was taught with, and its settings, if known."""
+    if distill.start_from is None or not (report := Path(distill.start_from, REPORT)).is_file():
+        return []
+    earlier = read_json(report)
+    taught = {"tokens": earlier["tokens"], "epochs": earlier["settings"]["epochs"], "run": earlier.get("run")}
+    return [taught, *earlier.get("begun", [])]
 
 
 def _vocabulary(lesson: Lesson) -> Tensor | None:
