@@ -142,8 +142,9 @@ format: install  ## Fix what ruff can fix, and format
 types: install  ## Check types
 	@$(BIN)/mypy
 
-docs: install  ## Write docs/settings.md from the docstrings of the settings
+docs: install  ## Write docs/settings.md and docs/api.md from docstrings
 	@$(BIN)/python docs/settings.py
+	@$(BIN)/python docs/api.py
 
 bench-overhead: install  ## Measure what a round costs beside the two models
 	@$(BIN)/python examples/round_overhead.py $(ARGS)

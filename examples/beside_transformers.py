@@ -82,9 +82,9 @@ def multi_token_layers(folder: Path) -> Made:
         tensors[f"{of}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{of}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     fewer = {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": MULTI_TOKEN}
-    (folder / "config.json").write_text(json.dumps({**config, **fewer}))
+    (folder / "config.json").write_text(json.dumps({**config, **fewer}), encoding="utf-8")
     target = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
     # Its class names the layers of published models only, such as model.layers.46.
     target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS + place}\." for place in range(MULTI_TOKEN)]

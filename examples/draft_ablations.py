@@ -155,7 +155,7 @@ def row(name: str, report: dict[str, Any], sources: list[str]) -> str:
 
 
 def main(path: str, *names: str) -> None:
-    config = TrainingConfig.from_dict(yaml.safe_load(Path(path).read_text()))
+    config = TrainingConfig.from_dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
     folder = Path(f"{config.work}-ablations")
     rows: list[str] = []
     for number, (name, settings) in enumerate(variants(config).items()):
@@ -169,7 +169,7 @@ def main(path: str, *names: str) -> None:
             )
             rows += [header, f"|---|---|{'---|' * len(sources)}---|---|---|---|\n"]
         rows.append(row(name, report, sources))
-        (folder / "table.md").write_text("".join(rows))
+        (folder / "table.md").write_text("".join(rows), encoding="utf-8")
     sys.stdout.writelines(rows)
 
 

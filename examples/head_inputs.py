@@ -122,7 +122,7 @@ def times(rows: dict[str, Tensor], estimates: Tensor, cost: float) -> list[float
 
 
 def main(path: str, name: str, cost: float = 0.09) -> None:
-    config = TrainingConfig.from_dict(yaml.safe_load(Path(path).read_text()))
+    config = TrainingConfig.from_dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
     target = AutoModelForCausalLM.from_pretrained(config.target, dtype=getattr(torch, config.dtype)).eval()
     assistant = SpecDecPPAssistant.from_pretrained(name, target=target)
     lines = ["| temperature | the head corrected by | AUC | KL | time of a token |", "|---|---|---|---|---|"]

@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from huggingface_hub import CommitInfo
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_specdecpp.assistant_model import AssistantModel
 from hf_specdecpp.config.assistant import SpecDecPPConfig, special_tokens
+from hf_specdecpp.config.checks import check_options, check_values
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.kind import Kind, Loading, Parts, is_model
 from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, kind_of, override, ready_made
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing
-from hf_specdecpp.hub.repository import check_hub_kwargs, find_adapter, load_config, load_parts
+from hf_specdecpp.hub.repository import AUTO_KWARGS, HUB_KWARGS, find_adapter, load_config, load_parts
 from hf_specdecpp.models import causal_lm
-from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.early_exit import check_layers
-from hf_specdecpp.models.loading import load_draft
+from hf_specdecpp.models.loading import check_hash
 from hf_specdecpp.provenance import commit_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Options(TypedDict, total=False):
     speculation: SpeculationConfig | None
     default: bool
     adapter: str | Path | None
-    draft_vocab: Tensor | Sequence[int] | None
+    draft_vocab: Tensor | NDArray[Any] | Sequence[int] | None
     merge: bool
 
 
@@ -120,15 +120,19 @@ class SpecDecPPAssistant(AssistantModel):
             TypeError: an argument is not known, or of another type.
             OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
         """
-        options: dict[str, Any] = dict(loading)
+        check_values({"repo_or_folder": repo_or_folder}, {"repo_or_folder": str | Path}, error=TypeError)
+        options: dict[str, Any] = {name: value for name, value in loading.items() if name not in AUTO_KWARGS}
+        check_options(options, LoadingOptions, "target", "speculation", "default")
         revision, subfolder, dtype, device, draft, eagle3 = (
             options.pop(name, None) for name in ("revision", "subfolder", "dtype", "device", "draft", "eagle3")
         )
         merge = options.pop("merge", True)
-        hub_kwargs = check_hub_kwargs(options)
+        hub_kwargs = {name: options[name] for name in HUB_KWARGS if options.get(name) is not None}
         target = None if target is None else causal_lm.base_model(target)
         repository = Repository(str(repo_or_folder), revision, subfolder, hub_kwargs)
         config = load_config(repository)
+        if target is not None:  # before gigabytes are downloaded or read
+            check_hash(target, config.vocab_hash, config.target_id)
         if eagle3 is not None:
             override(config, eagle3)
         head, parts = load_parts(repository, config, draft)
@@ -153,6 +157,8 @@ class SpecDecPPAssistant(AssistantModel):
                 draft, such as `eagle3.checkpoint.read_model` makes.
             target: attach to this model; a draft given by name is loaded in its dtype and on its device.
         """
+        if not isinstance(draft, str | Path):
+            causal_lm.base_model(draft)  # raises where this is no model
         parts = _parts(options)
         if (kind := ready_made(draft)) is not None:
             if parts.adapter is not None or parts.draft_vocab is not None:
@@ -167,13 +173,11 @@ class SpecDecPPAssistant(AssistantModel):
             parts = Parts(module=kind.load(config, repository, given))
             return cls.of_parts(config, None, parts, target, options)
         target = None if target is None else causal_lm.base_model(target)
-        model = load_draft(draft, None, target)
-        config = SpecDecPPConfig(
-            draft_id=model.config.name_or_path or None, draft_revision=commit_of(model), **special_tokens(model)
-        )
-        if parts.adapter is not None:
-            model = add_adapter(model, parts.adapter, merge=isinstance(draft, str | Path))
-        return cls.of_parts(config, Drafter(model, parts.draft_vocab), parts, target, options)
+        drafter = kind_of(SpecDecPPConfig()).draft(SpecDecPPConfig(), parts, Loading(draft, target))
+        model: CausalLM = drafter.model
+        name, commit = model.config.name_or_path or None, commit_of(model)
+        config = SpecDecPPConfig(draft_id=name, draft_revision=commit, **special_tokens(model))
+        return cls.of_parts(config, drafter, parts, target, options)
 
     @classmethod
     def from_early_exit(cls, target: CausalLM, layers: int | Sequence[int], **options: Unpack[Options]) -> Self:
@@ -205,6 +209,8 @@ class SpecDecPPAssistant(AssistantModel):
             reads: indices of the target's layers whose outputs are read beside its final state.
             fusion: trained, with its own `reads`; by default an untrained one.
         """
+        given = {"reads": reads, "fusion": fusion}
+        check_values(given, {"reads": Sequence[int], "fusion": Fusion | None}, error=TypeError)
         fusion = fusion or Fusion.untrained(causal_lm.base_model(target), reads)
         return cls._of_layers(CONDITIONED, target, layers, replace(_parts(options), module=fusion), options)
 
@@ -228,8 +234,7 @@ class SpecDecPPAssistant(AssistantModel):
             ValueError: the parts do not fit one another, or the target.
             TypeError: an option is not known.
         """
-        if unknown := sorted(options.keys() - Options.__annotations__.keys()):
-            raise TypeError(f"{', '.join(unknown)}: no such option. There are {', '.join(Options.__annotations__)}.")
+        check_options(options, Options, "target")
         head = options.get("head")
         assistant = cls(config, drafter, head, parts, options.get("speculation"))
         if head is not None and drafter is not None:
@@ -312,7 +317,8 @@ class SpecDecPPAssistant(AssistantModel):
 
 
 def _parts(options: Options) -> Parts:
+    check_options(options, Options, "target")
     adapter, vocab = options.get("adapter"), options.get("draft_vocab")
     folder = None if adapter is None else find_adapter(Repository(str(adapter)), None)
-    ids = None if vocab is None else torch.as_tensor(vocab, dtype=torch.long)
+    ids = None if vocab is None else torch.as_tensor(vocab)
     return Parts(folder, ids, merge=options.get("merge", True))

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.checks import check_values
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
@@ -24,10 +26,10 @@ from hf_specdecpp.generation.captured.rehearsal import warm_up
 from hf_specdecpp.generation.doors import attached, unattached
 from hf_specdecpp.generation.doors.unattached import AssistantGenerationConfig, DraftState, Round, check_loop
 from hf_specdecpp.generation.setup import DraftSetup
-from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.loading import check_hash, check_same_tokenizer
+from hf_specdecpp.models.loading import check_hash, check_same_tokenizer, warn_of_sizes
 from hf_specdecpp.models.products import PackedWeights, quantise
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.provenance import warn_of_drift
@@ -37,12 +39,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+CHECKED = {"speculation": SpeculationConfig, "decisions": Decisions, "head": AcceptanceHead | None, "memory": Memory}
+
+
 class AssistantModel(PreTrainedModel):
     """An assistant of given parts. `SpecDecPPAssistant` adds the ways to make and store one.
 
     Attributes:
+        speculation: the settings. Change them at any time between two calls.
         decisions: what the package decides beside the settings; for experiments (`config.speculation.Decisions`).
-        stats: `SpeculationStats` of the latest `generate()`.
         head: the acceptance head, or `None`.
         memory: what was learned of targets while generating, and earlier answers if lookups search them
             (`memory.answers`); `memory.clear()` forgets both.
@@ -52,6 +57,7 @@ class AssistantModel(PreTrainedModel):
 
     config: SpecDecPPConfig
     config_class = SpecDecPPConfig
+    speculation: SpeculationConfig
     base_model_prefix = ""
     main_input_name = "input_ids"
     _supports_sdpa = True
@@ -71,24 +77,28 @@ class AssistantModel(PreTrainedModel):
         self.parts, self.head = parts or Parts(), head
         self.drafter: Any = drafter
         self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
-        self.decisions, self.stats = Decisions(), SpeculationStats()
+        self.decisions, self.calls = Decisions(), LatestCalls()
         self.memory = Memory(config.calibration)
         self.packed, self.int8 = PackedWeights(), PackedWeights(quantise)
         if head is not None and isinstance(drafter, Drafter):
             check_head(head, drafter, draft_name(config))
 
-    @property
-    def speculation(self) -> SpeculationConfig:
-        """The settings of a run; change them at any time between two calls."""
-        return self._speculation
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SpeculationConfig.__dataclass_fields__:
+            raise AttributeError(f"{name} is a setting. Set assistant.speculation.{name} = {value!r}.")
+        if name in CHECKED:
+            check_values({name: value}, CHECKED, error=TypeError)
+        super().__setattr__(name, value)
 
-    @speculation.setter
-    def speculation(self, value: SpeculationConfig) -> None:
-        if not isinstance(value, SpeculationConfig):
-            raise TypeError(
-                f"speculation={value!r} must be a SpeculationConfig, such as SpeculationConfig(rule='throughput')."
-            )
-        self._speculation = value
+    @property
+    def stats(self) -> SpeculationStats:
+        """What the latest `generate()` of this thread or asyncio task did; where it has made none, the latest of all
+        (`LatestCalls`)."""
+        return self.calls.stats
+
+    @stats.setter
+    def stats(self, value: SpeculationStats) -> None:
+        self.calls.note(value)
 
     # Using one -------------------------------------------------------------------------------------------------------
 
@@ -121,7 +131,9 @@ class AssistantModel(PreTrainedModel):
                     f"{error} This assistant was made for {made_for!r}, and the target is {name!r}."
                 ) from None
         elif (model := self.ready_drafter().model) is not None:
-            check_same_tokenizer(target, model)
+            name, size = model.config.name_or_path, model.config.get_text_config().vocab_size
+            check_same_tokenizer(target, name, size, is_chosen=self.parts.draft_vocab is not None)
+            warn_of_sizes(target, model)
         attached.attach(self, target)
         attached.set_default(self, target, default)
         self.config.note_target(target)
@@ -201,7 +213,13 @@ class AssistantModel(PreTrainedModel):
                 "This assistant drafts with the layers of the target that it is attached to. Call detach() first, or "
                 "make a new one for this target."
             )
+        self._make_draft(target)
+
+    def _make_draft(self, target: CausalLM) -> None:
+        # Offloaded ones are replaced in each pass.
+        self._made_of = [ref(each) for each in causal_lm.parameters_of(target) if each.device.type != "meta"]
         self.drafter = self.kind.draft(self.config, self.parts, Loading(target=target))
+        self._made_for = target.dtype, causal_lm.input_device(target)
         TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
         if self.head is not None:
             self.head.to(self.drafter.device)
@@ -219,10 +237,24 @@ class AssistantModel(PreTrainedModel):
             )
         return self.drafter
 
+    def _renew_draft(self) -> None:
+        """Make the draft anew if the target that it drafts with has been moved, which what was trained of the draft
+        was not, or if a parameter has been replaced by another one, as by `load_state_dict(assign=True)`: the draft
+        would keep the old one."""
+        for target in attached.targets_of(self) if self.kind.rests_on == "target" else ():
+            now, place = set(map(id, causal_lm.parameters_of(target))), (target.dtype, causal_lm.input_device(target))
+            if place != self._made_for or any(id(each()) not in now for each in self._made_of):
+                try:
+                    self._make_draft(target)
+                except ValueError:  # of embeddings that were resized, for which some drafts cannot be made, but go on
+                    if place != self._made_for:
+                        raise
+
     def setup(self) -> DraftSetup:
-        """What a generation needs of this assistant; `ValueError` as above, or where the target has been moved."""
+        """What a generation needs of this assistant; `ValueError` as above, or where no draft can be made any more of a
+        target that was changed."""
+        self._renew_draft()
         drafter = self.ready_drafter()
-        drafter.check_unmoved(has_adapter=self.parts.adapter is not None)
         drafter.renew()
         drafter.capture_steps(self.speculation.graphs == "auto", self.speculation.compile)
         lacks = {"training": self.parts.adapter is None and self.parts.module is None, "head": self.head is None}
@@ -260,7 +292,6 @@ class AssistantModel(PreTrainedModel):
         generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)
         if first is not None:
             generator.share_products(first)
-        self.stats = generator.stats
         return generator
 
     # What transformers asks of a model -------------------------------------------------------------------------------
@@ -283,7 +314,10 @@ class AssistantModel(PreTrainedModel):
         start = partial(self.start_generation, None, generation_config, given, mask)
         least = kwargs.get("min_new_tokens", 0)
         asked = Round(input_ids, generation_config, list(given or []), least, max_new_tokens)
-        return unattached.draft_round(start, asked, state)
+        drafted = unattached.draft_round(start, asked, state)
+        if state is None:
+            self.calls.note(drafted.cache.generator.stats, unattached.streamer_of_loop())
+        return drafted
 
     # A property where models have an attribute: transformers' reading it says that its loop begins.
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -13,9 +12,10 @@ from transformers.utils import logging
 from hf_specdecpp.assistant import LoadingOptions, Options, SpecDecPPAssistant
 from hf_specdecpp.cli_options import DraftChoice
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.checks import check_values, did_you_mean, hints_of
 from hf_specdecpp.config.speculation import SpeculationConfig, refuse_removed
 from hf_specdecpp.drafts.kind import Loading, Parts, raw_config
-from hf_specdecpp.drafts.known import LOOKUP, MTP, multi_token_layers, recognise
+from hf_specdecpp.drafts.known import BY_NAME, LOOKUP, MTP, multi_token_layers, recognise
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.hub.published import advice
 from hf_specdecpp.models import causal_lm
@@ -26,7 +26,9 @@ logger = logging.get_logger("hf_specdecpp")
 
 AUTO = "auto"
 SETTINGS = {each.name for each in fields(SpeculationConfig)}
-KNOWN = SETTINGS | {"source", *Options.__annotations__, *LoadingOptions.__annotations__}
+MAKING = {"source": str | Path | None, **hints_of(Options), **hints_of(LoadingOptions)}
+OF_MODELS = {"adapter", "draft_vocab", "merge"}
+KNOWN = SETTINGS | MAKING.keys()
 
 
 @overload
@@ -78,9 +80,9 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
         return None
     refuse_removed(options)
     for unknown in options.keys() - KNOWN:
-        near = get_close_matches(unknown, KNOWN, 1)
-        raise TypeError(f"There is no option {unknown}.{f' Did you mean {near[0]}?' if near else ''}")
+        raise TypeError(f"There is no option {unknown}.{did_you_mean(unknown, KNOWN)}")
     settings = {name: options.pop(name) for name in SETTINGS & options.keys()}
+    check_values({"default": default, **options}, MAKING, error=TypeError)
     assistant = _made(model, draft, options)
     if settings:
         assistant.speculation = replace(assistant.speculation, **settings)
@@ -110,15 +112,38 @@ def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssi
         if options:
             raise TypeError(f"{', '.join(options)}: this assistant was made already, only its settings can be changed.")
         return draft
+    if isinstance(draft, str) and draft in (AUTO, MTP.name, LOOKUP.name) and (of_models := OF_MODELS & options.keys()):
+        raise TypeError(
+            f"{', '.join(sorted(of_models))}: only for a draft that is a model or some of the target's layers, and "
+            f"draft={draft!r} is neither. Leave it out."
+        )
     if draft == AUTO:
         return _by_itself(model, options)
     if draft == MTP.name:
         return _own_layers(model, **options)
     if draft == LOOKUP.name:
         return _lookups(model, **options)
+    if isinstance(draft, str):
+        _check_name(draft)
     if isinstance(draft, str | Path) and not _is_plain_model(draft):
         return SpecDecPPAssistant.from_pretrained(draft, model, **options)
     return SpecDecPPAssistant.from_draft(draft, model, **options)
+
+
+def _check_name(draft: str) -> None:
+    """Raise `ValueError` for a text that is no folder and no Hub id but was meant as a word that `assist` knows."""
+    if draft and (Path(draft).exists() or "/" in draft):
+        return
+    near = did_you_mean(draft, (AUTO, MTP.name, LOOKUP.name))
+    if draft.lower() == "none":
+        near = " Pass None, without quotes, to detach the assistants of the model."
+    elif draft in BY_NAME:
+        near = " This is a kind of draft. Name the draft itself, or make it: SpecDecPPAssistant.from_early_exit(...)."
+    if near or not draft:
+        raise ValueError(
+            f"draft={draft!r} is not a folder, and not a draft that assist() knows by name.{near} It takes "
+            f"{AUTO!r}, {MTP.name!r}, {LOOKUP.name!r}, a Hub id such as 'org/repo', a folder or a model object."
+        )
 
 
 def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from hf_specdecpp.cli_options import BenchmarkConfig, ChatConfig, DemoConfig, TrainOptions, options_of, settings_from
 
@@ -19,7 +22,24 @@ if TYPE_CHECKING:
     from hf_specdecpp.drafts.kind import SelfCheck
     from hf_specdecpp.hub.inspection import Report
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+
+class _Commands(TyperGroup):
+    """What a terminal's encoding does not have, such as most signs in Windows' pipes, is a question mark."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdin, sys.stdout):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
+        return super().main(*args, **kwargs)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,
+)
 
 
 def _print_version(wanted: bool) -> None:
@@ -42,7 +62,10 @@ def main(
 @app.command()
 @options_of(DemoConfig)
 def demo(**options: Any) -> None:
-    """Answer prompts with and without the assistant, and compare tokens and times."""
+    """Answer prompts with and without the assistant, and compare both.
+
+    The tokens have to be equal; the times are measured.
+    """
     from hf_specdecpp.models.loading import quiet_loading
     from hf_specdecpp.terminal.demo import run
 
@@ -64,7 +87,10 @@ def chat(**options: Any) -> None:
 @app.command()
 @options_of(TrainOptions)
 def train(**options: Any) -> None:
-    """Train an assistant: answers, draft, head, calibration, evaluation, card. Goes on where it stopped."""
+    """Train an assistant: its draft, its acceptance head, its card.
+
+    The stages are rollouts, distill, head, calibrate, eval and card. A run goes on where it stopped.
+    """
     try:
         from hf_specdecpp.training.run import run
     except ImportError as error:
@@ -76,7 +102,10 @@ def train(**options: Any) -> None:
 @app.command()
 @options_of(BenchmarkConfig)
 def bench(**options: Any) -> None:
-    """Time plain generation, its rivals and every rule on the same prompts (exit code 1 if a text is wrong)."""
+    """Time plain generation, its rivals and every rule.
+
+    All answer the same prompts. The exit code is 1 if a text is wrong.
+    """
     from hf_specdecpp.benchmark.command import run
     from hf_specdecpp.models.loading import quiet_loading
 
@@ -107,7 +136,10 @@ def inspect(
         ),
     ] = None,
 ) -> None:
-    """Show what an assistant's or EAGLE-3 draft's repository holds and whether it is sound (exit code 1 if not)."""
+    """Show what a repository holds and whether it is sound.
+
+    REPO is an assistant, or a draft that others have published. The exit code is 1 if something is wrong with it.
+    """
     if convert is None and (tied, draft) != (None, None):
         raise typer.BadParameter("--tied, --untied and --draft say how to convert: they need --convert OUT.")
     from hf_specdecpp.files import Repository
@@ -144,7 +176,10 @@ def export(
         str | None, typer.Option(metavar="ID", help="Hub id or folder of the target; by default what ASSISTANT names.")
     ] = None,
 ) -> None:
-    """Write the draft of an assistant as vLLM, SGLang and llama.cpp serve it, and say with which commands."""
+    """Write a draft as vLLM, SGLang and llama.cpp serve it.
+
+    The commands with which to serve it are printed.
+    """
     from hf_specdecpp.hub.exporting import export as write
     from hf_specdecpp.models.loading import quiet_loading
 
@@ -164,7 +199,10 @@ def export(
 def drafts(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or folder; all by default.")] = None,
 ) -> None:
-    """List drafts that others have published, which assist(model, DRAFT) takes (exit code 1 if none is known)."""
+    """List drafts that others have published.
+
+    assist(model, DRAFT) takes them. The exit code is 1 if none is known.
+    """
     from hf_specdecpp.hub.published import published, table
 
     found = list(table()) if model is None else published(model)

@@ -249,7 +249,7 @@ class BenchmarkConfig(DraftChoice):
             repeated.
         rollouts: work folder of `specdecpp train`: replays take the target's answers from there.
         live: time generations.
-        replay: compare all rules on recorded texts.
+        replay: compare all rules on recorded texts; by default where the draft allows it.
         replay_rounds: count the tokens per target pass of trees and chains along the texts.
         batch_size (prompts): also time several prompts in one generate(): sizes such as 1,4,8.
         draws (records): the number made of each sampled text.
@@ -273,7 +273,7 @@ class BenchmarkConfig(DraftChoice):
     costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
     rollouts: Path | None = field(default=None, metadata={"metavar": "WORK_DIR"})
     live: bool = True
-    replay: bool = True
+    replay: bool | None = None
     replay_rounds: bool = False
     batch_size: list[int] = _parsed([], parse_sizes)
     draws: int = _at_least_one(1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import os
 import re
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import cached_assets_path, hf_hub_download, snapshot_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -93,8 +91,14 @@ def found(name: str) -> Iterator[None]:
     except HFValidationError as error:
         raise FileNotFoundError(f"There is no folder {name!r}, and it cannot be a Hub id: {error}") from None
     except LocalEntryNotFoundError as error:
+        why = f"reached: {error}"
+        if constants.HF_HUB_OFFLINE:
+            why = (
+                "downloaded, because offline mode is on (the environment variable HF_HUB_OFFLINE or "
+                "TRANSFORMERS_OFFLINE). Unset it, or name a folder."
+            )
         raise LocalEntryNotFoundError(
-            f"{name!r} is no folder here, and as a Hub id it is neither in the local cache nor reached: {error}"
+            f"{name!r} is no folder here, and as a Hub id it is neither in the local cache nor {why}"
         ) from error
 
 
@@ -140,19 +144,22 @@ def refuse_pointer(path: Path) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, on the CPU; `ValueError` if it is damaged, or holds NaN or infinity."""
+    """All tensors of a safetensors file, on the CPU; `ValueError` if it is damaged, or holds NaN or infinity.
+
+    They are copies: those of safetensors are the mapped file, which Windows then neither replaces nor removes.
+    """
     with _opened(path) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dict
     check_finite(tensors, path)
     return tensors
 
 
 class Weights(Mapping[str, Tensor]):
     """The tensors of a model in safetensors files, by name: `files` says which file holds which, of an index if there
-    is one. A file is downloaded and opened when one of them is read."""
+    is one. A file is downloaded when one of them is read, and stays open no longer than that takes."""
 
     def __init__(self, source: Repository, index: Path | None, files: Mapping[str, str]) -> None:
-        self.source, self.index, self.files, self._open = source, index, files, dict[str, Any]()
+        self.source, self.index, self.files, self._paths = source, index, files, dict[str, Path]()
 
     @classmethod
     def of(cls, source: Repository) -> Weights:
@@ -174,13 +181,10 @@ class Weights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         holder = self.files[name]
-        if holder not in self._open:
-            path = self.source.file(holder)
-            refuse_pointer(path)
-            with _readable(path):
-                self._open[holder] = safe_open(path, framework="pt")
-        with _readable(Path(self.source.full_name, holder)):
-            tensor: Tensor = self._open[holder].get_tensor(name)
+        if holder not in self._paths:
+            self._paths[holder] = self.source.file(holder)
+        with _opened(self._paths[holder]) as file:
+            tensor: Tensor = file.get_tensor(name).clone()
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -217,22 +221,17 @@ def _listed(index: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """What safetensors cannot read within is a damaged file."""
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. What safetensors cannot read of it within is a `ValueError`."""
+    refuse_pointer(path)
     try:
-        yield
+        with safe_open(path, framework="pt") as file:
+            yield file
     except SafetensorError as error:
         raise ValueError(
             f"{path} is incomplete or not a safetensors file ({error}). Delete it, or download it again with "
             "force_download=True."
         ) from None
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    refuse_pointer(path)
-    with _readable(path), safe_open(path, framework="pt") as file:
-        yield file
 
 
 def check_finite(tensors: dict[str, Tensor], path: Path | str) -> None:
@@ -286,11 +285,10 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 def save_text(text: str, path: Path) -> None:
     """Write a text file, whole or not at all."""
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
 UNFINISHED = "*.*.[0-9]*.tmp"  # names of what `replacing` leaves when it is killed
-_folders: list[Path] = []  # in the place of the assets cache (`measured_in`)
 
 
 @contextmanager
@@ -299,7 +297,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with temporary.open("rb") as file:
+        with temporary.open("r+b") as file:  # Windows syncs what may be written to
             os.fsync(file.fileno())  # the name must not outlive a power cut that the contents do not
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
@@ -307,45 +305,3 @@ def replacing(path: Path) -> Iterator[Path]:
         raise OSError(
             f"{path} could not be written ({error}). Earlier contents are kept: make room on the disk and try again."
         ) from error
-
-
-def recall(kind: str, of: dict[str, Any]) -> Any:
-    """What was measured earlier on this machine, in another process too (`remember`), or `None`."""
-    try:
-        return parse_json(_measured_path(kind, of).read_text(encoding="utf-8"))[kind]
-    except (OSError, ValueError, KeyError, TypeError):  # not measured yet, or the file is damaged
-        return None
-
-
-def remember(kind: str, of: dict[str, Any], value: Any) -> None:
-    """Keep in Hugging Face's assets cache, if that can be written, what was measured of a kind; all is JSON-able."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: huggingface_hub finds a file in the folder's place
-        save_text(json.dumps({kind: value, "of": of}, indent=1), _measured_path(kind, of))
-
-
-def forget(kind: str) -> None:
-    """Drop all that was kept of a kind, so that it is measured again."""
-    with contextlib.suppress(OSError, ValueError):
-        for path in _measured_folder(kind).glob("*.json"):
-            path.unlink()
-
-
-@contextlib.contextmanager
-def measured_in(folder: Path) -> Iterator[None]:
-    """Within, what is measured is kept in a folder, and what was measured before is not known."""
-    _folders.append(folder)
-    try:
-        yield
-    finally:
-        _folders.pop()
-
-
-def _measured_folder(kind: str) -> Path:
-    folder = _folders[-1] / kind if _folders else cached_assets_path("hf_specdecpp", kind)
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-def _measured_path(kind: str, of: dict[str, Any]) -> Path:
-    digest = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:24]
-    return _measured_folder(kind) / f"{digest}.json"

@@ -14,7 +14,6 @@ from support.repos import save_model
 from support.stock_rounds import enumerate_torch  # noqa: F401 - a fixture
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdecpp import files
 from hf_specdecpp.models import loading
 from hf_specdecpp.throughput import known_costs
 
@@ -41,20 +40,10 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def own_assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measured costs are cached with the user's other assets; those of tiny models have no place there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path_factory.mktemp("assets")))
-        yield
-
-
 @pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Nothing is known of costs yet: an empty cache, on disk and in memory."""
+def cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of costs yet."""
     monkeypatch.setattr(known_costs, "_known", {})
-    monkeypatch.setattr(files, "cached_assets_path", lambda *names: tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_hub(hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.M
     hub.__exit__()
     assert_error(run("inspect", "org/never-seen"), "check your internet connection")
     point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
-    assert_error(run("inspect", "org/never-seen"), "outgoing traffic has been disabled")
+    assert_error(run("inspect", "org/never-seen"), "offline mode is on")
 
 
 def test_convert(tmp_path: Path) -> None:

@@ -68,9 +68,22 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     assert broken_links(page) == ["no.md", "#two", "page.md#two"]
 
 
-def test_settings_are_those_of_the_code() -> None:
-    page = runpy.run_path(str(ROOT / "docs" / "settings.py"))["page"]
-    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == page(), "run `make docs`"
+@pytest.mark.parametrize("name", ["settings", "api"])
+def test_pages_of_docstrings_are_those_of_the_code(name: str) -> None:
+    page = runpy.run_path(str(ROOT / "docs" / f"{name}.py"))["page"]
+    assert (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") == page(), "run `make docs`"
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "api.py"))
+    assert set(page["NAMES"]) == set(hf_specdecpp.__all__) - {"__version__"}
+    text = page["page"]()
+    for name in page["NAMES"]:
+        assert f"\n## {name}\n" in text
+    for each in describe(hf_specdecpp.SpeculationConfig):
+        assert re.search(rf"^- `{each.name}`[ :]", text, flags=re.MULTILINE), each.name
+    for method in ("from_pretrained", "attach", "warm_up", "stats"):
+        assert f"\n### SpecDecPPAssistant.{method}\n" in text
 
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)

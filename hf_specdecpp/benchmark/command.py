@@ -32,7 +32,9 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
     benchmark = Benchmark.load(config)
     settings = benchmark.settings
     if config.is_by_default:
-        console.print(f"Without --assistant or --layers the draft is {settings['draft_name']}.", soft_wrap=True)
+        drafts = benchmark.assistant.ready_drafter().places
+        chosen = f"the draft is {settings['draft_name']}" if drafts else "nothing drafts: the text itself is searched"
+        console.print(f"Without --assistant or --layers {chosen}.", soft_wrap=True)
     log = RunLog(config.output, settings)
     show_bars()  # ours, after those of loading
     LiveBenchmark(benchmark, log).run(benchmark.asked)

@@ -202,8 +202,10 @@ def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[C
 
     for pattern in patterns:
         if not any(matches(contestant, pattern) for contestant in contestants):
-            known = ", ".join(contestant.name for contestant in contestants)
-            raise ValueError(f"No contestant is called {pattern!r}. There are: {known}.")
+            known = ", ".join(repr(contestant.name) for contestant in contestants)
+            undrafted = all(each in BASELINES or each.lookup or each.alone for each in contestants)
+            hint = " All others need a draft: --assistant REPO." if undrafted else ""
+            raise ValueError(f"No contestant is called {pattern!r}. There are {known}.{hint}")
     return [
         each
         for each in contestants

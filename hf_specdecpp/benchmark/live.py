@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,12 +17,11 @@ from typing_extensions import Self
 from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, Contestant
 from hf_specdecpp.benchmark.loading import Benchmark, Question, RunLog
 from hf_specdecpp.benchmark.summary import comparable
-from hf_specdecpp.files import measured_in
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, until_end
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.encoding import padded
-from hf_specdecpp.throughput.known_costs import forget_costs
+from hf_specdecpp.throughput.known_costs import forget_costs, without_known_costs
 
 WARM_UP_TOKENS = 8
 MOST_WAITING = 0.05  # share of a run that its threads may wait for a processor before it counts as disturbed
@@ -50,7 +48,7 @@ class LiveBenchmark:
             for number, question in enumerate(questions)
             if (missing := self._missing(question, temperature, rotated(self._able(question), number)))
         ]
-        with TemporaryDirectory() as folder, measured_in(Path(folder)):  # the first texts know no costs
+        with without_known_costs():  # as the first texts of a process
             for question in {question.batch: question for question, _, _ in reversed(todo)}.values():
                 for contestant in self._able(question):
                     self._generate(question, 0.0, contestant, WARM_UP_TOKENS)
@@ -203,14 +201,14 @@ def _delays() -> dict[str, float] | None:
     delays = {}
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError, IndexError):  # the thread has just ended, or the kernel does not count
-            delays[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+            delays[thread.name] = int((thread / "schedstat").read_text("utf-8").split()[1]) / 1e9
     return delays or None
 
 
 def _machine() -> tuple[float, float] | None:
     """Seconds that all processors together have worked, and that the host has stolen from them (Linux)."""
     try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        fields = Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:]
         user, nice, system, _, _, irq, softirq, steal, *_ = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields)
     except (OSError, ValueError):
         return None

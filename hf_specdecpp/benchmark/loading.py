@@ -76,7 +76,7 @@ class Benchmark:
         reason = kind_of(assistant.config).cannot.get("replays")
         if config.replay and reason is not None:
             logger.warning(f"--replay does nothing: {reason}. --replay_rounds does.")
-            config = replace(config, replay=False)
+        config = replace(config, replay=config.replay is not False and reason is None)
         contestants = choose(_contestants(config, target, assistant), config.contestants)
         return cls(config, target, assistant, contestants, _questions(config))
 
@@ -153,7 +153,8 @@ def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
 
 def _questions(config: BenchmarkConfig) -> list[Question]:
     codec = Codec.from_pretrained(config.target)
-    sets = {Path(source).stem: read_prompts(source) for source in config.data}
+    # A data set may have a split, as in org/set:test, and the files of pictures are named after the sets.
+    sets = {Path(source).stem.replace(":", "-"): read_prompts(source) for source in config.data}
     if not sets:
         messages = ([{"role": "user", "content": text}] for text in EXAMPLES)
         sets = {"demo": [Prompt(f"demo-{number}", "demo", each) for number, each in enumerate(messages, 1)]}
@@ -230,7 +231,7 @@ class RunLog:
         """Keep a row, which is returned with its session."""
         row = {**row, "session": self.session}
         self.rows.append(row)
-        with self.path.open("a", encoding="utf-8") as file:
+        with self.path.open("a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())

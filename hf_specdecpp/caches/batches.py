@@ -52,9 +52,11 @@ class BatchText(CachedText[Tensor]):
                 f"A batch of sequences cannot be assisted here: {type(model).__name__} keeps {others} in its cache, "
                 "which rows of different length cannot share. Call generate() once a sequence."
             )
-        windows = (type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
         self.layers: list[Any] = cache.layers
-        cache.layers = [DynamicLayer() if slides else layer for slides, layer in zip(windows, self.layers, strict=True)]
+        windows = [type(layer) is DynamicSlidingWindowLayer for layer in self.layers]
+        if any(windows):  # else the list may still be empty, and the first pass appends to the cache's own
+            pairs = zip(windows, self.layers, strict=True)
+            cache.layers = [DynamicLayer() if slides else layer for slides, layer in pairs]
         self.model, self.cache = model, cache
         self._set(torch.zeros(rows, 0, dtype=torch.bool))
 
@@ -104,19 +106,31 @@ class BatchText(CachedText[Tensor]):
         layers: list[Any] = self.cache.layers
         holding = [layer for layer, ours in zip(self.layers, layers, strict=True) if ours.keys is not None]
         for number, layer in enumerate(holding):
-            pairs = [_spread(row[number], its) for row, its in zip(held, shown, strict=True)]
-            keys, values = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+            keys, values = _together(held, number, shown)
             if layer in layers:
                 layer.keys, layer.values = keys, values
             else:  # cuts it to its window
                 layer.update(keys, values)
         self.cache.layers = self.layers
 
+    def fill(self, held: list[list[KeysValues]], valid: Tensor) -> None:
+        """Hold these texts, which were read elsewhere, in the columns that are `valid` `[rows, columns]`."""
+        layers: list[Any] = self.cache.layers
+        for number, layer in enumerate(layer for layer in layers if layer.keys is not None):
+            layer.keys, layer.values = _together(held, number, valid)
+        self._set(valid)
+
     def close_up(self) -> None:
         """Move the columns together where there are many holes."""
         needed = int(self.held.max()) if len(self.valid) else 0
         if self.valid.shape[1] > (1.0 + MOST_HOLES) * needed > 0.0:
             self._set(compact(self.cache, self.valid, needed))
+
+
+def _together(held: list[list[KeysValues]], layer: int, shown: Tensor) -> KeysValues:
+    """The keys and values of all rows in a layer, each row's in its columns that are `shown` `[rows, columns]`."""
+    keys, values = zip(*(_spread(row[layer], its) for row, its in zip(held, shown, strict=True)), strict=True)
+    return torch.stack(keys), torch.stack(values)
 
 
 def _spread(held: KeysValues, shown: Tensor) -> KeysValues:

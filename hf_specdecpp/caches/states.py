@@ -133,7 +133,7 @@ def _difference(states: list[list[Tensor]], others: list[list[Tensor]]) -> float
     """The largest relative difference between recurrent states, head by head: one head may differ where most do not."""
     errors = [0.0]
     for state, other in zip(chain.from_iterable(states), chain.from_iterable(others), strict=True):
-        heads, theirs = (each.double().flatten(2 if each.dim() > 3 else 1) for each in (state, other))
+        heads, theirs = (each.to(widest(each.device)).flatten(2 if each.dim() > 3 else 1) for each in (state, other))
         sizes = heads.norm(dim=-1).clamp(min=torch.finfo(state.dtype).tiny)
         errors.append(float(((heads - theirs).norm(dim=-1) / sizes).max()))
     return max(errors)

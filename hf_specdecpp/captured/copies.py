@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
@@ -15,7 +14,8 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_specdecpp.captured.graphs import is_capturing
-from hf_specdecpp.models.causal_lm import CausalLM, modules_of
+from hf_specdecpp.captured.identity import tensors_of
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu_products import UNUSUAL
 from hf_specdecpp.models.early_exit import copy_sharing
 
@@ -55,11 +55,6 @@ def grouped_attention(
     return output.reshape(batch, heads, tokens, -1).transpose(1, 2).contiguous(), None
 
 
-PLAIN = {bool, int, float, str, type(None)}  # compared by what they are
-LOOKED_AT = {"_modules", "_parameters", "_buffers"}  # one by one
-NOTES = {"_previous_max_cache_length"}  # that `generate()` leaves at a model, and which decide nothing of a pass
-
-
 def for_groups(mask: Any, model: CausalLM) -> Any:
     """A mask, or several by kind of layer, in the form `[batch, 1, group * tokens, cached tokens]`, to be added, that
     `grouped_attention` uses without changing it: made once for all layers of a pass."""
@@ -77,7 +72,7 @@ AttentionInterface.register(GROUPED, grouped_attention)
 
 
 def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
-    """A copy of a model's structure for captured passes; its parameters and buffers are the model's own.
+    """A copy of a model's structure for captured passes; all tensors that it refers to are the model's own.
 
     The original keeps its attention and its modules as they are, also while another thread uses it.
 
@@ -86,7 +81,7 @@ def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
         fuse: compile its norms, its MLPs and its rotary embedding where they are captured, each once for all layers:
             half of the kernels of a pass are theirs. Takes some seconds, when a width is first met.
     """
-    copied = copy_sharing(model, *others).eval()
+    copied = copy_sharing(model, *others, tensors=tensors_of(model, *others)).eval()
     parts = [copied, *(copied.model for _ in others)]
     for module in (each for part in parts for each in part.modules()):
         config = getattr(module, "config", None)
@@ -132,32 +127,3 @@ def _compiled(function: Any, shape: torch.Size) -> Any:
     code = function.__code__.replace(co_name=f"{function.__name__}_{'_'.join(map(str, shape))}")
     own = FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
     return torch.compile(own, dynamic=False)
-
-
-def identity(model: CausalLM) -> list[Any]:
-    """What decides which operations a pass consists of: modules with their attributes and hooks, where the tensors lie
-    and what they are, and the config. Two that are equal mean that a graph of one pass is right for the other."""
-    modules = modules_of(model)
-    found: list[Any] = list(map(id, modules))
-    for module in modules:
-        _describe(vars(module), found)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            found.append(None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.dtype))
-    _describe(vars(model.config.get_text_config(decoder=True)), found)
-    return found
-
-
-def _describe(attributes: Mapping[Any, Any], found: list[Any]) -> None:
-    """Add attributes to what was `found`, by their values or by which objects they are; of dictionaries what is in
-    them, but for tensors and modules. Most are plain values, and there are thousands of them, before every text."""
-    for name, each in attributes.items():
-        if type(each) in PLAIN:
-            if name not in NOTES:
-                found += name, each
-        elif isinstance(each, dict):
-            if each and name not in LOOKED_AT:
-                _describe(each, found)
-        elif isinstance(each, list | tuple | set):
-            _describe(dict(enumerate(each)), found)
-        elif not isinstance(each, Tensor | nn.Module):
-            found += name, id(each)

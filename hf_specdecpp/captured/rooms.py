@@ -206,6 +206,10 @@ class Rooms:
             self._made[key].clear()
         return self._made[key]
 
+    def clear(self) -> None:
+        """Keep none; texts keep theirs."""
+        self._made.clear()
+
     @property
     def num_bytes(self) -> int:
         """Memory that they take."""
@@ -223,9 +227,10 @@ class RoomText(CachedText):
     def with_room(self, num_tokens: int) -> RoomCache:
         """The cache, which has room for so many tokens."""
         if (smaller := self.cache) is None or smaller.room < num_tokens:
-            self.cache = self._empty(num_tokens)
+            larger = self._empty(num_tokens)
             if smaller is not None:
-                self.cache.copy_from(smaller)
+                larger.copy_from(smaller)
+            self.cache = larger  # not before all of it has found memory
         cache: RoomCache = self.cache
         return cache
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor
 
 from hf_specdecpp.caches.text import width_of
-from hf_specdecpp.captured.copies import for_capture, for_groups, identity
-from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting, write_lasting
+from hf_specdecpp.captured.copies import for_capture, for_groups
+from hf_specdecpp.captured.graphs import Graphs, capture_lock, lasting, write_lasting
+from hf_specdecpp.captured.identity import identity
 from hf_specdecpp.captured.rooms import RoomCache, Rooms, RoomText, num_room_layers
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
@@ -51,7 +52,7 @@ class CapturedTarget:
 
     Attributes:
         busy: whether a text is using it.
-        why_not: why its passes cannot be captured, once that was seen.
+        why_not: why its passes are never captured, once that was seen.
         checked: whether a pass was compared with one of the target's own.
         longest (tokens): a text that the target has positions for.
         text: the one at hand.
@@ -129,15 +130,7 @@ class CapturedTarget:
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
         """Run a function by its graph. In the middle of a text one that cannot be captured runs as it is."""
-        if self.why_not is not None and key not in self.graphs:
-            return function()
-        try:
-            return self.graphs.run(key, function)
-        except CannotCaptureError as error:
-            if not self.checked:
-                raise
-            self.why_not = f"its pass cannot be captured ({error})"
-            return function()
+        self.graphs.run(key, function, falls_back=self.checked)
 
     def forward(self, cache: RoomCache, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
         """What is captured: a pass of the model over `tokens` `[texts, width]` after the texts, with arguments as in
@@ -172,6 +165,12 @@ class CapturedTarget:
         """Leave the text in a growing cache."""
         self.text.cache.write(cache, self.text.held)
 
+    def close(self) -> None:
+        """Free all graphs and rooms but that of the text at hand. Later texts are captured anew."""
+        self.graphs.family.clear()
+        self.rounds.clear()
+        self.rooms.clear()
+
     def _move(self, path: Tensor) -> None:
         """Move the rows of a path up to the text."""
         cache, width = self.text.cache, width_of(len(path))
@@ -193,7 +192,15 @@ class CapturedTarget:
 def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:
     """The captured passes of a target; new ones if it was changed since."""
     now = [fuse, *identity(target)]
-    known = _known.get(target)
-    if known is None or known[0] != now:
-        known = _known[target] = now, CapturedTarget(target, fuse)
-    return known[1]
+    with capture_lock:
+        known = _known.get(target)
+        if known is None or known[0] != now:
+            known = _known[target] = now, CapturedTarget(target, fuse)
+            finalize(target, _close, ref(known[1])).atexit = False
+        return known[1]
+
+
+def _close(passes: Any) -> None:
+    """Free the memory of passes whose target has gone: their graphs hold them in a circle."""
+    if (left := passes()) is not None:
+        left.close()

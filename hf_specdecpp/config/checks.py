@@ -7,16 +7,20 @@ code that transformers would fetch and run, as `attn_implementation` can: fields
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache
+from difflib import get_close_matches
+from functools import cache, wraps
 from numbers import Real
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_specdecpp.models.causal_lm import article
+
+Settings = TypeVar("Settings")
 UNIONS = (Union, UnionType)  # of `Literal[...] | None` and of `int | None`
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "left out"}
 LARGEST = 2**63  # no integer of a tensor is larger, and JSON has integers of any length
@@ -28,7 +32,11 @@ def check_types(settings: Any, path: str = "") -> None:
     `path` is what fields are called before their names, such as `"head."`.
     """
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    check_values(values, _hints(settings.__class__), path)
+    hints = hints_of(settings.__class__)
+    for name, value in values.items():
+        if is_dataclass(hints[name]) and not is_dataclass(value):
+            raise ValueError(f"{path}{name}={shown(value)} must be a mapping.")
+    check_values(values, hints, path)
     for name, value in values.items():
         if is_dataclass(value):
             check_types(value, f"{path}{name}.")
@@ -39,7 +47,7 @@ def check_arguments(function: Callable[..., Any], values: Any, path: str = "") -
 
     `path` is what arguments are called before their names, such as `"head."`.
     """
-    hints = _hints(function)
+    hints = hints_of(function)
     if not isinstance(values, dict):
         raise ValueError(f"{path.rstrip('.')}={shown(values)} must be a mapping.")
     if unknown := sorted(set(values) - set(hints)):
@@ -47,15 +55,48 @@ def check_arguments(function: Callable[..., Any], values: Any, path: str = "") -
     check_values(values, hints, path)
 
 
-def check_values(values: Mapping[str, Any], hints: Mapping[str, Any], path: str = "") -> None:
-    """Raise `ValueError` naming the first of these values that is not of the type that its annotation promises."""
+def check_values(
+    values: Mapping[str, Any], hints: Mapping[str, Any], path: str = "", error: type[Exception] = ValueError
+) -> None:
+    """Raise `error` naming the first of these values that is not of the type that its annotation promises."""
     for name, value in values.items():
         if not _is(value, hints[name]):
-            raise ValueError(f"{path}{name}={shown(value)} must be {_name(hints[name])}.")
+            near = did_you_mean(value, _words(hints[name]))
+            raise error(f"{path}{name}={shown(value)} must be {_name(hints[name])}.{near}")
+
+
+def check_options(options: Mapping[str, Any], kind: Any, *others: str) -> None:
+    """Raise `TypeError` for a keyword argument that the `TypedDict` does not list, or whose value is of another type.
+    `others`: arguments that the same function names itself."""
+    hints = hints_of(kind)
+    known = [*others, *hints]
+    for unknown in sorted(options.keys() - hints.keys()):
+        raise TypeError(f"{unknown}: no such option.{did_you_mean(unknown, known)} There are {', '.join(known)}.")
+    check_values(options, hints, error=TypeError)
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Such as " Did you mean threshold?"; empty where no known word is similar."""
+    near = get_close_matches(word.lower(), known, 1) if isinstance(word, str) else []
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def with_checked_names(cls: type[Settings]) -> type[Settings]:
+    """For a dataclass: its constructor first passes the names of its keyword arguments to `cls.check_names`. What
+    `help` and editors show as its arguments stays the same."""
+    construct: Any = cls.__init__
+
+    @wraps(construct)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        cls.check_names(given)  # type: ignore[attr-defined]
+        construct(self, *args, **given)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
 
 
 @cache
-def _hints(annotated: Any) -> dict[str, Any]:  # kept, since a generation checks its settings
+def hints_of(annotated: Any) -> dict[str, Any]:  # kept, since a generation checks its settings
     return get_type_hints(annotated)
 
 
@@ -65,7 +106,9 @@ def _is(value: Any, rule: Any) -> bool:
     if kind in UNIONS:
         return any(_is(value, one) for one in inner)
     if kind is Literal:
-        return value in inner
+        return isinstance(value, str) and value in inner
+    if kind is Sequence:
+        return isinstance(value, Sequence) and not isinstance(value, str) and all(_is(each, inner[0]) for each in value)
     if kind is list or isinstance(rule, list):
         item = inner[0] if kind is list else rule[0]
         return isinstance(value, list | tuple) and all(_is(each, item) for each in value)
@@ -85,7 +128,7 @@ def _is(value: Any, rule: Any) -> bool:
         return False
     if rule is float:
         return isinstance(value, Real) and math.isfinite(value)
-    return isinstance(value, rule)
+    return isinstance(value, kind or rule)
 
 
 def _name(rule: Any) -> str:
@@ -94,9 +137,9 @@ def _name(rule: Any) -> str:
     if kind in UNIONS:
         return " or ".join(_name(one) for one in inner)
     if kind is Literal:
-        return "one of " + ", ".join(inner)
-    if kind is list or isinstance(rule, list):
-        return f"a list, each item {_name(inner[0] if kind is list else rule[0])}"
+        return f"one of {', '.join(inner)}" if len(inner) > 1 else repr(inner[0])
+    if kind in (list, Sequence) or isinstance(rule, list):
+        return f"a list, each item {_name(rule[0] if isinstance(rule, list) else inner[0])}"
     if kind is dict and inner[1] is not Any:
         return f"a mapping, each value {_name(inner[1])}"
     if isinstance(rule, range):
@@ -105,7 +148,20 @@ def _name(rule: Any) -> str:
         return f"a number from {rule[0]:g} to {rule[1]:g}"
     if isinstance(rule, frozenset):
         return f"one of {', '.join(sorted(rule))}"
-    return NAMES.get(rule, "a mapping")
+    if kind is dict or rule is dict:
+        return "a mapping"
+    if (known := NAMES.get(rule)) is not None:
+        return known
+    first = next(iter(fields(rule)), None) if is_dataclass(rule) else None
+    example = f", such as {rule.__name__}({first.name}={first.default!r})" if first is not None else ""
+    return f"{article(rule.__name__)}{example}"
+
+
+def _words(rule: Any) -> list[str]:
+    """The texts that a value may be, such as "auto" and "off" for `Literal["auto", "off"]`."""
+    if get_origin(rule) is Literal:
+        return list(get_args(rule))
+    return [word for one in get_args(rule) for word in _words(one)] if get_origin(rule) in UNIONS else []
 
 
 def shown(value: Any) -> str:

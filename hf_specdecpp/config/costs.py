@@ -54,7 +54,8 @@ class Costs:
         if not (isinstance(values, dict) and required <= set(values) <= known and isinstance(values["verify"], list)):
             raise ValueError(
                 f"costs={values!r} must look like {{'draft': s, 'verify': [s1, s2, ...], 'overhead': s, 'read': s, "
-                "'branch': s, 'start': s}} in seconds; all but the first two may be missing. None measures them."
+                "'branch': s, 'start': s, 'block': candidates} in seconds; all but the first two may be missing. None "
+                "measures them."
             )
         return cls(**values)
 

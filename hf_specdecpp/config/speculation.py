@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from hf_specdecpp.config.checks import check_types
+from hf_specdecpp.config.checks import check_types, check_values, did_you_mean, hints_of, shown, with_checked_names
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.trees.algorithms import Shape, make_shape, size
@@ -23,6 +22,7 @@ Growth = Literal["dyspec", "dyspec-exact", "static"]
 Tree = Growth | list[int] | list[list[int]]
 GROWTHS: tuple[str, ...] = get_args(Growth)
 MOST_CANDIDATES = 1024  # in a round
+LEAST = {"num_tokens": 1, "max_tokens": 1, "tree_budget": 2}
 
 # Settings of earlier versions, with what takes their place. Stored configs have them.
 EXPERIMENTS = "The package decides that; for experiments there is assistant.decisions"
@@ -39,10 +39,14 @@ REMOVED = {
 REMOVED_RULES = ("confidence", "svip", "adaedl")
 
 
+@with_checked_names
 @dataclass
 class SpeculationConfig:
-    """How far to speculate, and with which means; all else the package decides (`stats.decided`); `ValueError` if a
-    value is out of its range, or a setting is one of an earlier version: what takes its place is said.
+    """How far to speculate, and with which means. The package decides everything else (`stats.decided`).
+
+    Each value is checked as it is set, here or later (`assistant.speculation.threshold = 0.5`): `ValueError` if it is
+    of another type or out of its range, or if the setting is one of an earlier version (the message names what takes
+    its place); `TypeError` or `AttributeError` for an unknown name.
 
     Args:
         rule: when a round stops drafting. `"throughput"`: where that maximises tokens a second (`docs/throughput.md`);
@@ -87,49 +91,25 @@ class SpeculationConfig:
     graphs: Graphs = "auto"
     compile: bool = False
 
-    def __new__(cls, *_: Any, **given: Any) -> SpeculationConfig:
-        refuse_removed(given)
-        return super().__new__(cls)
+    @classmethod
+    def check_names(cls, names: Iterable[str], error: type[Exception] = TypeError) -> None:
+        """Raise `ValueError` for the first setting of an earlier version, and `error` for the first unknown one."""
+        refuse_removed(names)
+        for name in names:
+            if name not in cls.__dataclass_fields__:
+                near = did_you_mean(name, cls.__dataclass_fields__)
+                raise error(f"There is no setting {name}.{near} `docs/settings.md` lists all of them.")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_removed([name])
-        if name not in self.__dataclass_fields__:
-            near = get_close_matches(name, self.__dataclass_fields__, 1)
-            raise AttributeError(f"There is no setting {name}.{f' Did you mean {near[0]}?' if near else ''}")
+        self.check_names([name], AttributeError)
+        check_setting(name, value)
         super().__setattr__(name, value)
 
-    def __post_init__(self) -> None:
-        self.validate()
-
     def validate(self) -> None:
-        """Raise `ValueError` naming the first value out of range. Runs again before every generation."""
-        if self.rule not in RULES:
-            raise ValueError(f"rule={self.rule!r} is not a stopping rule. Choose one of {', '.join(RULES)}.")
-        if isinstance(self.tree, str) and self.tree not in GROWTHS:
-            raise ValueError(
-                f"tree={self.tree!r} is not a kind of tree. Choose one of {', '.join(GROWTHS)}, a shape such as "
-                "[4, 2, 1, 1], or None."
-            )
-        check_types(self)
-        if not 0.0 <= self.threshold <= 1.0:
-            raise ValueError(
-                f"threshold={self.threshold!r} must be between 0 and 1: it is compared with a probability."
-            )
-        for name, least in (("num_tokens", 1), ("max_tokens", 1), ("tree_budget", 2)):
-            value = getattr(self, name)
-            if not least <= value <= MOST_CANDIDATES:
-                raise ValueError(
-                    f"{name}={value!r} must be a whole number from {least} to {MOST_CANDIDATES}: a round drafts tokens."
-                )
-        if self.costs is not None:
-            Costs.from_dict(self.costs)
-        if isinstance(self.tree, list | tuple):
-            listed = len(self.tree)  # either way of writing a shape has no more items than nodes
-            nodes = listed if listed > MOST_CANDIDATES else size(make_shape(self.tree))
-            if not 1 <= nodes <= MOST_CANDIDATES:
-                raise ValueError(
-                    f"tree has {nodes} nodes or more; 1 to {MOST_CANDIDATES} are possible: choose another."
-                )
+        """Raise `ValueError` naming the first value out of range. Called again before every generation, because lists
+        and mappings may have changed in place."""
+        for each in fields(self):
+            check_setting(each.name, getattr(self, each.name))
 
     @property
     def shape(self) -> Shape | None:
@@ -172,6 +152,33 @@ class SpeculationConfig:
         return config
 
 
+def check_setting(name: str, value: Any) -> None:
+    """Raise `ValueError` unless this field of `SpeculationConfig` may have this value."""
+    if name == "rule" and not (isinstance(value, str) and value in RULES):
+        near = did_you_mean(value, RULES)
+        raise ValueError(f"rule={shown(value)} is not a stopping rule.{near} Choose one of {', '.join(RULES)}.")
+    is_shape = isinstance(value, list | tuple)
+    if name == "tree" and value is not None and not is_shape and not (isinstance(value, str) and value in GROWTHS):
+        raise ValueError(
+            f"tree={shown(value)} is not a kind of tree.{did_you_mean(value, GROWTHS)} It can be 'dyspec', which suits "
+            "most drafts, 'dyspec-exact', 'static', a shape such as [4, 2, 1, 1], or None for chains."
+        )
+    check_values({name: value}, hints_of(SpeculationConfig))
+    if name == "tree" and is_shape:
+        # Either way of writing a shape has no more items than nodes.
+        nodes = len(value) if len(value) > MOST_CANDIDATES else size(make_shape(value))
+        if not 1 <= nodes <= MOST_CANDIDATES:
+            raise ValueError(f"tree has {nodes} nodes or more; 1 to {MOST_CANDIDATES} are possible: choose another.")
+    if name == "threshold" and not 0.0 <= value <= 1.0:
+        raise ValueError(f"threshold={value!r} must be between 0 and 1: it is compared with a probability.")
+    if name in LEAST and not LEAST[name] <= value <= MOST_CANDIDATES:
+        raise ValueError(
+            f"{name}={value!r} must be a whole number from {LEAST[name]} to {MOST_CANDIDATES}: a round drafts tokens."
+        )
+    if name == "costs" and value is not None:
+        Costs.from_dict(value)
+
+
 def refuse_removed(names: Iterable[str], path: str = "") -> None:
     """Raise `ValueError` for the first setting of an earlier version, saying what takes its place."""
     for name in names:
@@ -209,7 +216,8 @@ class Decisions:
             three tokens. `None`: in greedy texts, with drafts that read the target's states, where it was measured to
             gain (`docs/drafts.md`), unless whole rounds are captured.
         verification: of candidates that were drawn, on an attached target (`docs/verification.md`). `"block"` accepts a
-            chain as a block and a tree from its leaves; `"token"` one candidate after the other, as in the papers.
+            chain as a block and a tree from its leaves; `"token"` one candidate after the other, as in the papers, and
+            as trees are verified in any case whose rounds are captured whole.
         pack_weights: let oneDNN compute with packed copies of the weights. `None`: where memory allows.
         int8_draft: let the draft read a few tokens with int8 copies of its weights. `None`: drafts that are models of
             their own.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.captured.graphs import lasting
+from hf_specdecpp.captured.identity import identity
 from hf_specdecpp.captured.rooms import Rooms, RoomText
 from hf_specdecpp.drafting.round_steps import Level, RoundSteps, Window
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
@@ -72,12 +74,9 @@ class RoundRules:
     @cached_property  # asked for in every round, and numbers that lie on the device are read for it
     def key(self) -> Hashable:
         """All of this that a graph has in it."""
-        processors = [*self.draft_processing.processors, None, *self.processing.processors]
-        described = tuple(
-            (type(each).__name__, repr(sorted(vars(each).items())) if each else "") for each in processors
-        )
-        judge = id(self.estimator) if isinstance(self.estimator, nn.Module) else type(self.estimator)
-        return self.greedy, described, judge, self.threshold, self.min_tokens, self.verification
+        processors = self.draft_processing.processors, self.processing.processors
+        described = (*identity(*processors, by_value=True), *identity(self.estimator))
+        return self.greedy, described, self.threshold, self.min_tokens, self.verification
 
 
 class Drawn(NamedTuple):
@@ -85,7 +84,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         tokens, parents: `[texts, width]`, the latter as places in the level above.
-        values: `[texts, width]`, chances that they stand, as far as is known; of trees alone.
+        values: `[texts, width]`, chances that they stand, as far as is known; in chains 0 where nothing could be drawn.
         q: `[texts, width, vocab]`, that they were drawn from, where they were drawn.
         judged: `[texts, width]`, what an estimator says of them; `None` where nothing looks at it.
     """
@@ -247,7 +246,7 @@ class CapturedDraft:
                 logits, hidden = steps.send(Level(drawn.tokens, drawn.parents, seen))
         self.ancestors[:, 0, 1:] = False
         cache.length.copy_(before)
-        self.count.copy_(self._count(shape, [each.judged for each in levels], rules))
+        self.count.copy_(self._count(shape, levels, rules))
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
         """Draw a level below nodes: after them `step` has scores `[texts, m, vocab]`; their `values` `[texts, m]`."""
@@ -256,6 +255,8 @@ class CapturedDraft:
         if width == 1:
             step.token = q.argmax(-1) if times is None else race(q, times)
             judged = None if rules.estimator is None else rules.estimator.estimate(step)
+            # Nothing is drawn from nan, nor where nothing is allowed.
+            values = values * (q.gather(-1, step.token[..., None])[..., 0] > (-math.inf if rules.greedy else 0.0))
             return Drawn(step.token, torch.zeros_like(step.token), values, None if times is None else q, judged)
         tokens = (q if times is None else q / times).topk(width).indices  # [texts, m, width], in order
         head, rows = rules.head_of_slots, None
@@ -267,6 +268,7 @@ class CapturedDraft:
             chances = (probs / (1.0 - mass).clamp_min(torch.finfo(probs.dtype).tiny)).clamp_max(1.0)
         else:
             chances = head.estimate_siblings(step, tokens, rows, mass)
+        chances = chances.nan_to_num(0.0)
         judged, chances = chances, self._calibrated(chances)
         chosen = best_slots(values, chances, width, rules.greedy)
         values = (slot_values(values, chances) * chances).flatten(1).gather(1, chosen)
@@ -276,19 +278,22 @@ class CapturedDraft:
         tokens, judged = (each.flatten(1).gather(1, chosen) for each in (tokens, judged))
         return Drawn(tokens, chosen // width, values, rows, judged)
 
-    def _count(self, shape: RoundShape, judged: list[Tensor | None], rules: RoundRules) -> Tensor:
+    def _count(self, shape: RoundShape, levels: list[Drawn], rules: RoundRules) -> Tensor:
         """How many candidates are submitted: the one at which the rule stops is."""
-        known = [each for each in judged if each is not None]
+        known = [each.judged for each in levels if each.judged is not None]
         if known:
             together = torch.cat(known, dim=1)
             self.estimates[:, : together.shape[1]] = together
-        if rules.threshold is None or shape.width > 1:
+        if shape.width > 1:
             return torch.full_like(self.count, shape.nodes)
+        drawn = (torch.cat([each.values for each in levels], dim=1) > 0.0).sum(-1)
+        if rules.threshold is None:
+            return drawn
         survival = self._calibrated(self.estimates[:, : len(known)]).cumprod(-1)
         if len(known) < shape.levels:  # verdicts come one candidate late, so there is none on the first
             survival = functional.pad(survival, (1, 0), value=1.0)
         places = torch.arange(1, shape.levels + 1, device=self.device)
-        return count_until((1.0 - survival > rules.threshold) & (places >= rules.min_tokens))
+        return count_until((1.0 - survival > rules.threshold) & (places >= rules.min_tokens)).minimum(drawn)
 
     def _calibrated(self, estimates: Tensor) -> Tensor:
         """As `AcceptanceRates.calibrated`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import TypeAlias
 
@@ -13,7 +14,7 @@ from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.models.causal_lm import until_end
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.randomness import Randomness, widest
+from hf_specdecpp.sampling.randomness import NothingToDrawError, Randomness, widest
 from hf_specdecpp.trees.tree import DraftTree
 
 Drafting: TypeAlias = Generator[list[Tensor], bool | None, DraftTree]
@@ -83,10 +84,11 @@ def drafting(
     while len(drawn) < limit:
         if (yield drawn) is False or (draft := step(drawn)) is None:
             break
-        if randomness is None:
-            draft.token = draft.scores.argmax()
-        else:
-            draft.token = randomness.categorical(draft.q)
+        try:
+            draft.token = draft.scores.argmax() if randomness is None else randomness.categorical(draft.q)
+        except NothingToDrawError:  # q is nan; on a device verification finds that
+            break
+        if randomness is not None:
             q.append(draft.q)
         drawn.append(draft.token)
         scores.append(draft.scores)
@@ -137,8 +139,11 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Ten
 def _ask(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
     """The token that was drawn, and whether the rule stops there. Both are read with one wait for the device."""
     token, signal = draft.token, rule.signal(draft)
-    if signal is None or token.device.type == "cpu":
-        return int(token), rule.stops(None if signal is None else float(signal))
-    dtype = widest(token.device)
-    values = torch.stack((token.to(dtype), signal.to(token.device, dtype))).tolist()
-    return int(values[0]), rule.stops(values[1])
+    if signal is None:
+        return int(token), rule.stops(None)
+    if token.device.type == "cpu":
+        values = int(token), float(signal)
+    else:
+        dtype = widest(token.device)
+        values = torch.stack((token.to(dtype), signal.to(token.device, dtype))).tolist()
+    return int(values[0]), rule.stops(0.0 if math.isnan(values[1]) else values[1])  # nan would stay with the rule

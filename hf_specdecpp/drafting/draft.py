@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -16,8 +15,10 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_specdecpp.captured import graphs
-from hf_specdecpp.captured.copies import for_capture, identity
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
+from hf_specdecpp.captured.copies import for_capture
+from hf_specdecpp.captured.identity import identity
+from hf_specdecpp.models.causal_lm import CausalLM, num_processes
+from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -106,25 +107,13 @@ class RowsAlone:
         """The rows that are left go on as before."""
 
 
-class Beside:
-    """Where a target was when a draft was put beside it; `ValueError` if it is spread over several processes."""
-
-    def __init__(self, target: CausalLM) -> None:
-        if (processes := num_processes(target)) > 1:
-            raise ValueError(
-                f"{type(target).__name__} is spread over {processes} processes, which would have to draft each token "
-                "together, since the draft uses its embeddings. Use an independent draft."
-            )
-        self._target, self._place = weakref.ref(target), (target.dtype, input_device(target))
-
-    def check(self) -> None:
-        """Raise `ValueError` if the target has been moved since."""
-        target = self._target()
-        if target is not None and (target.dtype, input_device(target)) != self._place:
-            raise ValueError(
-                f"The target was moved to {target.dtype} on {input_device(target)} after this assistant was attached "
-                "to it, and the draft was not. Call assistant.detach() and assistant.attach(model)."
-            )
+def check_beside(target: CausalLM) -> None:
+    """Raise `ValueError` if a draft that uses a target's embeddings cannot be put beside it."""
+    if (processes := num_processes(target)) > 1:
+        raise ValueError(
+            f"{type(target).__name__} is spread over {processes} processes, which would have to draft each token "
+            "together, since the draft uses its embeddings. Use an independent draft."
+        )
 
 
 class Draft:
@@ -200,9 +189,6 @@ class Draft:
     def check_tree(self) -> None:
         """Raise `ValueError` if it cannot draft trees."""
 
-    def check_unmoved(self, has_adapter: bool) -> None:
-        """Raise `ValueError` if the target was moved after a draft of its layers with parts of its own was made."""
-
     def renew(self) -> None:
         """Bring copies of the target's weights up to date: it may be in training."""
 
@@ -211,10 +197,11 @@ class Draft:
         if self.model is None or not wanted or not graphs.can_capture(self.device):
             self.captured = None
             return
-        now = [fuse, *identity(self.model)]
+        now = [fuse, *identity({name: each for name, each in vars(self).items() if name != "captured"})]
         if self.captured is None or self.captured[0] != now:
             self.captured = None  # of which the copy would have one, too
-            reason = self.why_not_captured()
+            code = next(foreign_code(self.model), None)
+            reason = self.why_not_captured() if code is None else f"it runs {code.name}, which a graph would not call"
             self.captured = now, self.for_capture(fuse) if reason is None else None
             if reason is not None:
                 self.give_up(reason)
@@ -255,7 +242,8 @@ class StateDraft(Draft):
     lacks: Mapping[str, str] = {}
 
     def __init__(self, model: Any, reader: Any, target: CausalLM) -> None:
-        self.model, self.reader, self.beside = model, reader, Beside(target)
+        check_beside(target)
+        self.model, self.reader = model, reader
 
     @property
     def cannot(self) -> Mapping[str, str]:
@@ -285,6 +273,3 @@ class StateDraft(Draft):
     @property
     def embedding_size(self) -> int:
         return int(self.reader.embedding_size)
-
-    def check_unmoved(self, has_adapter: bool) -> None:  # noqa: ARG002
-        self.beside.check()

@@ -43,7 +43,6 @@ class DraftModel(Reader):
         if fusion is not None:
             _check_fusion(fusion, self)
         self.fusion = fusion
-        self.made_for = (model.dtype, model.device)
 
     @property
     def shares_target(self) -> bool:
@@ -119,19 +118,21 @@ class DraftModel(Reader):
     def _checked(self, token_ids: Tensor | None) -> Tensor | None:
         if token_ids is None:
             return None
-        ids = torch.as_tensor(token_ids, dtype=torch.long, device=self.device).flatten()
+        ids = torch.as_tensor(token_ids, device=self.device)
         if (
             ids.numel() == 0
+            or ids.dim() != 1
+            or ids.is_floating_point()
             or int(ids.min()) < 0
             or int(ids.max()) >= self.num_ids
             or ids.unique().numel() != ids.numel()
         ):
-            span = f"{int(ids.min())} to {int(ids.max())}" if ids.numel() else "none"
+            span = f"{ids.min():g} to {ids.max():g}" if ids.numel() else "none"
             raise ValueError(
                 f"draft_vocab must list distinct token ids from 0 to {self.num_ids - 1}; got {ids.numel()} ids, "
                 f"{span}. It was probably made for another draft."
             )
-        return ids
+        return ids.long()
 
 
 def check_can_draft(model: CausalLM) -> None:

@@ -12,7 +12,7 @@ from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.round_steps import ModelSteps
 from hf_specdecpp.drafting.session import BatchSession, DraftSession, RowSession
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
+from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions, why_no_positions
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.attention import check_tree
 
@@ -43,14 +43,6 @@ class Drafter(DraftModel, Draft):
     def check_tree(self) -> None:
         check_tree(self.model, "draft")
 
-    def check_unmoved(self, has_adapter: bool) -> None:
-        has_parts = has_adapter or self.fusion is not None or self.draft_vocab is not None
-        if self.shares_target and has_parts and (self.dtype, self.device) != self.made_for:
-            raise ValueError(
-                f"The target was moved to {self.dtype} on {self.device} after this assistant was attached to it, "
-                "and what was trained of the draft was not. Call assistant.detach() and assistant.attach(model)."
-            )
-
     def for_capture(self, fuse: bool) -> Any:
         return for_capture(self, self.model, fuse=fuse)
 
@@ -60,7 +52,7 @@ class Drafter(DraftModel, Draft):
         if getattr(self.model, "is_quantized", False):
             return "it is quantised"
         if not takes_positions(inner_decoder(self.model)):
-            return "it takes no position_ids"
+            return f"it {why_no_positions(inner_decoder(self.model))}"
         return why_not_in_place(self.model)
 
     def describe(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class ModelSteps(RoundSteps):
     def __init__(self, drafter: Any, vocab_size: int) -> None:
         self.drafter = drafter
         fusion = drafter.fusion
-        super().__init__(drafter, vocab_size, id(drafter), None if fusion is None else fusion.width)
+        super().__init__(drafter, vocab_size, drafter, None if fusion is None else fusion.width)
         self.num_layers = num_room_layers(drafter.text_config) or 0
 
     def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:

@@ -15,13 +15,15 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.kind import Kind, Loading, Parts, Trainable, pinned
 from hf_specdecpp.models.adapters import add_adapter
 from hf_specdecpp.models.early_exit import early_exit, per_layer
-from hf_specdecpp.models.loading import check_hash, load_draft, load_model
+from hf_specdecpp.models.loading import check_hash, check_named_draft, load_draft, load_model
 from hf_specdecpp.serving import Destination, Exported, write_plain_model
 
 
 def model_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
     """The model, with its adapter merged into one that is given by name."""
     chosen, revision = (config.draft_id, config.draft_revision) if how.draft is None else (how.draft, None)
+    if how.target is not None and isinstance(chosen, str | Path):
+        check_named_draft(chosen, revision, how.target, parts.draft_vocab is not None, how.hub_kwargs)
     model = load_draft(chosen, revision, how.target, how.dtype, how.device, how.hub_kwargs)
     if parts.adapter is not None:
         model = add_adapter(model, parts.adapter, merge=isinstance(chosen, str | Path))

@@ -94,7 +94,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         processing = self.processing if target is None else self.processing.for_draft()
         greedy = self.randomness is None
         self.draft_processing, self.successors = setup.draft_processing(processing, target, greedy, captures)
-        at_once = target is not None and not self.processing.in_order
+        at_once = target is not None and self.processing.answers_all
         verification = "equality" if greedy else setup.decisions.verification if at_once else "token"
         decided = setup.decided(target, verification, self.successors is not None)
         self.stats = SpeculationStats(suspect=setup.drafter.suspect, remedies=setup.remedies(target), decided=decided)
@@ -279,6 +279,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """The draft has been shown nothing yet."""
         self._shown = 0
 
+    def stop(self) -> None:
+        """Draft nothing more in this text, of which the draft has not read all."""
+        self.rests, self.plan, self.times, self.observers = True, None, None, [self.stats]
+
     def finish(self) -> None:
         """Learn, at the end of a generation, what its rounds cost. Whatever goes wrong here, the text is complete."""
         if self.plan is not None and self.times is not None:
@@ -296,8 +300,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Let draft and lookups take note of what is new; how many candidates the draft has room for."""
         session, drafter = self.session, self.setup.drafter
         new_tokens, states = self._new(input_ids, states)
-        # A stop string may have cut the text among the candidates; a row of a batch may go on after it.
-        session.begin_round(new_tokens, min(self._num_accepted, new_tokens.shape[1] - 1), states)
+        session.begin_round(new_tokens, self._num_accepted, states)
         most = room = MOST_CANDIDATES
         if self.max_length is not None:  # under which one place belongs to the token that the target adds
             room = max(self.max_length - input_ids.shape[1] - 1, 0)

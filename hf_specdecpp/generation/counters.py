@@ -21,6 +21,10 @@ def last(own: Any, other: Any) -> Any:
     return other or own
 
 
+def most_branched(*trees: DrawnTree | None) -> DrawnTree | None:
+    return max(filter(None, trees), key=lambda each: (each.branchings, len(each.tree)), default=None)
+
+
 @dataclass
 class Counters:
     """Counts and seconds of one `generate()` call.
@@ -57,6 +61,7 @@ class Counters:
             and the memory of graphs and of the caches, target's and draft's, that they work in.
         uncaptured: why the target's passes were not captured; `None` where they were, or should not be.
         last_tree: the latest tree with candidates that was verified; `str()` draws it. `None` for chains.
+        branched_tree: of these trees the one with the most nodes that have several children, and of such the largest.
         rows: of a batch, each sequence's; everything else here is their sum.
         suspect: a draft that others trained, by its name: it may be for another target, or read in a wrong way.
         complete: False on an unattached target, where transformers does not report the last round and the
@@ -65,7 +70,8 @@ class Counters:
         remedies: what could still be done for its speed, of `DraftSetup.remedies`.
         decided: what the package decided, by name: `{"rule": "throughput", "costs": "followed", "verification":
             "block", "products": "packed int8", "corrections": "off"}`, where oneDNN with packed weights is compared
-            with PyTorch's own products, and the draft reads in int8.
+            with PyTorch's own products, and the draft reads in int8. Rounds that are captured whole and draft trees
+            as well as chains have the verification `"block, of trees token"`.
         has_products: whether any layer computes otherwise than in plain `generate()`.
     """
 
@@ -99,6 +105,7 @@ class Counters:
     graph_seconds: float = field(default=0.0, metadata={OF_TWO: max})
     graph_bytes: int = field(default=0, metadata={OF_TWO: max})
     last_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata={OF_TWO: last})
+    branched_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata={OF_TWO: most_branched})
     rows: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={OF_TWO: lambda *_: []})
     complete: bool = field(default=True, metadata={OF_TWO: min})
     suspect: str | None = field(default=None, metadata={OF_TWO: first})
@@ -127,6 +134,7 @@ class Counters:
             self._saw_shape(tree, drawn)
             if candidates:  # a rule may leave the last rounds of an answer to the target
                 self.last_tree = DrawnTree(tree, path)
+                self.branched_tree = most_branched(self.branched_tree, self.last_tree)
 
     def _saw_shape(self, tree: DraftTree, drawn: Sequence[int]) -> None:
         """Count depth and width of a tree, and the ranks of what was drawn and accepted."""

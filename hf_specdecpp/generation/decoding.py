@@ -109,9 +109,8 @@ class AssistedDecoding:
 
     def _take(self, rounds: list[Round]) -> None:
         """Verify, emit what stands, leave both models at it; texts that have ended leave."""
+        self.verify(rounds)
         for each in rounds:
-            # One route: greedy or drawn, token by token or as a block; then up to the first token that ends the text.
-            each.verdict = each.text.verify(each.rows, each.outputs.logits[0, -len(each.tree) - 1 :])
             each.emitted = each.text.emit(each.verdict)
         self.target.keep(rounds)
         if not rounds[0].is_prompt:
@@ -120,6 +119,11 @@ class AssistedDecoding:
             each.text.hand_over(each.verdict.emitted[: each.emitted.kept])
         if not all(self.target.stays(self.active)):
             self._leave()
+
+    def verify(self, rounds: list[Round]) -> None:
+        """One route: greedy or drawn, token by token or as a block; `emit` cuts what is behind the end of a text."""
+        for each in rounds:
+            each.verdict = each.text.verify(each.rows, each.logits)
 
     def _leave(self) -> None:
         places = [place for place, stays in enumerate(self.target.stays(self.active)) if stays]

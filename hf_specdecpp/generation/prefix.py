@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationMixin, StaticCache
 
 from hf_specdecpp.caches.text import CachedText, GrowingText, PathRows, StaticText, most_in, stop_recording, width_of
+from hf_specdecpp.caches.trial import Held
 from hf_specdecpp.generation.refusals import LateRefusalError, gives_positions
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, input_device, longest_text
 from hf_specdecpp.models.checks import frequency_changes
@@ -226,6 +227,12 @@ class Prefix(TargetText):
                 outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
             )
 
+    def grow(self, count: int) -> None:
+        """The cache holds so many tokens more, which captured passes have read."""
+        self.text.held += count
+        self.model_kwargs = self._longer = extended(self.model_kwargs, count)
+        self._spare = 0
+
     def _adopt(self, cache: Any) -> None:
         """Go on with a forward's cache: Phi-3 reads the whole text anew where its rotary frequencies change."""
         if cache is self.text.cache:
@@ -272,6 +279,31 @@ def try_pass(
     logits: Tensor = read(inputs, count + 1).logits[0]
     text.roll_back()
     return logits
+
+
+def reading_again(prefix: Prefix, ids: Tensor, as_tree: bool) -> Callable[[Tensor], tuple[Tensor, Any]]:
+    """A function that reads the text `ids` `[1, length]`, of which the last token has not been read, with further
+    tokens `[n]` in one pass, in a copy of the cache as it is now: logits `[n + 1, vocab]`, and the copy. With `as_tree`
+    each of these tokens has a sibling."""
+    target, model_kwargs, held = prefix.target, prefix.model_kwargs, Held(prefix.cache)
+    device, last = input_device(target), int(ids[0, -1])
+
+    @torch.no_grad()
+    def read(tokens: Tensor) -> tuple[Tensor, Any]:
+        copied = Prefix(target, model_kwargs | {cache_argument(target): held.copied()})
+        tree, node = DraftTree(last), 0
+        for token in tokens.tolist():
+            if as_tree:
+                tree.add(node, last)
+            node = tree.add(node, token)
+        rows = (tree_pass := TreePass(tree)).rows_of(tree.nodes_to(node))
+        inputs = copied.tree_inputs(ids, tree_pass) if as_tree else copied.chain_inputs(ids, tokens)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            logits = target(**inputs, return_dict=True).logits[0, -len(tree) - 1 :]
+        copied.text.keep(len(rows), len(tree) + 1, PathRows(rows, torch.tensor(rows, device=device)))
+        return logits[rows], copied.cache
+
+    return read
 
 
 # Arguments of a forward that grow with the text.

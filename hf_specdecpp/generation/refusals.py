@@ -9,13 +9,27 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMode, MaxLengthCriteria
+from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria, MaxTimeCriteria
+from transformers.utils import logging
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, layer_types, unknown_window
-from hf_specdecpp.models.causal_lm import CACHE, CACHE_NAMES, CausalLM, cache_among, modules_of
+from hf_specdecpp.caches.trial import can_be_held
+from hf_specdecpp.models.causal_lm import (
+    CACHE,
+    CACHE_NAMES,
+    CausalLM,
+    cache_among,
+    eos_ids,
+    modules_of,
+    num_processes,
+    why_no_positions,
+)
 from hf_specdecpp.models.checks import check_cache, frequency_changes
-from hf_specdecpp.sampling.processors import reads_prefix_only
+from hf_specdecpp.models.foreign import ForeignPasses, foreign_passes
+from hf_specdecpp.sampling.processors import name_of, remembers
+
+logger = logging.get_logger("hf_specdecpp")
 
 # Arguments of a forward that are understood for several sequences.
 BATCH_KWARGS = {
@@ -24,12 +38,26 @@ BATCH_KWARGS = {
 }  # fmt: skip
 
 
+# Settings of transformers' own speculation, and what takes their place here.
+INSTEAD = {
+    "num_assistant_tokens": "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens={})",
+    "num_assistant_tokens_schedule": "assistant.speculation.rule",
+    "assistant_confidence_threshold": "assistant.speculation = SpeculationConfig(rule='threshold', threshold=0.7)",
+    "prompt_lookup_num_tokens": "assistant.speculation.lookup = True",
+    "max_matching_ngram_size": "assistant.speculation.lookup = True",
+    "assistant_early_exit": "SpecDecPPAssistant.from_early_exit(model, layers={})",
+}
+OWN_SPECULATION = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+
 NO_BATCH = "A batch of sequences cannot be assisted here: {}. Call generate() once a sequence."
-NO_POSITIONS = "this target takes no positions of its own for each row, which rows of different length need"
 
 
 class LateRefusalError(ValueError):
     """What cannot be assisted, found only as the prompt has been read. Nothing has been emitted then."""
+
+
+class PlainCallError(ValueError):
+    """With the code of others that a target runs candidates cannot be verified, so the call is a plain one."""
 
 
 def check_object(assistant: object) -> None:
@@ -47,7 +75,7 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
     if config.num_beams not in (None, 1) or mode is not GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"An assistant cannot help with {mode.value.replace('_', ' ')} (num_beams={config.num_beams}): it proposes "
-            f"one continuation of one sequence. Set num_beams=1, or generate without assistant_model=."
+            f"one continuation of one sequence. Set num_beams=1, or generate without an assistant."
         )
     if (kind := getattr(config, "speculation_type", None)) is not None:
         raise ValueError(
@@ -67,13 +95,38 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
     if config.cache_implementation not in (None, "dynamic", "offloaded", "static"):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} cannot be rolled back when a candidate is rejected. "
-            'Leave it unset, choose "static", or generate without assistant_model=.'
+            'Leave it unset, choose "static", or generate without an assistant.'
         )
     if mode_kwargs.get("synced_gpus"):
         raise ValueError(
-            "synced_gpus=True: ranks would run different numbers of rounds. Generate without assistant_model= under "
+            "synced_gpus=True: ranks would run different numbers of rounds. Generate without an assistant under "
             "FSDP or ZeRO-3."
         )
+
+
+def own_speculation(config: GenerationConfig, target: CausalLM) -> tuple[str, bool]:
+    """Which setting has transformers speculate in a call without an assistant, for a message; and whether it is the
+    model's own, of which the user may not know."""
+    name = next(name for name in OWN_SPECULATION if getattr(config, name, None))
+    value = getattr(config, name)
+    is_model_s = getattr(target.generation_config, name, None) == value
+    where = "in the model's generation_config" if is_model_s else "given to generate()"
+    return (
+        f"{name}={value!r}, {where}, asks for transformers' own speculation, which runs in its place. To use the "
+        "assistant set it to None.",
+        is_model_s,
+    )
+
+
+def warn_of_ignored(config: GenerationConfig) -> None:
+    """Say once which settings of a call have no effect on an assistant, and which have instead."""
+    usual = config._get_default_generation_params()
+    for name, instead in INSTEAD.items():
+        if (value := getattr(config, name, None)) not in (None, usual.get(name)):
+            logger.warning_once(
+                f"{name}={value!r}, given to generate() or in the model's generation_config, has no effect on this "
+                f"assistant. Its own settings say how it drafts: {instead.format(value)}."
+            )
 
 
 def check_lossless(config: GenerationConfig) -> None:
@@ -81,10 +134,19 @@ def check_lossless(config: GenerationConfig) -> None:
     if getattr(config, "dola_layers", None) is not None:
         raise ValueError(
             f"dola_layers={config.dola_layers!r}: DoLa decodes from differences between layers, which no candidate can "
-            "be verified by here. Leave it unset, or generate without assistant_model=."
+            "be verified by here. Leave it unset, or generate without an assistant."
         )
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
+
+
+def ends_as_told(criterion: object, config: GenerationConfig) -> bool:
+    """Whether a text ends by a criterion nowhere but where those who know its `config` alone expect that."""
+    if type(criterion) is MaxLengthCriteria:
+        return criterion.max_length == config.max_length
+    if type(criterion) is EosTokenCriteria:
+        return eos_ids(config).issuperset(criterion.eos_token_id.tolist())
+    return type(criterion) is MaxTimeCriteria  # the clock may be read a round late
 
 
 def check_single(input_ids: Tensor) -> None:
@@ -105,15 +167,34 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
     if model_kwargs.get("cross_attention_mask") is not None:
         raise ValueError(
             "The target keeps its image in cross-attention layers, whose cache cannot be rolled back when a candidate "
-            "is rejected. Generate without assistant_model= where the prompt has an image."
+            "is rejected. Generate without an assistant where the prompt has an image."
         )
     others = [name for name, value in model_kwargs.items() if name not in CACHE_NAMES and _is_state(value)]
     if others:
         raise ValueError(
             f"{', '.join(others)}: beside its cache the target goes through a state that cannot be taken back when a "
-            "candidate is rejected. Generate without assistant_model=."
+            "candidate is rejected. Generate without an assistant."
         )
     check_cache(cache_among(model_kwargs))
+
+
+def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | None:
+    """What is known of passes that run code of others, if a target runs any; `PlainCallError` if passes over several
+    tokens are wrong with that code or cannot be compared with passes over one."""
+    passes = foreign_passes(target, cache)
+    if passes is None:
+        return None
+    reason = passes.reason
+    if reason is None and rows == 1 and can_be_held(cache) and num_processes(target) == 1:
+        return passes
+    if reason is None:
+        kinds = ", ".join(sorted({type(each).__name__ for each in (cache, *cache.layers)}))
+        of = f"a batch of {rows}" if rows > 1 else f"several processes, or of a text in {kinds}"
+        reason = (
+            f"{type(target).__name__} runs {passes.name}, which may treat several tokens otherwise than one. Passes of "
+            f"{of} are not compared with passes over one token"
+        )
+    raise PlainCallError(f"{reason}.")
 
 
 def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None:
@@ -138,6 +219,12 @@ def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None
 def _is_state(value: object) -> bool:
     """Whether an argument of a forward changes from pass to pass: another cache, or a stream of what is read."""
     return isinstance(value, Cache | Iterator) or type(value).__name__.endswith("Cache")
+
+
+def no_positions(target: CausalLM) -> str:
+    """Why a batch of a target that cannot be told positions is refused."""
+    why = why_no_positions(target) if "forward" in vars(target) else "takes no positions of its own for each row"
+    return f"this target {why}, which rows of different length need"
 
 
 def gives_positions(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
@@ -170,10 +257,10 @@ def check_batch(
     criteria: Any,
 ) -> None:
     """Raise `ValueError` for batches that cannot be assisted. Runs before the first forward."""
-    if in_order := [type(each).__name__ for each in (*processors, *criteria) if not reads_prefix_only(each)]:
+    if in_order := [each for each in (*processors, *criteria) if remembers(each)]:
         raise ValueError(
-            f"{in_order[0]} may keep state from call to call, for all rows of a batch together. If it depends on its "
-            "arguments alone, give it the attribute reads_prefix_only = True; otherwise call generate() once a "
+            f"{name_of(in_order[0])} may keep state from call to call, for all rows of a batch together. If it depends "
+            "on its arguments alone, give it the attribute reads_prefix_only = True; otherwise call generate() once a "
             "sequence."
         )
     mask, cache = model_kwargs.get("attention_mask"), cache_among(model_kwargs)
@@ -188,7 +275,7 @@ def check_batch(
     elif others := sorted(name for name in set(model_kwargs) - BATCH_KWARGS if _is_given(model_kwargs[name])):
         reason = f"{', '.join(others)} are for single sequences"
     elif (positions := model_kwargs.get("position_ids")) is None or positions.dim() != 2:
-        reason = NO_POSITIONS
+        reason = no_positions(target)
     elif cache.get_seq_length() > 0 and any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         reason = "a cache with windows that is carried on has dropped tokens, and the rows need them"
     elif (unfit := _unfit_for_length(target, criteria)) is not None:

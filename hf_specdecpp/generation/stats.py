@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import AsyncIterator, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from itertools import count
+from threading import current_thread, get_ident, main_thread
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 from hf_specdecpp.generation.counters import OF_TWO, Counters, add, ratio
 from hf_specdecpp.generation.verdict import outcome, suspicion
@@ -64,7 +70,9 @@ class SpeculationStats(Counters):
             rows.append(("trees", f"{sizes} on average"))
             shares = " ".join(f"{share:.0%}" for share in self.acceptance_by_rank[:8]) or "none were drawn"
             rows.append(("accepted by sibling", shares + (" ..." if len(self.tested_by_rank) > 8 else "")))
-        if self.looked_up:
+        if self.looked_up and self.looked_up == self.drafted:
+            rows.append(("looked up", f"all candidates, in {self.lookup_rounds} of {self.rounds} rounds"))
+        elif self.looked_up:
             share = ratio(self.accepted_lookups, self.looked_up)
             counts = f"{self.looked_up} of the candidates, {self.accepted_lookups} accepted ({share:.0%})"
             rows.append(("looked up", f"{counts}; {self.lookup_rounds} of {self.rounds} rounds drafted no others"))
@@ -84,3 +92,58 @@ class SpeculationStats(Counters):
             f"{preparing}prompt {self.prompt_seconds:.2f} s, draft {self.draft_seconds:.2f} s, "
             f"target {self.target_seconds:.2f} s, overhead {self.overhead_seconds:.2f} s"
         )
+
+
+@dataclass(eq=False)
+class Noted:
+    """The statistics of a call, and the thread that made it. Later calls have larger numbers.
+
+    `for_others`: a call that `asyncio.to_thread` made, in a copy of the context that this one was made in.
+    """
+
+    number: int
+    stats: SpeculationStats
+    thread: int = field(default_factory=get_ident)
+    for_others: Noted | None = None
+
+
+Own: TypeAlias = "WeakKeyDictionary[LatestCalls, Noted]"
+_numbers = count()
+_own: ContextVar[Own] = ContextVar("own")  # of this thread or asyncio task, by assistant
+
+
+def known_here() -> Own:
+    return _own.get(WeakKeyDictionary())
+
+
+class LatestCalls:
+    """Whose statistics `assistant.stats` shows: those of the latest call of this thread or asyncio task; where there is
+    none, of the latest call of all.
+
+    Two kinds of call are made in one thread for another: those of `asyncio.to_thread`, and those whose streamer is
+    iterated over (`TextIteratorStreamer`), mostly by the main thread. There they count as that thread's own.
+    """
+
+    def __init__(self) -> None:
+        self._latest = self._streamed = Noted(-1, SpeculationStats())
+
+    @property
+    def stats(self) -> SpeculationStats:
+        own = known_here().get(self, self._latest)
+        own = own.for_others or own
+        if current_thread() is main_thread() and self._streamed.number > own.number:
+            own = self._streamed
+        return own.stats
+
+    def note(self, stats: SpeculationStats, streamer: Any = None) -> None:
+        """Take the statistics of a call that begins or ends in this thread."""
+        known = known_here()
+        before, self._latest = known.get(self), Noted(next(_numbers), stats)
+        if before is not None and before.thread != self._latest.thread:
+            before.for_others = self._latest
+        if isinstance(streamer, Iterator | AsyncIterator):
+            self._streamed = self._latest
+        # A new dictionary, because tasks begin with that of the task that started them.
+        own: Own = WeakKeyDictionary(known)
+        own[self] = self._latest
+        _own.set(own)

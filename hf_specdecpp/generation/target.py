@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -13,23 +14,30 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.utils import logging
 
+from hf_specdecpp.caches.trial import Held, Trial
 from hf_specdecpp.captured.target import CapturedTarget
-from hf_specdecpp.generation.captured.text import Captured, CapturedText, differs
-from hf_specdecpp.generation.prefix import Prefix, TargetText, try_pass
-from hf_specdecpp.generation.refusals import check_numbers, check_prompt
+from hf_specdecpp.generation.captured.text import Captured, CapturedText, differs, memory_ended
+from hf_specdecpp.generation.prefix import Prefix, TargetText, reading_again, try_pass
+from hf_specdecpp.generation.refusals import LateRefusalError, check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
 from hf_specdecpp.models.cpu_products import FasterProducts
+from hf_specdecpp.models.foreign import ForeignPasses, states_of
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput.target_passes import passes_of
+from hf_specdecpp.trees.tree import DraftTree, TreePass
 
+logger: Any = logging.get_logger("hf_specdecpp")
 MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and again before a round settles them
 
 
 class TargetSide(ABC):
     """What the loop asks of the target, which owns its cache and how its passes run: the states that drafts read, what
     passes take and on which products they run, and what is captured."""
+
+    foreign: ForeignPasses | None = None  # where passes run code of others
 
     def __init__(self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig) -> None:
         self.model, self.config, self.device = model, config, input_device(model)
@@ -77,11 +85,11 @@ class TargetSide(ABC):
         """Go on with captured passes; or not, for a reason."""
 
     @abstractmethod
-    def leave_rooms(self) -> Any:
-        """Go on uncaptured."""
+    def leave_rooms(self, texts: Sequence[Text] = ()) -> Any:
+        """Go on uncaptured with these texts."""
 
-    def forget(self, count: int) -> None:  # noqa: B027 - of rows, what is read after their end is not looked at
-        """At the end of a text: its last `count` tokens, which captured rounds have read, are not part of it."""
+    def hold(self, count: int) -> None:  # noqa: B027 - of rows, what is read after their end is not looked at
+        """Of what a captured round has read, `count` tokens were emitted: the cache that is given back ends there."""
 
     def room(self, text: Text) -> int | None:  # noqa: ARG002
         """How many candidates the next pass has room for; `None`: any number."""
@@ -123,7 +131,7 @@ class TargetSide(ABC):
         product = self.passes.missing(rows, self.products.has_choice)
         if product is not None:
             begin = time.perf_counter()
-            self.passes.make(rows, product, self.model, inputs(), self.device)
+            self.passes.make(rows, product, self.model, inputs())
             first.stats.compared_passes += 1
             first.stats.preparing_seconds += time.perf_counter() - begin
 
@@ -132,11 +140,15 @@ class OneTarget(TargetSide):
     """The target's side of one text, which is read in its cache or in captured rooms (`prefix`). Nothing that it holds
     may hold it: in a circle, caches stay until garbage is collected."""
 
-    def __init__(self, model: CausalLM, text: Text, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, model: CausalLM, text: Text, config: GenerationConfig, model_kwargs: dict[str, Any],
+        foreign: ForeignPasses | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(model, [text], config)
-        self.text, self.stats = text, text.stats
+        self.text, self.stats, self.foreign = text, text.stats, foreign
         self.prefix: TargetText = Prefix(model, self.states.asked_for(model_kwargs))
         self.generator.session.share(self.prefix)
+        self.trial: Trial | None = None
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         prefix: Any = self.prefix  # of the target's own passes
@@ -145,15 +157,31 @@ class OneTarget(TargetSide):
         check_prompt(outputs)
         check_numbers(self.model, outputs.logits, prefix.model_kwargs.get("attention_mask"))
         if self.generator.draws_trees:
-            prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
+            try:
+                prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
+            except LateRefusalError as refusal:
+                if self.foreign is None:
+                    raise
+                self.foreign.reason = str(refusal)
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
         cache.activate_past_recording()
         rounds[0].outputs = outputs
 
+    def begin(self, texts: Sequence[Text]) -> None:
+        prefix: Any = self.prefix
+        if texts and self.foreign is not None:
+            ids, generator = self.text.ids, self.generator
+            again = reading_again(prefix, ids, generator.draws_trees)
+            states = partial(states_of, self.model, prefix.cache)
+            self.trial_begin = ids.shape[1]
+            self.trial = Trial(self.model, self.foreign, generator.setup.most_tokens, again, states)
+        super().begin(texts)
+
     def prepare(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
         if self.captured.rounds is None:
             self.stats.rounds_at_change += self.prefix.is_at_change(self.text.ids)
-            self.compare_passes()
+            if self.trial is None:  # others' code is called no more often than it must be
+                self.compare_passes()
 
     @property
     def growing(self) -> Any:
@@ -181,11 +209,10 @@ class OneTarget(TargetSide):
         self.prefix = text
         return None
 
-    def forget(self, count: int) -> None:
-        text: Any = self.prefix
-        text.forget(count)
+    def hold(self, count: int) -> None:
+        self.prefix.text.held += count
 
-    def leave_rooms(self) -> Prefix:
+    def leave_rooms(self, texts: Sequence[Text] = ()) -> Prefix:  # noqa: ARG002
         """The text in the cache that `generate()` returns."""
         text: Any = self.prefix
         if text.is_captured:
@@ -197,11 +224,24 @@ class OneTarget(TargetSide):
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
         if self.prefix.text.pending >= MOST_PENDING:
             return 0
-        return self.prefix.most_candidates(text.ids) if self.prefix.is_limited else None
+        room = self.prefix.most_candidates(text.ids) if self.prefix.is_limited else None
+        if self.trial is None or self.trial.room is None:
+            return room
+        return self.trial.room if room is None else min(room, self.trial.room)
 
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
+        if self.prefix.is_captured:
+            try:
+                return self._read(each)
+            except torch.OutOfMemoryError as error:
+                reason = memory_ended(error)
+            self.captured.run_out(reason, [self.text])  # outside of the handler, which keeps what was made last
+        return self._read(each)
+
+    def _read(self, each: Round) -> None:
         input_ids, tree = each.text.ids, each.tree
+        held = None if self.trial is None else Held(self.prefix.cache)
         if tree.is_chain:
             inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
         else:
@@ -209,6 +249,12 @@ class OneTarget(TargetSide):
         each.outputs, each.width = self._forward(inputs, len(tree) + 1), self.prefix.width
         if (mark := self.prefix.text.mark) is not None:
             self.stats.state_bytes = mark.num_bytes
+        if held is not None and self.trial is not None and not held.grew_by(each.width):
+            self.trial.refuse("the cache does not grow by the tokens of each pass")
+            if len(tree):  # nothing of the pass was emitted yet
+                held.back()
+                each.tree, each.rows = (alone := DraftTree.chain()), TreePass(alone)
+                self._read(each)
 
     def _forward(self, inputs: dict[str, Any], count: int) -> Any:
         """The target's pass over `count` tokens, in a static cache with dummies after them."""
@@ -234,6 +280,18 @@ class OneTarget(TargetSide):
                 rows = path.on_device[:kept]
             self.text.states = self.states.take(rows)
         self.prefix.settle(each.outputs, kept, count, path)
+        if self.trial is not None and not each.is_prompt:
+            self._compare(self.trial, each)
+
+    def _compare(self, trial: Trial, each: Round) -> None:
+        """Let the trial note what a round has read, and say so once others' code rules candidates out."""
+        logits, (kept, path) = each.outputs.logits[0, -len(each.tree) - 1 :], each.emitted
+        if not self.text.finished:
+            tokens = self.text.ids[0, self.trial_begin :]
+            trial.note(logits[:kept] if path is None else logits[path.rows[:kept]], tokens, self.prefix.cache)
+        if trial.passes.reason is not None and self.stats.refusal is None:
+            self.stats.refusal = trial.passes.reason
+            logger.warning_once(f"Nothing more is drafted for {type(self.model).__name__}: {trial.passes.reason}.")
 
     def try_pass(self, count: int) -> None:
         """Make a pass over the last token and so many candidates, only for it to be captured."""

@@ -11,7 +11,8 @@ import math
 import time
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,31 +24,36 @@ from hf_specdecpp.caches.text import PathRows
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.models.causal_lm import CausalLM, upload
-from hf_specdecpp.sampling.randomness import waits_for_reads
+from hf_specdecpp.sampling.processors import extend
+from hf_specdecpp.sampling.randomness import NothingToDrawError, TreeRandomness, waits_for_reads
 from hf_specdecpp.sampling.successors import contexts_of
 from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy, verify_sampled
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import (
     follow_tree,
-    verify_tree,
+    test_children,
     verify_tree_at_once,
     verify_tree_block,
     verify_tree_greedy,
 )
+
+NO_SCORES = torch.empty(0, 0)
 
 
 @dataclass
 class Verdict:
     """What the target says of a round.
 
-    Example: the chain 7 8 9 was read, 7 and 8 stand, and 4 follows: `path` is [1, 2], `emitted` [7, 8, 4].
+    Example: the chain 7 8 9 was read, 7 and 8 stand, and 4 follows: `path` is [1, 2], `emitted` [7, 8, 4]. Where the
+    round was over after 8, as that ends the text, `emitted` is [7, 8].
     """
 
     path: list[int]  # the accepted nodes
-    emitted: list[int]  # their k - 1 tokens, and the token after them
-    scores: Tensor  # `[k, vocab]` or more rows, processed logits that the emitted tokens were chosen from
+    emitted: list[int]  # their tokens, and the token after them
+    scores: Tensor  # `[k, vocab]` or more rows, processed logits that the k emitted tokens were chosen from
     raw: Tensor  # the same before processing; `scores` where nobody asked for them
     rows: list[int] | None = None  # of the root and the accepted nodes in the pass, where they were a tree
+    ended: bool | None = None  # whether they end the text, where criteria were asked, and given the scores, on the way
     waited: float = 0.0  # seconds that reading from the device took, which has the target's pass to finish first
 
 
@@ -59,6 +65,8 @@ class Text:
         states: `[1, n, width]` of the target, if the draft reads them, at the n tokens that the last pass left in the
             text.
         finished: whether it has ended.
+        goes_on: whether tokens follow its end, as in the rows of a batch that are not padded; `False` by default.
+        end_length: the length at which it ends, as far as is known.
         waits: whether reading from its device waits for all that this has to do.
         tests_families: whether sampled trees are verified on the device, by lists of families that it has to be given.
         records: what `return_dict_in_generate` asks for.
@@ -79,11 +87,12 @@ class Text:
         streamer: BaseStreamer | None = None,
     ) -> None:
         self.generator, self.stats, self.streamer = generator, generator.stats, streamer
-        self.finished = False
+        self.finished = self.goes_on = False
         self.records, self.criteria = TokenRecords(config, target.config.get_text_config(decoder=True)), criteria
         # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         self.max_length: float = min(lengths, default=math.inf)
+        self.end_length = self.max_length
         self.eos = {i for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
         self.all_simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
         self.processing, self.randomness = generator.processing, generator.randomness
@@ -92,7 +101,7 @@ class Text:
     def begin(self, ids: Tensor) -> None:
         """The text is a prompt, `[1, length]`."""
         self.ids, self.prompt_length, self.waits = ids, ids.shape[1], waits_for_reads(ids.device)
-        self.tests_families = self.waits and self.randomness is not None and not self.processing.in_order
+        self.tests_families = self.waits and self.randomness is not None and self.processing.answers_all
 
     @property
     def length(self) -> int:
@@ -102,17 +111,26 @@ class Text:
         """Which candidates stand, and the token after them, by the target's `logits` `[rows, vocab]` in the pass's
         order.
 
-        Processors that must be called once for each emitted token, in order, are asked on the way down only. All others
-        are asked about every node of a chain, and of a tree on a device, which then is read once; on a CPU only about
-        those nodes of a tree that p is needed at.
+        Processors that have an answer to any text are asked about every node of a chain, and of a tree on a device,
+        which then is read once; on a CPU only about those nodes of a tree that p is needed at. All others are asked on
+        the way down only.
         """
+        tree = tree_pass.tree
+        self.learn(tree_pass, logits)
+        if not self.processing.answers_all:
+            return self._verify_on_the_way(tree_pass, logits)
+        if tree.is_chain or self.waits:
+            return self._verify_at_once(tree_pass, logits)
+        if self.randomness is None or self.verification == "token":
+            return self._verify_on_the_way(tree_pass, logits)
+        return self._verify_tree_block(tree_pass, logits)
+
+    def learn(self, tree_pass: TreePass, logits: Tensor) -> None:
+        """Take note of what the target says after the nodes of a round, where the draft mixes that in."""
         tree, generator = tree_pass.tree, self.generator
         # Where drafting does not pay, what this costs would be most of what a round loses to plain decoding.
         if generator.successors is not None and (len(tree) or generator.expects_drafts):
             generator.successors.learn(contexts_of(self.ids, [tree.path(node) for node in tree_pass.order]), logits)
-        if self.processing.in_order or not (tree.is_chain or self.waits):
-            return self._verify_asking(tree_pass, logits)
-        return self._verify_at_once(tree_pass, logits)
 
     def emit(self, verdict: Verdict) -> Emitted:
         """Add tokens, up to the first that ends the text."""
@@ -125,7 +143,9 @@ class Text:
             new_ids, on_device = upload([new_ids, torch.tensor(rows)], self.ids.device)
             path = PathRows(rows, on_device)
         ids = torch.cat((self.ids, new_ids), dim=1)
-        kept, self.finished = self._first_stop(ids, emitted, verdict.scores, verdict.raw)
+        kept, self.finished = len(emitted), bool(verdict.ended)
+        if verdict.ended is None:
+            kept, self.finished = self.first_stop(ids, emitted, verdict.scores, verdict.raw)
         self.ids = ids if kept == len(emitted) else ids[:, : before + kept]
         return Emitted(kept, path)
 
@@ -141,8 +161,11 @@ class Text:
         if self.streamer is not None:
             self.streamer.end()
 
-    def _first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
-        """How many of the emitted tokens, the last of `ids` `[1, length]`, stand, and whether the text ends there."""
+    def first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
+        """How many of the emitted tokens, the last of `ids` `[1, length]`, stand, and whether the text ends there.
+
+        Where a text `goes_on`, criteria cut nothing: they find its `end_length`.
+        """
         before = ids.shape[1] - len(emitted)
         kept, finished, room = len(emitted), False, max(self.max_length - before, 1)
         for place, token in enumerate(emitted, 1):
@@ -156,7 +179,9 @@ class Text:
         for i in range(kept):
             self.records.add_scores(scores[i:], raw[i:], 1)
             if bool(self.criteria(ids[:, : before + i + 1], self.records.scores).all()):
-                return i + 1, True
+                self.end_length = min(self.end_length, before + i + 1)
+                if not self.goes_on:
+                    return i + 1, True
         return kept, finished
 
     # Verification. --------------------------------------------------------------------------------------------------
@@ -175,32 +200,39 @@ class Text:
             rows = tree_pass.rows_of(path)
             scores, logits = torch.stack([scores[row] for row in rows]), logits[rows] if self.keeps_raw else logits
         emitted = [tree.tokens[node] for node in path] + [token]
-        return Verdict(path, emitted, scores, logits.to(scores) if self.keeps_raw else scores, rows, waited)
+        return Verdict(path, emitted, scores, logits.to(scores) if self.keeps_raw else scores, rows, waited=waited)
 
-    def _verify_asking(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
-        """By p of the nodes that matter, each processed once."""
-        tree, rows = tree_pass.tree, tree_pass.rows
+    def _verify_on_the_way(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
+        """By p of the accepted nodes alone."""
+        walk = Walk(self, tree_pass, logits)
+        while walk.node is not None:
+            walk.step(self.processing.one(walk.ids, [], walk.raw))
+        return walk.verdict
+
+    def _verify_tree_block(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
+        """By p of the nodes of a drawn tree that matter, each processed once."""
+        tree, rows, randomness = tree_pass.tree, tree_pass.rows, cast(TreeRandomness, self.randomness)
 
         @cache
         def scores(node: int) -> Tensor:
             row = logits[rows[node]].to(self.ids.device, torch.float32, copy=True)
-            if self.processing.does_nothing or self._ends_text(tree, node):
-                return row
-            return self.processing.one(self.ids, tree.path(node), row)
+            return row if self._ends_text(tree, node) else self.processing.one(self.ids, tree.path(node), row)
 
-        if self.randomness is None:
-            path, token = verify_tree_greedy(tree, lambda node: likeliest_tokens(scores(node)[None])[0])
-        else:
-            # To accept a block, processors would be called for candidates that are then rejected.
-            is_block = self.verification == "block" and not self.processing.in_order
-            verify = verify_tree_block if is_block else verify_tree
-            path, token = verify(tree, lambda node: scores(node).softmax(dim=-1), self.randomness)
-        if tree.looked_up:
-            path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
+        path, token = verify_tree_block(tree, lambda node: scores(node).softmax(dim=-1), randomness)
+        path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
         chosen_from, taken = torch.stack([scores(node) for node in (0, *path)]), tree_pass.rows_of(path)
         raw = logits[taken].to(chosen_from) if self.keeps_raw else chosen_from
-        emitted = [tree.tokens[node] for node in path] + [token]
-        return Verdict(path, emitted, chosen_from, raw, None if tree.is_chain else taken)
+        return Verdict(path, [tree.tokens[node] for node in path] + [token], chosen_from, raw, taken)
+
+    def next_after(self, tree: DraftTree, node: int, scores: Tensor) -> tuple[int | None, int]:
+        """The token after a node, by the target's processed scores there `[vocab]`, and the child that it is, if any:
+        token by token (DySpec, Algorithm 3)."""
+        if self.randomness is None:
+            token = likeliest_tokens(scores[None])[0]
+            child = tree.child(node, token)
+        else:
+            child, token = test_children(tree, node, scores.softmax(dim=-1), self.randomness)
+        return tree.looked_up.get((node, token)) if child is None else child, token
 
     def _accept_chain(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
         if self.randomness is None:
@@ -210,7 +242,7 @@ class Text:
         q = torch.stack([tree.q(node) for node in range(drawn)]).to(p.device) if drawn else p[:0]
         accepted, token = verify_sampled(tree.ids(p.device)[:drawn], p[: drawn + 1], q, randomness, self.verification)
         path = list(range(1, accepted + 1))
-        return follow_tree(tree, path, token, lambda node: int(randomness.categorical(p[node])))
+        return follow_tree(tree, path, token, lambda node: self._draw(scores[node]))
 
     def _accept_tree(self, tree_pass: TreePass, scores: Tensor) -> tuple[list[int], int]:
         tree, rows = tree_pass.tree, tree_pass.rows
@@ -225,13 +257,16 @@ class Text:
         """A token by `[vocab]` processed scores of the target."""
         if self.randomness is None:
             return likeliest_tokens(scores[None])[0]
-        return int(self.randomness.categorical(scores.softmax(dim=-1)))
+        p = scores.softmax(dim=-1)
+        token = self.randomness.categorical(p)
+        if self.waits and not bool(p.gather(0, token.view(1)) > 0.0):
+            raise NothingToDrawError
+        return int(token)
 
-    def process(self, tree_pass: TreePass, scores: Tensor, guided: bool = True) -> Tensor:
-        """Process the scores of all rows, `[rows, vocab]` float32, which may be written to where a tree branches.
-        `guided`: whether these processors allowed all candidates when they were drawn."""
+    def process(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
+        """Process the scores of all rows, `[rows, vocab]` float32, which may be written to where a tree branches."""
         tree, order, processing = tree_pass.tree, tree_pass.order, self.processing
-        if not (guided or processing.answers_all):
+        if not processing.answers_all:
             return self._process_allowed(tree_pass, scores.clone())
         if tree.is_chain:
             return processing.along(self.ids, tree.ids(scores.device), scores)
@@ -243,21 +278,66 @@ class Text:
         return scores
 
     def _process_allowed(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
-        """Process the rows of nodes that processors allow, level by level with one read each: they are not asked what
-        follows a candidate that they forbid or that ends the text, and nobody needs its row."""
+        """Process the rows of nodes that may be accepted, level by level with one read each: those that a greedy text
+        takes, or that processors allow. These are not asked what follows a candidate that they forbid or that ends the
+        text, and nobody needs its row."""
         tree, rows, level = tree_pass.tree, tree_pass.rows, [0]
         while level:
             here = [rows[node] for node in level]
             scores[here] = self.processing.after_each(self.ids, [tree.path(node) for node in level], scores[here])
             below = [each for node in level for each in tree.below(node) if not self._ends_text(tree, each)]
             parents, tokens = [rows[tree.parents[node]] for node in below], [tree.tokens[node] for node in below]
-            found = scores[parents, tokens].tolist() if below else []
-            level = [node for node, score in zip(below, found, strict=True) if score > -math.inf]
+            if self.randomness is None:  # where nothing is allowed, too, there is a likeliest token
+                stands = (scores[parents].argmax(-1) == torch.tensor(tokens, device=scores.device)).tolist()
+            else:
+                stands = (scores[parents, tokens] > -math.inf).tolist()
+            level = list(compress(below, stands))
         return scores
 
     def _ends_text(self, tree: DraftTree, node: int) -> bool:
         """Whether a node ends the text: plain generation does not ask the processors what would follow."""
-        return node > 0 and tree.tokens[node] in self.eos
+        return node > 0 and (tree.tokens[node] in self.eos or self.length + tree.depths[node] >= self.max_length)
+
+
+class Walk:
+    """The verification of a round on the way down. As in plain generation the scores after a token are processed, the
+    next token is chosen, and the stopping criteria are asked, before the next scores are processed.
+
+    Attributes:
+        ids: `[1, length]`, the text with the tokens that were chosen.
+        node: after which the next token is to be chosen; `None` where the round is over, since the last token is no
+            candidate or ends the text.
+        ended: whether the text has ended.
+    """
+
+    def __init__(self, text: Text, tree_pass: TreePass, logits: Tensor) -> None:
+        self.text, self.tree_pass, self.logits = text, tree_pass, logits
+        self.ids, self.node, self.ended = text.ids, cast("int | None", 0), False
+        self._path: list[int] = []
+        self._emitted: list[int] = []
+
+    @property
+    def raw(self) -> Tensor:
+        """The target's logits after the node, `[vocab]` float32, which may be written to."""
+        row = self.tree_pass.rows[cast(int, self.node)]
+        return self.logits[row].to(self.ids.device, torch.float32, copy=True)
+
+    def step(self, scores: Tensor) -> None:
+        """Choose a token by the processed scores after the node, `[vocab]`."""
+        text, raw = self.text, self.raw if self.text.keeps_raw else scores
+        child, token = text.next_after(self.tree_pass.tree, cast(int, self.node), scores)
+        self.ids = extend(self.ids, [token])
+        self._emitted.append(token)
+        if child is not None:
+            self._path.append(child)
+        _, self.ended = text.first_stop(self.ids, [token], scores[None], raw[None])
+        self.node = None if self.ended else child
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the round, so far."""
+        rows = None if self.tree_pass.tree.is_chain else self.tree_pass.rows_of(self._path)
+        return Verdict(self._path, self._emitted, NO_SCORES, NO_SCORES, rows, ended=self.ended)
 
 
 class Emitted(NamedTuple):
@@ -292,3 +372,9 @@ class Round:
 
     def __post_init__(self) -> None:
         self.length, self.rows = self.text.ids.shape[1], TreePass(self.tree)
+
+    @property
+    def logits(self) -> Tensor:
+        """The target's at the last token and the candidates, `[n + 1, vocab]`, in the pass's order."""
+        logits: Tensor = self.outputs.logits[0, -len(self.tree) - 1 :]
+        return logits

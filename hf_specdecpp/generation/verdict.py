@@ -28,7 +28,7 @@ def suspicion(stats: Counters) -> str:
 def outcome(stats: Counters) -> str:
     """Did speculation pay, and if not, why not."""
     if stats.refusal is not None:
-        return f"The call was a plain one, without the default assistant: {stats.refusal}"
+        return f"The call was a plain one, without its assistant: {stats.refusal}"
     if stats.is_unused:
         return "Nothing was generated with this assistant yet: model.generate(**inputs, assistant_model=assistant)."
     if stats.rounds == 0:
@@ -53,8 +53,8 @@ def outcome(stats: Counters) -> str:
     if not prepares:
         return said
     return (
-        f"{said} This call took {stats.preparing_seconds:.2f} s longer, most of which first calls alone need, to "
-        f"compare passes and copy weights: it ran at {stats.speedup:.2f} times the speed of plain generate()."
+        f"{said} This call took {stats.preparing_seconds:.2f} s longer to compare passes and copy weights: it ran at "
+        f"{stats.speedup:.2f} times the speed of plain generate()."
     )
 
 

@@ -19,6 +19,7 @@ from hf_specdecpp.drafts.kind import SelfCheck
 from hf_specdecpp.drafts.known import KINDS, kind_of
 from hf_specdecpp.files import CHECKPOINT, INDEX, PICKLE, SHARDS, Repository
 from hf_specdecpp.hub import repository
+from hf_specdecpp.hub.publishing import no_id
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD, load_config
 from hf_specdecpp.models import adapters
 from hf_specdecpp.models.adapters import ADAPTER_FILES
@@ -82,8 +83,9 @@ def self_check(repository: Repository, target_id: str, revision: str | None = No
     form = kind.format
     if form is None or form.self_check is None:
         raise ValueError(
-            f"--target without --convert checks how a draft that others trained is to be read, and this one, "
-            f"{kind.describe(config)}, can be read in one way only. Measure it: specdecpp bench."
+            f"--target finds out how an EAGLE-3 draft that others trained is to be read. This draft "
+            f"({kind.describe(config)}) can be read in one way only, so leave --target out. How fast it is: "
+            f"specdecpp bench --target {target_id} --assistant {repository.full_name}"
         )
     module = kind.load(config, repository)
     return form.self_check(config, module, load_model(target_id, revision), load_tokenizer(target_id, revision))
@@ -207,3 +209,9 @@ def _look_for_traps(report: Report, names: list[str]) -> None:
         kind = kind_of(config).rests_on
         if kind != "nothing" and getattr(config, f"{kind}_id") is None:
             report.traps.append(f"{CONFIG} has no {kind}_id, but a head fits one {kind} only. Add it.")
+        for role in ("target", "draft"):
+            if no_id(name := getattr(config, f"{role}_id")) and not Path(name).is_dir():
+                report.traps.append(
+                    f"{CONFIG} has {role}_id={name!r}, which seems to be the name of somebody's folder: others cannot "
+                    "load it. Write its Hub id, ORG/NAME, there."
+                )

@@ -29,6 +29,8 @@ from hf_specdecpp.version import __version__
 TEMPLATE = Path(__file__).with_name("card_template.md")
 NONE = "–"
 PAYS = 1.03  # below that speeds count as equal
+LEAST_ACCEPTANCE = 0.1  # a candidate costs 0.07 target passes or more (docs/choosing.md)
+NOT_THE_HEAD = "Training did not help the head"
 OTHERS = ("plain", "transformers", "prompt lookup")  # contestants of a benchmark that do not use the assistant
 THIS_REPO = "THIS_REPO"  # in the card of a repository that is not on the Hub yet
 
@@ -172,9 +174,15 @@ def make_card(
         draft=describe(config),
         is_independent=kind_of(config).rests_on == "draft",
         opening=opening((training or {}).get("speed")),
-        unhelped=unhelped(training),
+        unhelped=[*unhelped(training), *filter(None, [training and too_rarely_accepted(training["evaluation"])])],
+        no_id=no_id,
         tables=[(name, at, report, _rows(report)) for name, at, report in reports],
     )
+
+
+def no_id(name: str | None) -> bool:
+    """Whether the name of a model is that of a folder, which others do not have: ids of the Hub are ORG/NAME."""
+    return bool(name) and ("/" not in str(name) or str(name).startswith(("/", ".", "~")))
 
 
 def opening(speed: dict[str, Any] | None) -> str:
@@ -217,14 +225,26 @@ def unhelped(training: dict[str, Any] | None) -> list[str]:
             )
     judged = next(iter(training["evaluation"]["sets"]["heldout"].values()))["estimators"]
     head, own = judged["head"], judged["draft probability"]
-    is_better = head["auc"] > own["auc"] or head["binary_kl"] < own["binary_kl"]
-    if not is_better or round(head["auc"], 2) <= 0.5:
+    ranks = round(head["auc"], 2) > 0.5
+    is_better = (ranks and head["auc"] > own["auc"]) or head["binary_kl"] < own["binary_kl"]
+    if not is_better or not ranks:
+        what = "The head knows how often candidates are accepted, but not which" if is_better else NOT_THE_HEAD
         found.append(
-            f"Training did not help the head: its AUC is {number(head['auc'])} and its binary KL "
-            f"{number(head['binary_kl'])}, those of the draft's own probability are {number(own['auc'])} and "
-            f"{number(own['binary_kl'])}."
+            f"{what}: its AUC is {number(head['auc'])} and its binary KL {number(head['binary_kl'])}, those of the "
+            f"draft's own probability are {number(own['auc'])} and {number(own['binary_kl'])}."
         )
     return found
+
+
+def too_rarely_accepted(evaluation: dict[str, Any]) -> str | None:
+    """A sentence where so few held-out candidates are accepted that drafting costs more than it gains."""
+    accepted = next(iter(evaluation["sets"]["heldout"].values()))["mean_acceptance"]
+    if accepted >= LEAST_ACCEPTANCE:
+        return None
+    return (
+        f"A candidate is accepted with probability {number(accepted)} only. Drafting pays where that is more than a "
+        f"candidate costs in target passes, which is hardly ever less than {LEAST_ACCEPTANCE}."
+    )
 
 
 def number(value: float | None, digits: int = 3, percent: bool = False) -> str:

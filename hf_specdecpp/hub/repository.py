@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import check_arguments
@@ -30,17 +31,6 @@ HEAD, DRAFT_VOCAB = "acceptance_head.safetensors", "draft_vocab.safetensors"
 HUB_KWARGS = ("token", "cache_dir", "local_files_only", "force_download")
 # What Auto classes and pipelines add to a call of `from_pretrained`; none of it concerns an assistant.
 AUTO_KWARGS = ("config", "trust_remote_code", "adapter_kwargs", "_from_auto", "_from_pipeline", "_commit_hash")
-
-
-def check_hub_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for downloads; `TypeError` for any that Auto classes do not add: ignoring it would hide a typo."""
-    unknown = sorted(set(kwargs) - {*HUB_KWARGS, *AUTO_KWARGS})
-    if unknown:
-        raise TypeError(
-            f"from_pretrained() got unexpected arguments {', '.join(unknown)}. It takes target, revision, subfolder, "
-            f"dtype, device, speculation and, for downloads, {', '.join(HUB_KWARGS)}."
-        )
-    return {name: kwargs[name] for name in HUB_KWARGS if kwargs.get(name) is not None}
 
 
 def load_config(repository: Repository) -> SpecDecPPConfig:
@@ -111,10 +101,11 @@ def read_config(path: Path) -> tuple[Kind, dict[str, Any]]:
         if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:
             kind_of(SpecDecPPConfig.from_dict(config))  # says what is wrong: the format, a type, or the kind
         found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+        hint = "To convert a released SpecDec++ head: specdecpp inspect FOLDER --convert OUT."
+        if found in CONFIG_MAPPING_NAMES:
+            hint = "It is an ordinary model, which drafts without such a repository: assist(model, draft)."
         raise ValueError(
-            f"{path} has model_type {found!r} and not 'specdecpp', so it is not of an hf_specdecpp assistant. To use "
-            "an ordinary model as the draft: assist(model, draft). To convert a released SpecDec++ head: "
-            "specdecpp inspect FOLDER --convert OUT."
+            f"{path} has model_type {found!r} and not 'specdecpp', so it is not of an hf_specdecpp assistant. {hint}"
         )
     return kind, config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -46,7 +46,7 @@ def base_model(model: CausalLM) -> CausalLM:
         raise ValueError(
             f"The PEFT adapter {model.active_adapter!r} ({model.active_peft_config.peft_type.value}) puts virtual "
             "tokens before the prompt. They are in the cache and in no text, so hf_specdecpp cannot assist. Generate "
-            "without assistant_model=, or use a LoRA adapter."
+            "without an assistant, or use a LoRA adapter."
         )
     return model.get_base_model()
 
@@ -58,7 +58,12 @@ def _what(thing: object) -> str:
         return f"the name {name!r}. Load the model that it names: AutoModelForCausalLM.from_pretrained({name!r})"
     if isinstance(thing, Pipeline):
         return f"a {type(thing).__name__}. Pass the model that it has: pipe.model"
-    return f"{'None' if thing is None else 'a ' + type(thing).__name__}"
+    return "None" if thing is None else article(type(thing).__name__)
+
+
+def article(name: str) -> str:
+    """Such as "an int" and "a bool"."""
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def inner_decoder(model: CausalLM) -> CausalLM:
@@ -90,9 +95,14 @@ def num_bytes(model: nn.Module) -> int:
     return sum({id(each): each.nbytes for each in parts if each is not None}.values())
 
 
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    """Its parameters, as `modules_of` finds modules: those that modules share come once for each."""
+    return [each for module in modules_of(model) for each in module._parameters.values() if each is not None]
+
+
 def devices_of(model: nn.Module) -> set[torch.device]:
     """Where the parameters of a model lie."""
-    return {each.device for module in modules_of(model) for each in module._parameters.values() if each is not None}
+    return {each.device for each in parameters_of(model)}
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
@@ -112,12 +122,27 @@ def takes_positions(model: CausalLM) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
+def why_no_positions(model: CausalLM) -> str:
+    """What a message says of a model, or a part of one, whose forward cannot be told where tokens stand."""
+    if "forward" not in vars(model):
+        return "takes no position_ids"
+    return (
+        "has another forward (model.forward = ...), which does not name position_ids among its arguments "
+        "(functools.wraps(the original) would)"
+    )
+
+
 def positions_of(model: CausalLM, tokens: Tensor, first: int = 0) -> dict[str, Tensor]:
     """What tells a forward, if it can be told, where tokens `[batch, n]` stand, the first of them at `first`."""
     if not takes_positions(model):
         return {}
     places = torch.arange(first, first + tokens.shape[1], device=tokens.device)
     return {"position_ids": places.expand(len(tokens), -1)}
+
+
+def keeping_generators(device: torch.device) -> AbstractContextManager[None]:
+    """What is drawn within leaves the generators of the host and of a device as they are."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 @contextmanager
@@ -140,7 +165,7 @@ def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
     try:
         for module in training:
             module.training = False  # past `train()`, which some modules override
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.no_grad(), keeping_generators(device):
             yield read
     finally:
         for module in training:

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, QuantizedCache
 from hf_specdecpp.models.causal_lm import CausalLM, base_model, cache_argument
 from hf_specdecpp.models.quantised import quantised_activations
 
-WITHOUT = "Generate without assistant_model="
+WITHOUT = "Generate without an assistant"
 ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -95,7 +95,7 @@ def check_cache(cache: object) -> None:
     if isinstance(cache, QuantizedCache | EncoderDecoderCache):
         raise ValueError(
             f"{type(cache).__name__} cannot be rolled back when a candidate is rejected. Use a DynamicCache, or "
-            "generate without assistant_model=."
+            "generate without an assistant."
         )
 
 

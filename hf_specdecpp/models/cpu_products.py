@@ -227,11 +227,11 @@ def can_be_packed(layer: nn.Linear) -> bool:
 def free_memory() -> float:
     """Bytes that this process may still use; 0 where the system does not say."""
     try:
-        found = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        found = dict(line.split(":") for line in Path("/proc/meminfo").read_text("utf-8").splitlines())
         free = 1024.0 * int(found["MemAvailable"].split()[0])
         for limit, used in CONTAINERS:
-            if Path(limit).is_file() and (most := Path(limit).read_text().strip()) != "max":
-                free = min(free, int(most) - int(Path(used).read_text()))
+            if Path(limit).is_file() and (most := Path(limit).read_text("utf-8").strip()) != "max":
+                free = min(free, int(most) - int(Path(used).read_text("utf-8")))
     except (OSError, KeyError, ValueError):
         return 0.0
     return max(free, 0.0)

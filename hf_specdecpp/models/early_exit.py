@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from operator import index
 from types import MethodType
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_specdecpp.models.causal_lm import CausalLM, has_compiled_forward, inner_decoder, num_processes
 from hf_specdecpp.models.checks import check_target
+from hf_specdecpp.models.foreign import is_foreign
 from hf_specdecpp.models.quantised import states_of
 
 # By which attention knows the layer of the cache that it writes to (GPT-Neo has the latter).
@@ -84,20 +87,29 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
     return copied.eval()
 
 
-def copy_sharing(module: Any, *others: Any) -> Any:
-    """A copy of a model's structure with the original's tensors, and `others` that it refers to unregistered."""
+def copy_sharing(module: Any, *others: Any, tensors: Iterable[object] = ()) -> Any:
+    """A copy of a model's structure with the original's parameters and buffers, those of `others` that it refers to
+    unregistered, and other `tensors`; without hooks and forwards that are code of others: a draft would call them much
+    more often than its target does."""
     kept = [each for part in (module, *others) for each in (*part.parameters(), *part.buffers(), *states_of(part))]
-    shared: dict[int, object] = {id(each): each for each in kept}
+    shared: dict[int, object] = {id(each): each for each in (*kept, *tensors)}
+    for part in module.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            if any(map(is_foreign, hooks.values())):
+                shared[id(hooks)] = OrderedDict(item for item in hooks.items() if not is_foreign(item[1]))
     copied = copy.deepcopy(module, shared)
     for part in copied.modules():
-        if has_compiled_forward(part):
-            del part.forward  # it runs the original
+        # The former runs the original; the latter may, and where accelerate moves tensors it stays inside of that.
+        if has_compiled_forward(part) or (
+            "forward" in vars(part) and "_hf_hook" not in vars(part) and is_foreign(part.forward)
+        ):
+            del part.forward
     return copied
 
 
 def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
     """`layers` as a list of indices; `ValueError` unless they exist and ascend, and some are left out and some kept."""
-    kept = list(range(min(layers, num_layers + 1))) if isinstance(layers, int) else list(layers)
+    kept = _indices(layers, num_layers)
     if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= num_layers:
         raise ValueError(
             f"layers={layers!r} must be a number from 1 to {num_layers - 1}, or ascending layer indices from 0 to "
@@ -106,6 +118,16 @@ def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
     if len(kept) == num_layers:
         raise ValueError(f"layers={layers!r} keeps all {num_layers} layers: that draft is as slow as the target.")
     return kept
+
+
+def _indices(layers: Any, num_layers: int) -> list[int]:
+    """The indices that `layers` names, whether they exist or not; none where it is text or another type."""
+    if isinstance(layers, int):
+        return [] if isinstance(layers, bool) else list(range(min(layers, num_layers + 1)))
+    try:
+        return [index(layer) for layer in layers]
+    except TypeError:
+        return []
 
 
 def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList]:

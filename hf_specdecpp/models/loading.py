@@ -9,17 +9,18 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from hf_specdecpp.files import Repository, Weights, found, read_json
+from hf_specdecpp.files import Repository, Weights, found, read_fields, read_json
 from hf_specdecpp.models.causal_lm import CausalLM, base_model
 
 
@@ -101,9 +102,15 @@ def load_model(
 def _check_config(source: Repository) -> None:
     """Raise `ValueError` for a config that names code on the Hub, which would be run, or more layers than tensors."""
     try:
-        parts: list[Any] = [read_json(source.file("config.json"))]
+        path = source.file("config.json")
+    except LocalEntryNotFoundError:  # transformers would advise to check the connection, in offline mode, too
+        raise
+    except OSError:  # transformers says what is wrong
+        return
+    try:
+        parts: list[Any] = [read_json(path)]
         most = len(Weights.of(source))
-    except (OSError, ValueError):  # transformers says what is wrong
+    except (OSError, ValueError):
         return
     for part in parts:  # it grows
         parts += [inner for inner in (part.values() if isinstance(part, dict) else ()) if isinstance(inner, dict)]
@@ -129,6 +136,8 @@ def load_tokenizer(name: str, revision: str | None = None, **hub_kwargs: Any) ->
 def load_model_config(name: str) -> Any:
     """The config of a model, without its weights."""
     source = Repository(name)
+    if not source.is_local:
+        source.file("config.json")  # says what is wrong where it cannot be had
     return AutoConfig.from_pretrained(source.name, trust_remote_code=False, subfolder=source.subfolder or "")
 
 
@@ -166,30 +175,45 @@ def _load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     return load_tokenizer(name_or_path, local_files_only=True)
 
 
-def check_same_tokenizer(target: CausalLM, draft: CausalLM) -> None:
-    """Refuse a draft whose tokens mean something else to the target; `ValueError` if some ids stand for different
-    tokens.
+def check_named_draft(
+    name: str | Path, revision: str | None, target: CausalLM, is_chosen: bool, hub_kwargs: dict[str, Any]
+) -> None:
+    """Raise the `ValueError` of `check_same_tokenizer` for the name of a draft, before its weights are downloaded or
+    read. What cannot be found is left to whoever loads the draft."""
+    source = Repository(str(name), revision, None, hub_kwargs)
+    size: Any = None
+    with suppress(OSError, ValueError):
+        raw = read_fields(source.file("config.json"))
+        inner = raw.get("text_config")
+        size = raw.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    if tokenizer_of(source.full_name) is None:  # it is looked for in the local cache
+        with suppress(Exception):  # whatever is wrong with it, whoever loads the model says so
+            load_tokenizer(source.full_name, revision, **hub_kwargs)
+    check_same_tokenizer(target, source.full_name, size if type(size) is int else None, is_chosen)
 
-    Where a tokenizer cannot be found (a model built in memory) only a difference in vocabulary size can be seen, and is
-    warned of. The output would be right all the same; only the speed would be lost.
+
+def check_same_tokenizer(target: CausalLM, name: str, size: int | None, is_chosen: bool = False) -> None:
+    """Refuse a draft whose tokens mean something else to the target: `ValueError` if some ids stand for different
+    tokens, or if it has less than half as many ids as the target.
+
+    The output would be right all the same; only the speed would be lost. Where a tokenizer cannot be found (a model
+    built in memory), only the numbers of ids can be compared (`warn_of_sizes`).
+
+    Args:
+        name, size: name or path of the draft, and the number of its token ids.
+        is_chosen: whether the user has listed the ids that the draft proposes (`draft_vocab`), so few are enough.
     """
-    target_name, draft_name = target.config.name_or_path, draft.config.name_or_path
-    if target_name and target_name == draft_name:
+    target_name, most = target.config.name_or_path, target.config.get_text_config().vocab_size
+    if target_name and target_name == name:
         return
-    ours, theirs = tokenizer_of(target_name), tokenizer_of(draft_name)
-    if ours is None or theirs is None:
-        sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
-        if sizes[0] != sizes[1]:
-            means = "is more than padding explains, so they hardly use the same tokenizer"
-            if abs(sizes[0] - sizes[1]) <= PADDING:
-                means = "is harmless padding if both use the same tokenizer"
-            warnings.warn(
-                f"The target has {sizes[0]} token ids and the draft {sizes[1]}. That {means}, which could not be "
-                "checked because no tokenizer files were found beside the models. If almost nothing is accepted, the "
-                "tokenizers differ.",
-                stacklevel=2,
-            )
-        return
+    if size is not None and 2 * size < most and not is_chosen:
+        raise ValueError(
+            f"The draft {name or 'in memory'!r} has {size} token ids, and the target {target_name or 'in memory'!r} "
+            f"{most}: a draft with less than half of the target's tokens hardly uses the same tokenizer, and could not "
+            "propose most of them. Use a draft of the target's own family. If the ids do mean the same to both models, "
+            f"list them: assist(model, draft, draft_vocab=range({size}))."
+        )
+    ours, theirs = tokenizer_of(target_name), tokenizer_of(name)
     by_id = {index: token for token, index in _regular(ours).items()}
     different = [
         (index, by_id[index], token)
@@ -199,11 +223,28 @@ def check_same_tokenizer(target: CausalLM, draft: CausalLM) -> None:
     if different:
         index, token, other = min(different)
         raise ValueError(
-            f"The target {target_name!r} and the draft {draft_name!r} have different tokenizers: {len(different)} ids "
+            f"The target {target_name!r} and the draft {name!r} have different tokenizers: {len(different)} ids "
             f"stand for different tokens, the first being {index} ({token!r} against {other!r}). A draft proposes "
             "token ids, so they must mean the same to both. Use a draft of the target's own family, or an early exit "
             "of the target: SpecDecPPAssistant.from_early_exit(target, layers=4)."
         )
+
+
+def warn_of_sizes(target: CausalLM, draft: CausalLM) -> None:
+    """Warn if target and draft have different numbers of token ids, and their tokenizers cannot be compared."""
+    names = [model.config.name_or_path for model in (target, draft)]
+    sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
+    if sizes[0] == sizes[1] or None not in map(tokenizer_of, names):
+        return
+    means = "is more than padding explains, so they hardly use the same tokenizer"
+    if abs(sizes[0] - sizes[1]) <= PADDING:
+        means = "is harmless padding if both use the same tokenizer"
+    warnings.warn(
+        f"The target has {sizes[0]} token ids and the draft {sizes[1]}. That {means}, which could not be checked "
+        "because no tokenizer files were found beside the models. If almost nothing is accepted, the tokenizers "
+        "differ.",
+        stacklevel=2,
+    )
 
 
 def outside(size: int | None, target: CausalLM) -> str | None:
@@ -230,7 +271,9 @@ def check_hash(target: CausalLM, expected: str | None, trained_for: str | None) 
     )
 
 
-def _regular(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def _regular(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int]:
+    if tokenizer is None:
+        return {}
     # Added tokens (chat markers, reserved slots) are renamed between a base model and its instruct version.
     added = tokenizer.get_added_vocab()
     return {token: index for token, index in tokenizer.get_vocab().items() if token not in added}

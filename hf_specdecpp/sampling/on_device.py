@@ -28,6 +28,14 @@ def race(weights: Tensor, times: Tensor) -> Tensor:
     return (weights / times).argmax(-1)
 
 
+def follows(weights: Tensor, last: Tensor) -> Tensor:
+    """A token `[texts]` after the nodes `last`, drawn by `weights` `[texts, nodes + 1, vocab]`; -1 where these are nan
+    or all 0, so that there is none."""
+    of_last = weights.gather(1, last[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
+    first = (of_last / exponential(*of_last.shape, device=weights.device)).max(-1)
+    return torch.where(first.values > 0.0, first.indices, -1)
+
+
 def exponential(*shape: int, device: torch.device) -> Tensor:
     """Times for `race`."""
     times = torch.empty(shape, device=device).exponential_()

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
-from transformers.generation import logits_process
+from transformers import LogitsProcessor, PrefixConstrainedLogitsProcessor
+from transformers.generation import logits_process, stopping_criteria
 
 # Candidates: token ids on the host, or 0-d or `[k]` tensors of them, which need no upload.
 Tokens: TypeAlias = Sequence[int] | Sequence[Tensor] | Tensor
@@ -30,40 +30,74 @@ PREFIX_FREE = frozenset(
 )
 # Ask which tokens there were, and not how often or in which order: further ones of the text may follow it.
 ASKS_WHICH = frozenset({logits_process.RepetitionPenaltyLogitsProcessor})
-# Count their calls or keep a cache of their own: a call for a position that is then rejected would derail them.
-STATEFUL = (
-    logits_process.SynthIDTextWatermarkLogitsProcessor,
-    logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
 # Leave at least one token that was allowed before, and of `PREFIX_FREE` only this one does not.
 KEEPS_SOME = (PREFIX_FREE | ASKS_WHICH) - {logits_process.SuppressTokensLogitsProcessor}
+# All processors and criteria of transformers that depend on their arguments alone and have an answer to any text.
+# Others call a function or a model, or remember earlier calls; what a new release adds may do so, too.
+KNOWN = PREFIX_FREE | ASKS_WHICH | {
+    logits_process.AlternatingCodebooksLogitsProcessor, logits_process.BarkEosPrioritizerLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor, logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.ExponentialDecayLengthPenalty, logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor, logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor, logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor, logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor, logits_process.TopHLogitsWarper,
+    logits_process.WatermarkLogitsProcessor, logits_process.WhisperTimeStampLogitsProcessor,
+    stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria, stopping_criteria.StopStringCriteria,
+}  # fmt: skip
 
 
-def _is_of_transformers(processor: object) -> bool:
-    return type(processor).__module__.startswith("transformers.")
+def name_of(processor: object) -> str:
+    """A processor's or a criterion's class, with its module: several libraries have a `LogitsProcessor`."""
+    return f"{type(processor).__module__}.{type(processor).__name__}"
 
 
-def reads_prefix_only(processor: object) -> bool:
-    """Whether a processor depends on its arguments alone, so that it may be asked about tokens that are then rejected,
-    and whether it or a stopping criterion may be asked about one row of a batch.
+def reads_prefix_only(processor: Any) -> bool:
+    """Whether a processor or a criterion depends on its arguments alone.
 
-    Known of those of transformers. Others may count their calls or follow a grammar token by token, as those of
-    xgrammar and outlines do, or note which rows have ended, as lm-eval's criterion does, unless they have an attribute
-    `reads_prefix_only = True`.
+    True of those `KNOWN`, and of others with an attribute `reads_prefix_only = True`, or whose
+    `prefix_allowed_tokens_fn` has it. All others may count their calls or follow a grammar token by token, as those of
+    xgrammar and outlines do, or note which rows have ended, as lm-eval's criterion does.
     """
-    return _is_of_transformers(processor) or getattr(processor, "reads_prefix_only", False)
+    if type(processor) in KNOWN or getattr(processor, "reads_prefix_only", False):
+        return True
+    is_constraint = type(processor) is PrefixConstrainedLogitsProcessor
+    return is_constraint and getattr(processor._prefix_allowed_tokens_fn, "reads_prefix_only", False)
+
+
+def remembers(processor: object) -> bool:
+    """Whether a processor or a criterion may remember what it was asked, a `prefix_allowed_tokens_fn` left out: of a
+    batch that is told the row's number and text, and nothing that only a row that has ended would know."""
+    return not reads_prefix_only(processor) and type(processor) is not PrefixConstrainedLogitsProcessor
+
+
+class InOrder(LogitsProcessor):
+    """A processor that is asked what plain `generate()` would ask, in that order, whatever it says of itself."""
+
+    def __init__(self, processor: LogitsProcessor) -> None:
+        self.processor = processor
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.processor(input_ids, scores)
+
+
+def in_order(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
+    """The same, of which only those `KNOWN` are asked about candidates."""
+    return [each if type(each) in KNOWN else InOrder(each) for each in processors]
 
 
 class OfRow(LogitsProcessor):
-    """A processor of a batch, asked about one of its sequences.
+    """A processor of a batch, of those `KNOWN`, asked about one of its sequences.
 
-    Some know the row by its place, such as `prefix_allowed_tokens_fn`, or have a number for each, such as where the
-    padding of `repetition_penalty` ends. So it gets the sequence in every row, and its own row of the answer counts.
+    Some have a number for each row, such as where the padding of `repetition_penalty` ends. So it gets the sequence in
+    every row, and its own row of the answer counts.
     """
+
+    reads_prefix_only = True
 
     def __init__(self, processor: LogitsProcessor, row: int, rows: int) -> None:
         self.processor, self.row, self.rows = processor, row, rows
-        self.reads_prefix_only = reads_prefix_only(processor)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         answer = self.processor(input_ids.repeat(self.rows, 1), scores.repeat(self.rows, 1))
@@ -71,9 +105,9 @@ class OfRow(LogitsProcessor):
 
 
 def for_row(processors: Sequence[LogitsProcessor], row: int, rows: int) -> list[LogitsProcessor]:
-    """The processors of a batch for one of its sequences."""
-    as_they_are = (*PREFIX_FREE, *STATEFUL)  # the latter are refused
-    return [each if isinstance(each, as_they_are) else OfRow(each, row, rows) for each in processors]
+    """The processors of a batch for one of its sequences; those that are not `KNOWN` are asked about all at once."""
+    as_they_are = (*PREFIX_FREE, InOrder)
+    return [each if isinstance(each, as_they_are) else OfRow(each, row, rows) for each in in_order(processors)]
 
 
 def _of_all_rows(processor: Any) -> Any:
@@ -88,8 +122,7 @@ def _ignored(processor: Any) -> Tensor | None:
 
 
 class Processing:
-    """The logits processors of one generation; `ValueError` if one keeps state from call to call, so that it cannot be
-    asked about candidates.
+    """The logits processors of one generation.
 
     Attributes:
         does_nothing: whether scores stay as they are.
@@ -98,26 +131,21 @@ class Processing:
         may_forbid_all: whether one may forbid every token that a draft with a vocabulary of its own can propose.
         in_order: those that must be called once for each emitted token, in the order of the text, and never otherwise.
         answers_all: whether all have an answer to any text. Others may know none to one that they forbid, or that has
-            ended, such as a `prefix_allowed_tokens_fn` that follows a trie.
+            ended, such as a function that follows a trie: they are asked about the text and what was accepted alone.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
-        for processor in processors:
-            if isinstance(processor, STATEFUL):
-                raise ValueError(
-                    f"{type(processor).__name__} keeps state from one token to the next, and speculative decoding asks "
-                    "it about candidates that are then rejected, which would change the output. Generate without an "
-                    "assistant, or without guidance_scale / watermarking."
-                )
         self.processors = list(processors)
         self.does_nothing = not self.processors
         self.in_order = [processor for processor in self.processors if not reads_prefix_only(processor)]
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
         looks = [type(processor) for processor in self.processors if type(processor) not in PREFIX_FREE]
         self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)
-        self.fits_graphs = not self.may_forbid_all and len(looks) <= 1
-        constrains, given = logits_process.PrefixConstrainedLogitsProcessor, map(_of_all_rows, self.processors)
-        self.answers_all = all(_is_of_transformers(each) and type(each) is not constrains for each in given)
+        given = list(map(_of_all_rows, self.processors))
+        # A number of tokens that a penalty leaves out may reach beyond the prompt.
+        counts = any(isinstance(getattr(each, "prompt_ignore_length", None), int) for each in given)
+        self.fits_graphs = not self.may_forbid_all and len(looks) <= 1 and not counts
+        self.answers_all = all(type(each) in KNOWN for each in given)
 
     def for_graphs(self) -> Processing:
         """Those of them that `fits_graphs`."""
@@ -139,16 +167,15 @@ class Processing:
         processors = map(_of_all_rows, self.processors)
         return Processing([type(each)(each.penalty) if _ignored(each) is not None else each for each in processors])
 
-    def shown(self, texts: Tensor) -> Tensor:
-        """`[texts, length]`, with a text's last token in the place of padding that a penalty leaves out.
-
-        Example: `[[0, 0, 5, 6], [7, 8, 9, 8]]` with two tokens of padding and none are `[[6, 6, 5, 6], [7, 8, 9, 8]]`.
-        """
-        places = torch.arange(texts.shape[1], device=texts.device)
+    def shown(self, text: Tensor) -> Tensor:
+        """A text `[1, length]` of these processors, with its last token in the place of padding that a penalty leaves
+        out: `[[0, 0, 5, 6]]` with two tokens of padding is `[[6, 6, 5, 6]]`."""
+        places = torch.arange(text.shape[1], device=text.device)
         for processor in self.processors:
             if (ignored := _ignored(_of_all_rows(processor))) is not None:
-                texts = torch.where(places < ignored.to(texts.device)[:, None], texts[:, -1:], texts)
-        return texts
+                row = processor.row if isinstance(processor, OfRow) else 0
+                text = torch.where(places < ignored[row].to(text.device), text[:, -1:], text)
+        return text
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
         """Process `scores` (`[vocab]`) of the position after `input_ids` (`[1, length]`) and `candidates`."""

@@ -7,19 +7,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-WITHOUT_FLOAT64 = {"mps"}  # Apple's GPUs
 DRAWS_AHEAD = 8  # each of a float for every token: 5 MB for a vocabulary of 150k, and for each row of a batch
+
+
+class NothingToDrawError(RuntimeError):
+    """There is no token to draw; begins as plain `generate()` says it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "probability tensor contains either `inf`, `nan` or element < 0: no token can be drawn. The target's "
+            "logits are not numbers, or a logits processor forbids every token."
+        )
 
 
 class Randomness(Protocol):
     def categorical(self, probs: Tensor) -> Tensor:
-        """An index (0-d int64) drawn with probabilities `probs` (`[n]`, need not sum to exactly 1)."""
+        """An index (0-d int64) drawn with probabilities `probs` (`[n]`, need not sum to exactly 1). On a CPU
+        `NothingToDrawError` if there is none."""
 
     def bernoulli(self, probability: float) -> bool:
         """True with this probability."""
@@ -28,6 +39,7 @@ class Randomness(Protocol):
         self, tests: Tensor, row: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor]
     ) -> tuple[int, int]:
         """The first test that passes, from the last to the first, then an index drawn from `row(test)`. One read.
+        `NothingToDrawError` if there is none.
 
         Args:
             tests: `[n]`, the chances to pass. Where none passes, it is the first.
@@ -46,9 +58,16 @@ def waits_for_reads(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+@cache
 def widest(device: torch.device) -> torch.dtype:
-    """What sums and ratios of probabilities are computed in: float64, where the device has it."""
-    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+    """What sums and ratios of probabilities are computed in: float64, where the device has it, which is tried once."""
+    try:
+        torch.ones(2, dtype=torch.float64, device=device).cumsum(0)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, RuntimeError):  # of Apple's GPUs, of some of Intel's
+        return torch.float32
+    return torch.float64
 
 
 class TorchRandomness:
@@ -63,7 +82,7 @@ class TorchRandomness:
             return self._race(probs).indices
         drawn = Inverted(probs[None].clone()).next(0)  # about 40 times faster for a vocabulary of 50k
         if drawn is None:
-            raise ValueError(_nothing(probs))
+            raise NothingToDrawError
         return torch.tensor(drawn[0])
 
     def bernoulli(self, probability: float) -> bool:
@@ -80,7 +99,7 @@ class TorchRandomness:
             index, token, rate = torch.cat((last, tokens, rates)).tolist()  # float32 is exact for ids below 2^24
             if rate > 0.0:
                 return int(index), int(token)
-        raise ValueError(_nothing(weights(last)))
+        raise NothingToDrawError
 
     def _race(self, weights: Tensor) -> torch.return_types.max:
         """An index of `weights` `[..., n]`, drawn by them, and w_i / E_i there, E_i being exponential numbers: i fires
@@ -123,20 +142,22 @@ class AsPlain(TorchRandomness):
         return 0, int(self.categorical(weights if bool(weights.any()) else otherwise(first)[0]))
 
 
-def _nothing(weights: Tensor) -> str:
-    return (
-        f"No token can be drawn: {weights.shape[-1]} probabilities sum to {float(weights.sum())}. The target's or the "
-        "draft's logits are not numbers, or a logits processor forbids every token."
-    )
+def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """Numbers in [0, 1) of `shape`, in `widest`. The host draws them, so a seed gives the same ones on every device.
+
+    `generator`: of the host, by default torch's global one."""
+    return torch.rand(shape, generator=generator, dtype=torch.float64).to(device, widest(device))
 
 
 def draw_rows(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One index from each row of `probs` `[n, vocab]` (rows need not sum to 1): `[n]`.
+    """One index from each row of `probs` `[n, vocab]` (rows need not sum to 1): `[n]`; `generator` as in `uniform`.
 
     By inverting the cumulative sums: `multinomial` draws an exponential number for each entry, which takes longer.
     """
+    if widest(probs.device) != torch.float64:  # sums in float32 may fall, and an entry of probability zero be drawn
+        return draw_rows(probs.cpu(), generator).to(probs.device)
     sums = probs.cumsum(-1, dtype=torch.float64)
-    at = torch.rand((len(probs), 1), generator=generator, dtype=torch.float64, device=probs.device) * sums[:, -1:]
+    at = uniform((len(probs), 1), generator, probs.device) * sums[:, -1:]
     # The first entry whose sum is above: one of probability zero never is.
     return torch.searchsorted(sums, at, right=True)[:, 0].clamp_max(probs.shape[-1] - 1)
 

@@ -7,6 +7,7 @@ devices from which each read is slow are `verify_at_once` and what follows it: a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
@@ -81,16 +82,17 @@ def verify_block(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, rando
         if not randomness.bernoulli(c):  # s_i <= c_i, so h_i <= c_i: most tests that fail need no sum
             continue
         left = (c * p[accepted]).sub_(q[accepted]).clamp_min_(0.0)
-        mass = float(left.sum())
-        if c == 1.0 or randomness.bernoulli(mass / (mass + 1.0 - c) / c):  # c_0 is 1: i = 0 always passes
+        mass = float(left.sum())  # nan where p or q is, so that no further candidate counts
+        if c == 1.0 or math.isnan(mass) or randomness.bernoulli(mass / (mass + 1.0 - c) / c):  # i = 0 always passes
             return accepted, int(randomness.categorical(left if mass > 0.0 else p[accepted]))
 
 
 def chain_ratios(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """p(y_i) / q(y_i) of each candidate, `[..., k]` in the widest dtype. `p` may have rows after them."""
+    """p(y_i) / q(y_i) of each candidate, `[..., k]` in the widest dtype; 0 where p or q is nan, so that no candidate is
+    accepted there. `p` may have rows after them."""
     columns = torch.as_tensor(candidates, dtype=torch.int64, device=p.device)[..., None]
     p_of, q_of = (probs[..., : columns.shape[-2], :].gather(-1, columns)[..., 0] for probs in (p, q))
-    return p_of / q_of.to(widest(q.device))
+    return (p_of / q_of.to(widest(q.device))).nan_to_num_(0.0)
 
 
 def likeliest_tokens(scores: Tensor) -> list[int]:
@@ -101,9 +103,10 @@ def likeliest_tokens(scores: Tensor) -> list[int]:
 
 
 def acceptance(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
-    """min(1, p(y) / q(y)): the chance that the verifier accepts y, `token` (SpecDec++, section 3.2), `[...]`."""
+    """min(1, p(y) / q(y)): the chance that the verifier accepts y, `token` (SpecDec++, section 3.2), `[...]`; 0 where p
+    or q is nan."""
     p_of, q_of = (probs.gather(-1, token[..., None])[..., 0] for probs in (p, q))
-    return (p_of / q_of).clamp_max(1.0)
+    return (p_of / q_of).clamp_max(1.0).nan_to_num(0.0)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -189,9 +192,11 @@ def block_tests(carries: Tensor, left: Tensor) -> Tensor:
     """h_i = s_i / (s_i + 1 - c_i), `[..., n]`, by c_i `[..., n]` and the `leftovers`, whose sums are s_i.
 
     After the last candidate s_i is c_i, and so is h_i. Where c_i is 1 and nothing is left, the candidate after it is
-    always accepted, and h_i, which is 0 here, does not matter.
+    always accepted, and h_i, which is 0 here, does not matter. Where p or q is nan, no further candidate counts: s_i is
+    c_i as after the last.
     """
     sums = left.sum(-1, dtype=carries.dtype)
+    sums = torch.where(sums.isnan(), carries, sums)
     return sums / (1.0 - carries).add_(sums).clamp_min_(torch.finfo(sums.dtype).tiny)
 
 

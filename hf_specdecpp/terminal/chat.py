@@ -22,7 +22,7 @@ from hf_specdecpp.terminal.listener import without_controls
 
 HELP = """A line is a message. Commands:
 /reset  begin a new conversation
-/tree   how the last answer came about: its last token tree, or its chains
+/tree   how the last answer came about: its most branched token tree, or its chains
 /stats  tokens, candidates and time of the answers so far, and whether the assistant pays
 /quit   end, as Ctrl-D does
 Ctrl-C stops an answer; what was said by then stays in the conversation."""
@@ -165,8 +165,8 @@ def summary(answer: Answer) -> str:
 
 
 def drawing(answer: Answer, decode: Callable[[list[int]], str]) -> Text:
-    """The last token tree of an answer; of chains the whole answer, in brackets what each pass of the target gave."""
-    if (tree := answer.stats.last_tree) is not None:
+    """The most branched token tree of an answer; of chains the whole answer, in brackets what each target pass gave."""
+    if (tree := answer.stats.branched_tree) is not None:
         return Text(tree.text(lambda token: repr(decode([token]))))
     text = Text("In brackets what each pass of the target gave: candidates that it accepted, and a token of its own.\n")
     for tokens in answer.passes:

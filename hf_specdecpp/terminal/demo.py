@@ -57,12 +57,13 @@ def run(config: DemoConfig) -> None:
     demo = Demo(model, tokenizer, helper, config)
     demo.warm_up()
     pairs = demo.ask_all()
-    _report(sum((each.stats for each in pairs[1:]), pairs[0].stats), pairs, config.sample)
+    total = sum((each.stats for each in pairs[1:]), pairs[0].stats)
+    _report(total, pairs, config.sample)
     if config.svg is not None:
         save_text(_picture(pairs[-1], model), config.svg)
         console.print(f"Picture of the last answer: {config.svg}")
-    if helper.stats.last_tree is not None:
-        _show_tree(helper.stats.last_tree, tokenizer)
+    if total.branched_tree is not None:
+        _show_tree(total.branched_tree, tokenizer)
     elif config.tree:
         console.print(f"\nNo tree to show: no round of rule={helper.speculation.rule!r} was worth a candidate.")
     if differing := sum(each.differs for each in pairs):
@@ -200,7 +201,7 @@ def _show_tree(drawn: DrawnTree, tokenizer: PreTrainedTokenizerBase) -> None:
     def decode(token: int) -> str:
         return repr(tokenizer.decode([token]))
 
-    _print("\nThe last tree", f"\n{drawn.text(decode)}")
+    _print("\nThe most branched tree", f"\n{drawn.text(decode)}")
     try:
         drawn.save(PICTURE, decode)
     except ImportError:

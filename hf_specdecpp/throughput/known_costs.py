@@ -1,15 +1,14 @@
-"""What rounds cost on this machine: the one store of costs, assumed at first, then what rounds say (`KnownCosts`)."""
+"""What rounds cost on this machine: assumed at first, then what the rounds of this process say (`KnownCosts`)."""
 
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from hf_specdecpp.caches.text import width_of
@@ -17,12 +16,10 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import Estimator
-from hf_specdecpp.files import forget, recall, remember
 from hf_specdecpp.models.causal_lm import CausalLM, num_bytes
 from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.throughput.round_times import RoundTimes, as_expected, corrected, in_seconds, length_class
-from hf_specdecpp.version import __version__
 
 FEW = 5  # texts that are drafted with what follows from an assumption, without trials of its details
 KEPT = 0.03  # change of a cost, as a share of it, that counts
@@ -48,8 +45,6 @@ class KnownCosts:
         first: before any round was timed.
         form: what a rule reckons with, made of the costs of passes by the tokens that they read: a row's share of a
             batch, widths of passes that are filled up.
-        of: all that they depend on; they are kept on disk under it. `None` keeps them in this object.
-        by_length: what earlier rounds have made of them, by class of length (`round_times.length_class`).
         is_assumed: nothing was timed: until the first text is over `first` are shares of a pass over one token.
         follows: whether they follow the rounds.
     """
@@ -58,26 +53,14 @@ class KnownCosts:
         self,
         first: Costs,
         form: Callable[[Costs], Costs] = as_they_are,
-        of: dict[str, Any] | None = None,
-        by_length: Mapping[int, Costs] | None = None,
         is_assumed: bool = False,
         follows: bool = True,
     ) -> None:
         self.first, self.is_assumed, self.follows = first, is_assumed, follows
-        self._form, self._of = form, of
+        self._form = form
         self._texts = 0 if is_assumed else FEW  # that have corrected them
-        self._by_length = dict(by_length or {})
-        self._on_disk = dict(self._by_length)
+        self._by_length: dict[int, Costs] = {}  # what rounds have made of them (`round_times.length_class`)
         self._formed: dict[int, Costs] = {}  # by class of length, too
-
-    @classmethod
-    def from_dict(cls, values: Any, form: Callable[[Costs], Costs], of: dict[str, Any]) -> KnownCosts:
-        """From what was kept on disk; `ValueError` if it is damaged."""
-        try:
-            by_length = {int(kind): Costs.from_dict(costs) for kind, costs in values["by_length"].items()}
-            return cls(Costs.from_dict(values["first"]), form, of, by_length)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{values!r} are not costs.") from error
 
     @classmethod
     def given(cls, costs: dict[str, Any] | None, form: Callable[[Costs], Costs] = as_they_are) -> KnownCosts:
@@ -119,20 +102,11 @@ class KnownCosts:
         for kind, formed in list(self._formed.items()):  # the same object where it has hardly changed
             if _differ(self._form(self._by_length.get(self._nearest(kind), self.first)), formed):
                 del self._formed[kind]
-        self._keep()
         return taken
 
     def _nearest(self, kind: int) -> int:
         """The class of length that there were texts of; the same where there were none at all."""
         return min(self._by_length, key=lambda known: (abs(known - kind), known), default=kind)
-
-    def _keep(self) -> None:
-        """Write them to disk where they have changed."""
-        changed = any(_differ(costs, self._on_disk.get(kind)) for kind, costs in self._by_length.items())
-        if self._of is not None and changed:
-            self._on_disk = dict(self._by_length)
-            by_length = {str(kind): costs.to_dict() for kind, costs in self._by_length.items()}
-            remember("costs", self._of, {"first": self.first.to_dict(), "by_length": by_length})
 
 
 def _differ(costs: Costs, kept: Costs | None) -> bool:
@@ -206,8 +180,6 @@ class Rounds:
             "mixes": self.mixes,
             "products": self.products,
             "threads": torch.get_num_threads(),
-            "host": platform.node(),
-            "versions": [__version__, torch.__version__, transformers.__version__],
         }
 
     def assumed(self) -> Costs:
@@ -224,21 +196,28 @@ class Rounds:
 
 
 def costs_of(rounds: Rounds) -> KnownCosts:
-    """What is known of the costs of rounds; assumed until the first text has shown it."""
-    of = rounds.conditions()
-    name = json.dumps(of, sort_keys=True)
+    """What is known in this process of the costs of rounds; assumed until the first text has shown it."""
+    name = json.dumps(rounds.conditions(), sort_keys=True)
     if name not in _known:
-        try:
-            _known[name] = KnownCosts.from_dict(recall("costs", of), rounds.formed(), of)
-        except ValueError:  # not known yet, or the file is damaged
-            _known[name] = KnownCosts(rounds.assumed(), rounds.formed(), of, is_assumed=True)
+        _known[name] = KnownCosts(rounds.assumed(), rounds.formed(), is_assumed=True)
     return _known[name]
 
 
 def forget_costs() -> None:
-    """Forget all costs of this machine: rounds say them again."""
+    """Forget all costs: rounds say them again."""
     _known.clear()
-    forget("costs")
+
+
+@contextmanager
+def without_known_costs() -> Iterator[None]:
+    """Within, nothing is known of costs; afterwards what was known before."""
+    before = dict(_known)
+    _known.clear()
+    try:
+        yield
+    finally:
+        _known.clear()
+        _known.update(before)
 
 
 def in_widths(costs: Costs, max_tokens: int) -> Costs:

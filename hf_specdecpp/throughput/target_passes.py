@@ -163,16 +163,12 @@ class TargetPasses:
         takes_turns = len(self.contestants) > 1 and rows not in self.chosen
         return AGAIN if is_known or takes_turns else EVERY
 
-    def make(
-        self, rows: int, product: Product, forward: Callable[..., Any], inputs: dict[str, Any], device: torch.device
-    ) -> None:
+    def make(self, rows: int, product: Product, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
         """Time a pass beside those of the rounds, and leave the cache as it was. A forward may be compiled in it."""
         text, begin = text_in(cache_among(inputs)), time.perf_counter()
         self._now = product
         try:
-            forward(**inputs, return_dict=True)
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+            forward(**inputs, return_dict=True).logits[0, -1, 0].item()  # a read waits for all of it
         finally:
             self._now = None
         self.note(rows, product, time.perf_counter() - begin, is_beside=True)

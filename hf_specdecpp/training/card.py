@@ -14,7 +14,7 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.files import read_json, save_text
-from hf_specdecpp.hub.publishing import make_card, number
+from hf_specdecpp.hub.publishing import make_card, no_id, number, too_rarely_accepted
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.provenance import command, public_name, source_commit
@@ -125,12 +125,17 @@ def summary(config: TrainingConfig) -> str:
     draft = config.named_draft or describe(SpecDecPPConfig.from_dict(made))
     adapter = " with an adapter" if made["adapter"] else ""
     named = "" if config.named_draft is None else f", draft={config.named_draft!r}"
-    return "\n".join(
-        (
-            f"{config.output}: {draft}{adapter}, and an acceptance head, for {config.target}",
-            f"acceptance  {number(report['mean_acceptance'])} of a candidate on average ({report['texts']} "
-            f"text{'' if report['texts'] == 1 else 's'}, temperature {temperature})",
-            f"use it      assist(model, {config.output!r}{named}); model.generate(**inputs)",
-            "share it    the same command with --stage card --push_to_hub YOU/NAME",
-        )
-    )
+    share = "the same command with --stage card --push_to_hub YOU/NAME"
+    if no_id(made["target_id"]):
+        share = f"first set target_id, the Hub id of {config.target!r}, in a --config file; then {share}"
+    found = [
+        f"{config.output}: {draft}{adapter}, and an acceptance head, for {config.target}",
+        f"acceptance  {number(report['mean_acceptance'])} of a candidate on average ({report['texts']} "
+        f"text{'' if report['texts'] == 1 else 's'}, temperature {temperature})",
+    ]
+    use = f"assist(model, {config.output!r}{named}); model.generate(**inputs)"
+    if (why := too_rarely_accepted(measured)) is None:
+        return "\n".join([*found, f"use it      {use}", f"share it    {share}"])
+    tokens = read_json(config.work / REPORT)["tokens"]
+    more = f"This run learnt from {tokens:,} tokens of answers; more of them help, from more prompts."
+    return "\n".join([*found, f"not yet     {why} {more}", f"try it      {use}"])

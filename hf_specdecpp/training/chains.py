@@ -66,7 +66,7 @@ def _shard(made: Trained, texts: Any, rows: Iterable[int], sampling: Sampling) -
         order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed + row))
         starts = sorted(places[order[:STARTS]].tolist())
         if starts:
-            generator = torch.Generator(made.assistant.device).manual_seed(seed + row)
+            generator = torch.Generator().manual_seed(seed + row)
             recorder = Recorder(made.assistant, made.target, sampling, made.config.head.inputs)
             part = recorder.of_text(text["input_ids"], starts, generator)
             parts.append({"text": torch.full_like(part["start"], row), **part})

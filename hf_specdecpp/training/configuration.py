@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import yaml
-from typing_extensions import Self
 
-from hf_specdecpp.config.checks import check_types
+from hf_specdecpp.config.checks import check_types, did_you_mean, with_checked_names
 from hf_specdecpp.config.speculation import SpeculationConfig, refuse_removed
 from hf_specdecpp.drafts.kind import Kind, Trainable
 from hf_specdecpp.drafts.known import kind_to_train, ready_made
@@ -32,11 +32,12 @@ class Section:
 
     path: ClassVar[str] = ""  # what stands before its names, such as "head."
 
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        refuse_unknown(cls, given, cls.path)
-        return super().__new__(cls)
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        refuse_unknown(cls, names, cls.path)
 
 
+@with_checked_names
 @dataclass
 class RolloutConfig(Section):
     """Answers of the target to the prompts.
@@ -70,6 +71,7 @@ class RolloutConfig(Section):
     heldout: float = 0.05
 
 
+@with_checked_names
 @dataclass
 class DistillConfig(Section):
     """LoRA distillation of the draft.
@@ -116,6 +118,7 @@ class DistillConfig(Section):
     start_from: str | None = None
 
 
+@with_checked_names
 @dataclass
 class HeadConfig(Section):
     """The acceptance head and its fit.
@@ -151,6 +154,7 @@ class HeadConfig(Section):
     max_texts: int | None = _at_least(1, None)
 
 
+@with_checked_names
 @dataclass
 class EvalConfig(Section):
     """What the head is evaluated on, beside the held-out prompts.
@@ -166,6 +170,7 @@ class EvalConfig(Section):
     max_prompts: int | None = _at_least(1, None)
 
 
+@with_checked_names
 @dataclass
 class TrainingConfig(Section):
     """A whole run of `specdecpp train`.
@@ -340,12 +345,13 @@ def _built(cls: Any, values: dict[str, Any]) -> Any:
     return cls(**built)
 
 
-def refuse_unknown(cls: Any, values: dict[str, Any], path: str) -> None:
+def refuse_unknown(cls: Any, names: Iterable[str], path: str) -> None:
     """Raise `ValueError` for a name that is no field; `path` is what stands before it, such as `"head."`."""
     known = [item.name for item in fields(cls)]
-    for name in sorted(set(values) - set(known)):
+    for name in sorted(set(names) - set(known)):
         raise ValueError(
             f"Unknown setting {path}{name}. {path.rstrip('.') or 'A training run'} takes {', '.join(known)}."
+            f"{did_you_mean(name, known)}"
         )
 
 

@@ -24,7 +24,7 @@ from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.sampling.randomness import draw_rows
+from hf_specdecpp.sampling.randomness import draw_rows, uniform
 from hf_specdecpp.sampling.verification import acceptance, sibling_tests
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
@@ -66,7 +66,7 @@ def _shard(made: Trained, texts: Any, rows: Iterable[int]) -> dict[str, Tensor]:
         if ids.shape[1] <= text["prompt_length"]:
             continue  # an empty answer, or a prompt that the draft cannot read
         # A seed of its own for each text: a resumed run draws what an uninterrupted one would have drawn.
-        generator = torch.Generator(drafter.device).manual_seed(config.seed * 1_000_003 + row)
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + row)
         part = examples.of_text(ids, text["prompt_length"], config.sampling(text["temperature"]), generator)
         length = torch.tensor([len(part["hidden"])], device=drafter.device)
         parts.append({**part, "hidden": to_half(part["hidden"]), "tokens": part["tokens"].int(), "lengths": length})
@@ -97,7 +97,7 @@ class Examples:
 
         Args:
             input_ids: `[1, length]`, prompt and answer.
-            generator: on the draft's device.
+            generator: of the host.
 
         Returns:
             `hidden` `[n, hidden_size]`, `tokens` `[n, s]`, `scalars` `[n, s, 6]` (`"before"`), `label` `[n, s]`, and
@@ -117,7 +117,7 @@ class Examples:
         if self.head.inputs == "before":
             return {"hidden": before, **rows}
         answer, drafted = ids[0, prompt_length:], rows["tokens"][:, 0]
-        keeps_target = torch.rand(answer.shape, generator=generator, device=answer.device) < MIXING
+        keeps_target = uniform(answer.shape, generator, answer.device) < MIXING
         mixed = torch.cat((ids[0, :prompt_length], answer.where(keeps_target, drafted)))
         after = drafter.hidden_states(mixed[None])[0, prompt_length:]
         # As in the released code, what was mixed in does not count, not even where it happens to be the draft's token.
@@ -166,7 +166,6 @@ class FeatureSet(Dataset[dict[str, Tensor]]):
     def __init__(self, shards: list[Path]) -> None:
         self.shards = shards
         self.places = list(self._places())
-        self._open: dict[Path, Any] = {}
 
     def _places(self) -> Iterator[tuple[Path, int, int]]:
         for path in self.shards:
@@ -180,10 +179,9 @@ class FeatureSet(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         path, begin, end = self.places[index]
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        file = self._open[path]
-        return {name: file.get_slice(name)[begin:end] for name in file.keys() if name != "lengths"}  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:  # copies, so that the file may be removed: see `load_tensors`
+            names = [name for name in file.keys() if name != "lengths"]  # noqa: SIM118 - not a dict
+            return {name: file.get_slice(name)[begin:end].clone() for name in names}
 
 
 # Labels ---------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from hf_specdecpp.models.loading import (
     load_tokenizer,
     quiet_loading,
     tokenizer_of,
+    warn_of_sizes,
 )
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
@@ -87,7 +88,8 @@ def draft_of(config: TrainingConfig, target: CausalLM, load: Callable[[str], Cau
     if config.independent_draft is None:
         return early_exit(target, layers_of(config, target))
     draft = load(config.independent_draft)
-    check_same_tokenizer(target, draft)
+    check_same_tokenizer(target, draft.config.name_or_path, draft.config.get_text_config().vocab_size)
+    warn_of_sizes(target, draft)
     return draft
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from hf_specdecpp.trees.tree import DraftTree
 
 ACCEPTED = "*"
+LINES = ("│", "├─", "└─")  # pipes and files have none of them on Windows, where they are written in cp1252
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,6 +23,11 @@ class DrawnTree:
     def __str__(self) -> str:
         return self.text()
 
+    @property
+    def branchings(self) -> int:
+        """How many nodes have several children."""
+        return sum(len(children) > 1 for children in self.tree.children)
+
     def text(self, decode: Callable[[int], str] = str) -> str:
         """A line a node: `*` if accepted, the token by `decode`, its estimate a and the value v of its slot."""
         tree, accepted = self.tree, set(self.path)
@@ -28,13 +35,15 @@ class DrawnTree:
             f"{decode(tree.tokens[0])}   ({len(tree)} candidates, depth {tree.depth}, "
             f"width {max(tree.widths, default=0)}, {tree.passes} draft passes; {len(accepted)} accepted: {ACCEPTED})"
         ]
+        encoding = (sys.stdout and sys.stdout.encoding) or "utf-8"
+        down, beside, last = ("|", "|-", "`-") if b"?" in "".join(LINES).encode(encoding, "replace") else LINES
         indents = {0: ""}
         for node in tree.depth_first()[1:]:
             parent = tree.parents[node]
             is_last = tree.below(parent)[-1] == node
-            indents[node] = indents[parent] + ("   " if is_last else "│  ")
+            indents[node] = indents[parent] + ("   " if is_last else f"{down}  ")
             mark = ACCEPTED if node in accepted else " "
-            branch = "└─" if is_last else "├─"
+            branch = last if is_last else beside
             label = f"{decode(tree.tokens[node])}   a={tree.estimates[node]:.2f} v={tree.values[node]:.3f}"
             lines.append(f"{indents[parent]}{branch}{mark}{label}")
         return "\n".join(lines)

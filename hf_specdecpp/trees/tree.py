@@ -124,6 +124,10 @@ class DraftTree:
         self.looked_up[parent, token] = node
         return node
 
+    def child(self, parent: int, token: int) -> int | None:
+        """The child of `parent` with this token, if it has one."""
+        return next((child for child in self.children[parent] if self.tokens[child] == token), None)
+
     def _append(self, parent: int, token: int, value: float, estimate: float) -> int:
         node = len(self.tokens)
         self.tokens.append(token)

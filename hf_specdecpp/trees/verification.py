@@ -25,13 +25,10 @@ def verify_tree_greedy(tree: DraftTree, likeliest: Callable[[int], int]) -> tupl
     node = 0
     while True:
         choice = likeliest(node)
-        for child in tree.children[node]:
-            if tree.tokens[child] == choice:
-                path.append(child)
-                node = child
-                break
-        else:
+        if (child := tree.child(node, choice)) is None:
             return path, choice
+        path.append(child)
+        node = child
 
 
 def verify_tree(tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomness) -> tuple[list[int], int]:
@@ -48,16 +45,22 @@ def verify_tree(tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomn
     path: list[int] = []
     node = 0
     while True:
-        tests = child_tests(tree, node, p(node))
-        # zip asks for the next sibling first: nothing is computed behind an accepted one.
-        for child, (chance, _) in zip(tree.children[node], tests, strict=False):
-            if randomness.bernoulli(float(chance)):
-                path.append(child)
-                node = child
-                break
-        else:
-            _, left = next(tests)
-            return path, int(randomness.categorical(left))
+        child, token = test_children(tree, node, p(node), randomness)
+        if child is None:
+            return path, token
+        path.append(child)
+        node = child
+
+
+def test_children(tree: DraftTree, node: int, p: Tensor, randomness: Randomness) -> tuple[int | None, int]:
+    """A level of `verify_tree`: the accepted child of a node, if any, and the token after the node. `p`: `[vocab]`."""
+    tests = child_tests(tree, node, p)
+    # zip asks for the next sibling first: nothing is computed behind an accepted one.
+    for child, (chance, _) in zip(tree.children[node], tests, strict=False):
+        if randomness.bernoulli(float(chance)):
+            return child, tree.tokens[child]
+    _, left = next(tests)
+    return None, int(randomness.categorical(left))
 
 
 @dataclass
@@ -94,7 +97,8 @@ def verify_tree_block(tree: DraftTree, p: Callable[[int], Tensor], randomness: R
         children = tree.children[top.node]
         if top.tested < len(children):
             child = children[top.tested]
-            owed = min(1.0, float(top.mass[tree.tokens[child]]) / float(top.q[tree.tokens[child]]))
+            owed = float(top.mass[tree.tokens[child]]) / float(top.q[tree.tokens[child]])
+            owed = min(1.0, owed) if owed > 0.0 else 0.0  # also where p is nan
             stack.append(_open(tree, child, owed, p))
         elif len(stack) == 1 or randomness.bernoulli(top.owed):  # the root always passes
             rest = top.mass if children and float(top.mass.sum()) > 0.0 else p(top.node)
@@ -223,7 +227,7 @@ def _test(level: Families, left: Tensor, own: Tensor, verification: Verification
     accepts = (torch.cat(of_masses) / torch.cat(factors).mul_(of_q)).clamp_max_(1.0).nan_to_num_(0.0)
     if verification == "block":
         own.index_copy_(0, level.children, accepts)
-        due = sums / scales.clamp_min_(torch.finfo(scales.dtype).tiny)
+        due = torch.where(sums.isnan(), due, sums / scales.clamp_min_(torch.finfo(scales.dtype).tiny))
     else:
         for children, accept in zip(level.children.split(level.counts), accepts.split(level.counts), strict=True):
             tested = due[: len(accept)]

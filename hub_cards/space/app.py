@@ -52,7 +52,7 @@ def generate(inputs, length, helper, listener):
 
 
 def write(question, length, trees):
-    """Both answers as they are written, then both again at once, and the last tree."""
+    """Both answers as they are written, then both again at once, and the most branched tree."""
     if not 0 < len(question.strip()) <= LONGEST:
         raise gr.Error(f"A question has between 1 and {LONGEST} characters; this one has {len(question.strip())}.")
     assistant.speculation.tree = "dyspec" if trees else None
@@ -88,12 +88,12 @@ def coloured(said):
 
 
 def tree_of(assistant):
-    """A drawing of the last tree, or why there is none."""
-    if assistant.stats.last_tree is None:
+    """A drawing of the most branched tree, or why there is none."""
+    if assistant.stats.branched_tree is None:
         return "No tree: chains were drafted, or no round was worth a candidate."
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tree.svg"
-        assistant.stats.last_tree.save(file, lambda token: repr(tokenizer.decode([token])))
+        assistant.stats.branched_tree.save(file, lambda token: repr(tokenizer.decode([token])))
         return image(file.read_text(encoding="utf-8"))
 
 
@@ -124,7 +124,7 @@ with gr.Blocks(title="hf_specdecpp") as demo:
                 outputs += gr.HTML(coloured([])), gr.Markdown()
     with gr.Accordion("Both at once, at the measured speeds"):
         outputs.append(gr.HTML())
-    with gr.Accordion("The last tree: green was accepted, the paler a candidate the less likely it seemed"):
+    with gr.Accordion("The most branched tree: green was accepted, the paler a candidate the less likely it seemed"):
         outputs.append(gr.HTML())
     gr.Examples([[each] for each in EXAMPLES], question)
     asked = [button.click, question.submit]

@@ -34,7 +34,7 @@ def test_no_assistant_no_matplotlib(target: PreTrainedModel, tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run_bench(target, tmp_path, "--quick", "--max_new_tokens", "8", draft=())
     assert result.exit_code == 0, result.output
-    assert "Without --assistant or --layers the draft is text that was seen before." in result.output
+    assert "Without --assistant or --layers nothing drafts: the text itself is searched." in result.output
     assert "cheaper draft" not in result.output
     assert "report.md, no pictures, which need matplotlib." in " ".join(result.output.split())
     assert "![" not in (tmp_path / "bench/report.md").read_text()

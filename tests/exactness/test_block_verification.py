@@ -123,13 +123,6 @@ def test_at_once_decides_as_the_readable_versions_do() -> None:
                 assert outcomes(f"{verifier}, at once", models, candidates) == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_logits_that_are_not_numbers_are_an_error() -> None:
-    p = torch.full((2, 3), float("nan"))
-    for verifier in VERIFIERS.values():
-        with pytest.raises(ValueError, match="No token can be drawn"):
-            verifier([1], p, torch.full((1, 3), 1 / 3), TorchRandomness())
-
-
 def test_a_block_of_which_nothing_is_left_falls_back_to_p() -> None:
     """Rounding can reject a candidate although p equals q, which leaves nothing to draw from."""
     rejecting, q = Answering([False, True]), torch.tensor([[0.8, 0.2], [0.8, 0.2]], dtype=torch.float64)

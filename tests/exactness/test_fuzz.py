@@ -225,7 +225,7 @@ def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "fingerprint", lambda weight: torch.zeros(1))
 
 
-FOLLOWING = {"neighbours", "in place", "new tensor", "whole prefix"}  # processors that follow the last token
+FOLLOWING = {"no_repeat_ngram", "bad_words", "sequence_bias"}  # processors of transformers that follow the last tokens
 # Each mutant, and the cases in which it can show; the others would only take time.
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], Callable[[Case], bool]] = {
     positions_by_the_mask: lambda case: case.positions != "none" and case.tree == "none",

@@ -1,5 +1,6 @@
 """Several sequences in one `generate()`: every row's text is that of plain generation on the same batch."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -206,7 +207,7 @@ def test_a_cache_is_carried_on(kind: str) -> None:
 
 
 @pytest.mark.every(3, takes=4)
-@pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput"])
+@pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput", "in step"])
 def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any) -> None:
     """The joint distribution of both rows is the product of p of each."""
     target, draft = small(7), small(107)
@@ -215,7 +216,10 @@ def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any
         "threshold": {"rule": "threshold", "threshold": 0.6, "max_tokens": 1},
         # Whether a second candidate is drafted depends on the first of both rows.
         "throughput": {"rule": "throughput", "max_tokens": 2, "costs": {"draft": 0.2, "verify": [1.0, 1.0, 1.0, 1.0]}},
+        "in step": {"rule": "fixed", "num_tokens": 2},
     }
+    # By which both rows stay equally long, so that where a round of one ends depends on the other.
+    further = {"prefix_allowed_tokens_fn": lambda *_: [0, 1, 2, 3]} if rule == "in step" else {}
     speculation = SpeculationConfig(**knobs[rule])
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
     inputs = {"input_ids": torch.tensor([[1, 0, 2], [1, 0, 2]]), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
@@ -223,7 +227,7 @@ def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any
     def program(replay: Replay) -> Tokens:
         enumerate_torch(replay)
         assistant.memory.clear()
-        options = {"temperature": 0.8, "top_k": 2, "max_new_tokens": 3}
+        options = {"temperature": 0.8, "top_k": 2, "max_new_tokens": 3, **further}
         return tuple(generate(target, inputs, assistant, do_sample=True, **options)[:, 3:].flatten().tolist())
 
     p, found = target_distribution(target, 0.8, 2), exact_distribution(program)
@@ -394,6 +398,62 @@ def test_processors_that_know_the_row() -> None:
         generate(target, inputs, models.assistant_for(target), logits_processor=LogitsProcessorList([Counting()]))
 
 
+class Dividing(StoppingCriteria):
+    """Fails in the middle of a text."""
+
+    reads_prefix_only = True
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return input_ids[:, 0] < 0 * (1 // max(0, 12 - input_ids.shape[1]))
+
+
+def empty(target: Any, _: Tensor) -> DynamicCache:
+    return DynamicCache(config=target.config)
+
+
+def lazy(_target: Any, _: Tensor) -> DynamicCache:
+    """Its layers are made by the first pass, without windows."""
+    return DynamicCache()
+
+
+def half_filled(cache: DynamicCache, target: Any, ids: Tensor) -> DynamicCache:
+    with torch.no_grad():
+        target(ids[:, :4], past_key_values=cache)
+    return cache
+
+
+CACHES = [
+    empty, lazy, lambda target, ids: half_filled(empty(target, ids), target, ids),
+    lambda target, ids: half_filled(lazy(target, ids), target, ids),
+]  # fmt: skip
+
+
+@pytest.mark.every(7)
+@pytest.mark.parametrize("new_tokens", [1, 9, 30])
+@pytest.mark.parametrize("is_dict", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+def test_caches_of_users(family: str, cache: Any, rows: int, is_dict: bool, new_tokens: int) -> None:
+    """Afterwards they are what plain generation leaves, to go on with."""
+    target = models.quiet_later_layers(models.tiny(family))
+    ids = torch.cat([models.prompt(9, seed) for seed in range(rows)])
+    assistant, ends = models.assistant_for(target), []
+    assistant.attach(target, default=True)
+    for is_ours in (False, True):
+        with contextlib.nullcontext() if is_ours else assistant.paused():
+            own = cache(target, ids)
+            how: dict[str, Any] = {"past_key_values": own, "return_dict_in_generate": is_dict}
+            text = generate(target, {"input_ids": ids}, max_new_tokens=new_tokens, **how)
+            text = text.sequences if is_dict else text
+            keys = [layer.keys.clone() for layer in own.layers]
+            ends.append((text, keys, generate(target, {"input_ids": text}, max_new_tokens=12, past_key_values=own)))
+    (plain, plain_keys, plain_end), (ours, our_keys, our_end) = ends
+    assert torch.equal(ours, plain)
+    assert torch.equal(our_end, plain_end)
+    torch.testing.assert_close(our_keys, plain_keys)
+
+
 def test_what_rows_cannot_share_is_refused() -> None:
     target, inputs = models.tiny("llama"), padded([3, 5])
     assistant = models.assistant_for(target)
@@ -414,7 +474,8 @@ def test_what_rows_cannot_share_is_refused() -> None:
     with pytest.raises(ValueError, match="keeps LinearAttentionLayer in its cache"):
         generate(target, inputs, SpecDecPPAssistant.from_draft(state, target))
     cache = DynamicCache(config=target.config)
-    generate(target, inputs, assistant, past_key_values=cache)
+    with pytest.raises(ZeroDivisionError):
+        generate(target, inputs, assistant, past_key_values=cache, stopping_criteria=[Dividing()])
     with pytest.raises(ValueError, match="cannot be carried on"):
         generate(target, inputs, assistant, past_key_values=cache)
     with pytest.raises(ValueError, match="cannot be carried on"):

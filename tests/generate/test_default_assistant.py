@@ -86,7 +86,10 @@ def test_through_peft(target: CausalLM) -> None:
 LEFT_OUT: dict[str, tuple[Any, str]] = {
     "beams": (lambda: {"num_beams": 2}, "num_beams=2, and it proposes one continuation"),
     "no cache": (lambda: {"use_cache": False}, "use_cache=False"),
-    "guidance": (lambda: {"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidance"),
+    "guidance in a batch": (
+        lambda: {"input_ids": BATCH, "guidance_scale": 1.5},
+        "transformers.generation.logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor may keep state",
+    ),
     "embeddings": (lambda: {"input_ids": None, "inputs_embeds": torch.ones(1, 6, 32).double()}, "inputs_embeds"),
     "state in a batch": (lambda: {"input_ids": BATCH, "logits_processor": [Counting()]}, "Counting may keep state"),
     "static batch": (lambda: {"input_ids": BATCH, "cache_implementation": "static"}, "the 2 rows of a batch"),
@@ -117,8 +120,8 @@ def test_refused_calls_are_plain(name: str, sample: bool, target: CausalLM, assi
     assert torch.equal(answer(), plain)
     assert assistant.stats.generated == 0
     assert reason in assistant.stats.refusal
-    assert f"plain one, without the default assistant: {assistant.stats.refusal}" in str(assistant.stats)
-    assert warned == [f"This generate() of LlamaForCausalLM is a plain one, without its default assistant, which "
+    assert f"plain one, without its assistant: {assistant.stats.refusal}" in str(assistant.stats)
+    assert warned == [f"This generate() of LlamaForCausalLM is a plain one, without its assistant, which "
                       f"cannot help here: {assistant.stats.refusal}"]  # fmt: skip
     with pytest.raises(ValueError, match=reason.partition(",")[0]):
         answer(assistant_model=assistant)

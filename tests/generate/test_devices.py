@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny, told
 from support.pretend_devices import DeviceTensor, on_device, pretend_devices, spread
-from support.watchers import Collector, Recorder, tokenizer
+from support.watchers import Collector, Recorder, tokenizer, unnoticed
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.generation.decoding import AssistedDecoding
@@ -119,7 +119,7 @@ def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
 def test_a_device_without_float64(speculation: dict[str, Any], sampling: dict[str, Any]) -> None:
     target, draft = tiny("llama").float(), partly_agreeing(ORIGINAL, 0.9).float()
-    with pretend_devices(has_float64=False), torch.no_grad():
+    with pretend_devices("mps"), torch.no_grad():
         on_device(target)
         assistant = told(SpecDecPPAssistant.from_draft(on_device(draft), target), **speculation)
         torch.manual_seed(0)
@@ -183,8 +183,8 @@ def counted_rounds(speculation: dict[str, Any], **sampling: Any) -> list[tuple[i
         assistant = with_draft(**speculation)(target)
         for model in (target, assistant.ready_drafter().model):
             for part in (model.get_decoder(), model.get_output_embeddings()):
-                part.register_forward_pre_hook(begins)
-                part.register_forward_hook(ends)
+                part.register_forward_pre_hook(unnoticed(begins))
+                part.register_forward_hook(unnoticed(ends))
         torch.manual_seed(0)
         target.generate(on_device(prompt()), assistant_model=assistant, **OPTIONS, **sampling)
     assert len(rounds) > 2
@@ -243,7 +243,7 @@ def test_attention_is_not_cudnns_in_uncaptured_rounds(rows: int) -> None:
     with pretend_devices(), torch.no_grad():
         on_device(target)
         assistant = told(SpecDecPPAssistant.from_early_exit(target, 1), rule="fixed", num_tokens=3)
-        target.register_forward_hook(note)
+        target.register_forward_hook(unnoticed(note))
         ids = on_device(prompt().expand(rows, -1))
         for use in (True, False):
             torch.backends.cuda.enable_cudnn_sdp(use)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.calls import our_calls
 from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny
+from support.pretend_cuda import pretend_graphs_on_devices
 from support.pretend_devices import on_device
-from support.pretend_graph import pretend_graphs_on_devices
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
@@ -81,10 +81,12 @@ def test_two_launches_and_one_read(rule: str, how: str, rows: int, rounds: list[
     assert len(rounds) > 3
     for captured, replayed, read, launched in rounds:
         assert captured == 0 or rule == "throughput"  # which tries other shapes
+        if captured:
+            continue
         assert replayed in ((1, 2) if rule == "throughput" else (2,))  # a round without candidates drafts nothing
         assert read == 1
         # Beside the replays: what is emitted is put behind each text, and an estimate's calibration goes to the device.
-        assert captured or launched - replayed <= 3 * rows + 1
+        assert launched - replayed <= 3 * rows + 1
 
 
 @pytest.mark.every(3)

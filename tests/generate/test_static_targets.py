@@ -24,7 +24,7 @@ from support.static_caches import (
     static_cache,
 )
 from support.tree_generation import TREES
-from support.watchers import no_work
+from support.watchers import no_work, unnoticed
 from support.zoo import tiny_of
 from torch import Tensor
 from transformers import StaticCache
@@ -277,7 +277,7 @@ def test_passes_have_few_widths_and_end_within_the_cache(how: str) -> None:
             assert mask is None or mask.shape == (1, 1, width, room)
 
     assistant = attached(target, how)
-    target.register_forward_pre_hook(note, with_kwargs=True)
+    target.register_forward_pre_hook(unnoticed(note), with_kwargs=True)
     target.generate(prompt(), assistant_model=assistant, **STATIC)
     begins, widths, rooms = zip(*passes[1:], strict=True)
     assert set(widths) <= {1, 2, 4, 8, 16}

@@ -239,3 +239,54 @@ def test_making_products_is_no_time_of_the_prompt(monkeypatch: pytest.MonkeyPatc
     assistant = assistant_for(target)
     target.generate(prompt(12), assistant_model=assistant, max_new_tokens=8, pad_token_id=0)
     assert assistant.stats.prompt_seconds < 0.5 <= assistant.stats.preparing_seconds
+
+
+# What is said of lookups alone, of later calls, and which tree is shown. ----------------------------------------------
+
+
+@pytest.mark.parametrize(("looked_up", "says"), [
+    (40, "looked up             all candidates, in 7 of 10 rounds"),
+    (12, "looked up             12 of the candidates, 9 accepted (75%); 7 of 10 rounds drafted no others"),
+    (0, None),
+])  # fmt: skip
+def test_lookups_alone_are_not_compared_with_drafts(looked_up: int, says: str | None) -> None:
+    text = str(made(looked_up=looked_up, accepted_lookups=9, lookup_rounds=7))
+    assert (says in text) if says else "looked up" not in text
+    assert (looked_up == 40) is ("drafted no others" not in text and "looked up" in text)
+
+
+def test_nothing_is_said_of_first_calls() -> None:
+    """What was prepared is known, and not whether an earlier call was the first."""
+    verdict = made(preparing_seconds=0.4, prompt_seconds=0.2).verdict
+    assert "This call took 0.40 s longer to compare passes and copy weights: it ran at" in verdict
+    assert "first call" not in verdict
+
+
+def tree_of(*parents: int) -> DraftTree:
+    """A tree whose nodes are children of these."""
+    tree = DraftTree(0)
+    for token, parent in enumerate(parents, 1):
+        tree.add(parent, token)
+    return tree
+
+
+LINE, STAR, BUSH, LARGER = (0, 1), (0, 0, 0, 0), (0, 0, 1, 1), (0, 0, 1, 1, 4)
+
+
+@pytest.mark.parametrize(("trees", "shown"), [
+    ([LINE], LINE), ([STAR, LINE], STAR), ([LINE, STAR], STAR), ([BUSH, STAR, LINE], BUSH), ([STAR, BUSH], BUSH),
+    ([LARGER, BUSH], LARGER), ([BUSH, LARGER], LARGER), ([BUSH, ()], BUSH),
+])  # fmt: skip
+def test_the_tree_that_is_shown_branches_most(trees: list[tuple[int, ...]], shown: tuple[int, ...]) -> None:
+    """In one call, and of several."""
+    stats, calls = SpeculationStats(), [SpeculationStats() for _ in trees]
+    for each, call in zip(trees, calls, strict=True):
+        stats.saw(tree_of(*each), [])
+        call.saw(tree_of(*each), [])
+    total = sum(calls[1:], calls[0])
+    for found in (stats, total):
+        assert found.branched_tree is not None
+        assert found.branched_tree.tree.parents[1:] == list(shown)
+    last = next(each for each in reversed(trees) if each)
+    assert stats.last_tree is not None
+    assert stats.last_tree.tree.parents[1:] == list(last)

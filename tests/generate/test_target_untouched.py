@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
 from support.snapshots import PROMPT, generate, snapshot
-from support.watchers import Collector
+from support.watchers import Collector, unnoticed
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -41,7 +41,7 @@ def breaks(module: Any, call: int) -> Any:
         if next(left) == 1:
             raise BrokenError
 
-    return module.register_forward_pre_hook(hook)
+    return module.register_forward_pre_hook(unnoticed(hook))
 
 
 @pytest.mark.every(7)

@@ -146,7 +146,7 @@ def test_a_class_and_a_subclass_of_it() -> None:
     childs.attach(other, default=True)
     assert torch.equal(generate(other), plain)
     assert (len(calls), childs.stats.drafted > 0, parents.stats.rounds) == (1, True, 0)
-    childs.speculation.rule = "no such rule"
+    vars(childs.speculation)["rule"] = "no such rule"
     assert torch.equal(generate(other), plain)
     assert len(calls) == 2
     assert "rule" in str(childs.stats.refusal)

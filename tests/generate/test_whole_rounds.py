@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.capturing import CHAIN, Drawn, generate
+from support.models import assistant_of, quiet_later_layers, tiny
 from support.outputs import PROCESSORS
 from support.watchers import heard
 from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
@@ -20,9 +21,12 @@ from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.captured import target as captured_target
 from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.captured.rooms import RoomCache
+from hf_specdecpp.drafting import round_steps
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundShape
+from hf_specdecpp.generation import text as generation_text
 from hf_specdecpp.generation.captured import rounds as captured_rounds
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.sampling import on_device
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput import tiers
 
@@ -183,6 +187,41 @@ def test_calibration_is_contents_of_a_graph(
     assert pretended["captured"] == graphs
 
 
+MOST_TOKENS = {"rule": "throughput"}
+MIXED = "block, of trees token"
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("settings", "graphs", "asked", "told", "ran"), [
+    (CHAIN, "auto", "block", "block", {"chain block"}),
+    (MOST_TOKENS, "auto", "block", MIXED, {"chain block", "tree token"}),
+    (TREE, "auto", "block", "token", {"tree token"}),
+    (MOST_TOKENS, "auto", "token", "token", {"chain token", "tree token"}),
+    (TREE, "off", "block", "block", {"tree block"}),
+    ({**TREE, **MOST_TOKENS}, "auto", "block", "token", {"tree token"}),
+    (CHAIN, "auto", "token", "token", {"chain token"}),
+    (TREE, "auto", "token", "token", {"tree token"}),
+    (TREE, "off", "token", "token", {"tree token"}),
+], ids=str)  # fmt: skip
+def test_the_verification_that_runs_is_told(
+    settings: dict[str, Any], graphs: str, asked: Any, told: str, ran: set[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    target, assistant = made("independent", tmp_path, graphs=graphs, **settings)
+    assistant.decisions = type(assistant.decisions)(verification=asked)
+    found: set[str] = set()
+    heard(monkeypatch, on_device, "tree_tests", lambda *_: found.add("tree token"))
+    heard(monkeypatch, on_device, "outcomes", lambda drawn, *rest: drawn.numel() and found.add(f"chain {rest[3]}"))
+    heard(monkeypatch, generation_text, "verify_tree", lambda tree, *_: len(tree) and found.add("tree token"))
+    heard(monkeypatch, generation_text, "verify_tree_block", lambda tree, *_: len(tree) and found.add("tree block"))
+    monkeypatch.setattr(tiers, "PROBES", (2, 4))  # a tree is tried now and then
+    generate(target, assistant, **{**SAMPLED, "max_new_tokens": 30})
+    assert found == ran
+    assert assistant.stats.decided["verification"] == told
+    assert generate(target, assistant).shape == (1, 36)
+    assert assistant.stats.decided["verification"] == "equality"
+
+
 REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "lookups": ({**CHAIN, "lookup": True}, {}, "lookups are made on the host"),
     "another budget": ({**TREE, "tree_budget": 12}, {}, "trees that are grown on the device have 15 or 30 candidates"),
@@ -230,6 +269,34 @@ def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
         )
         assert generated.shape[1] == int(own.sum()) + 20
         assert assistant.stats.accepted == together_accepted[row]
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned"])
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_padded_batch_with_a_table_of_positions(family: str, kind: str) -> None:
+    """Which has no place for padding; and the rows grow to the end of the table."""
+    longest = 64
+    target = quiet_later_layers(tiny(family, **{"n_positions" if family == "gpt2" else "max_position_embeddings": 64}))
+    assistant = assistant_of(kind, target, **CHAIN)
+    ids, mask = batch(3)
+    how: dict[str, Any] = {"max_new_tokens": longest - ids.shape[1]}
+    assert torch.equal(together(target, assistant, ids, mask, **how), together(target, None, ids, mask, **how))
+    assert assistant.stats.decided["rounds"] == "captured"
+    assert all(row.accepted > 0 for row in assistant.stats.rows)
+
+
+def test_positions_of_padding_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_of = round_steps.inputs_in_place
+
+    def counted_back(model: Any, cache: Any, ancestors: Any, depths: Any, places: Any, num_prefix: Any) -> Any:
+        found = made_of(model, cache, ancestors, depths, places, num_prefix)
+        return found | {"position_ids": num_prefix[:, None] + places + cache.prompt.offset}
+
+    monkeypatch.setattr(round_steps, "inputs_in_place", counted_back)
+    target = quiet_later_layers(tiny("gpt2"))
+    with pytest.raises(IndexError):
+        together(target, assistant_of("independent", target, **CHAIN), *batch(2))
 
 
 @pytest.mark.every(2)

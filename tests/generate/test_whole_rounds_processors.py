@@ -99,6 +99,53 @@ def test_a_batch_whose_rows_are_mistaken_is_noticed(
     assert torch.equal(together(target, assistant, ids, mask, **how), expected) == is_right
 
 
+def padding_of_the_first(processing: Processing, text: Tensor) -> Tensor:
+    """A mutant: all rows are shown with the padding of one."""
+    for each in processing.processors:
+        each.row = 0
+    return shown(processing, text)
+
+
+shown = Processing.shown
+
+
+@pytest.mark.parametrize(("rows", "leaving"), [(2, 0), (2, 1), (3, 0), (3, 2)])
+def test_a_row_that_ends_with_its_first_token(
+    rows: int, leaving: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have the numbers that they had in the whole batch."""
+    target, assistant = made("independent", tmp_path, **CHAIN)
+    ids, mask = batch(rows)
+    first = together(target, None, ids, mask, max_new_tokens=1, **PENALTY)[:, -1]
+    assert first.tolist().count(int(first[leaving])) == 1
+    how: dict[str, Any] = {"eos_token_id": int(first[leaving]), **PENALTY}
+    expected = together(target, None, ids, mask, **how)
+    assert torch.equal(together(target, assistant, ids, mask, **how), expected)
+    assert assistant.stats.decided["rounds"] == "captured"
+
+
+def test_padding_of_another_row_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = made("independent", tmp_path, **CHAIN)
+    ids, mask = batch(3)
+    often = together(target, None, ids, mask, max_new_tokens=60, repetition_penalty=2.0)[0, ids.shape[1] :].mode()[0]
+    ids = torch.where(mask > 0, ids, often)
+    expected = together(target, None, ids, mask, repetition_penalty=2.0)
+    for mutant in (shown, padding_of_the_first):
+        monkeypatch.setattr(Processing, "shown", mutant)
+        target, assistant = made("independent", tmp_path, **CHAIN)
+        ours = together(target, assistant, ids, mask, repetition_penalty=2.0)
+        assert torch.equal(ours, expected) == (mutant is shown)
+
+
+@pytest.mark.parametrize("ignored", [3, 12, 20])
+def test_a_penalty_that_leaves_out_a_number_of_tokens(ignored: int, tmp_path: Path) -> None:
+    """More than the prompt has, too."""
+    target, assistant = made("independent", tmp_path, **CHAIN)
+    penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored)
+    how: dict[str, Any] = {"logits_processor": LogitsProcessorList([penalty])}
+    assert torch.equal(generate(target, assistant, **how), generate(target, None, **how))
+
+
 def test_padding_before_one_text_is_no_part_of_it(tmp_path: Path) -> None:
     """Neither where it is also what candidates that a node does not see are filled up with."""
     for settings in (CHAIN, TREE):
@@ -176,7 +223,8 @@ BY_ROW: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shortest", [4, 230])
 @pytest.mark.parametrize("name", BY_ROW)
 def test_a_batch_with_processors_between(name: str, shortest: int, kind: str, tmp_path: Path) -> None:
-    """Rows of other lengths, of which some end before the others; the second outgrows its room."""
+    """Rows of other lengths, of which some end before the others; the second outgrows its room. A function is asked
+    about all rows at once, and rounds are made step by step."""
     target, assistant = made(kind, tmp_path, **CHAIN)
     ids, mask = batch(3, shortest)
     how: dict[str, Any] = {**BY_ROW[name], "max_new_tokens": 30}
@@ -185,7 +233,7 @@ def test_a_batch_with_processors_between(name: str, shortest: int, kind: str, tm
         plain, ours = (together(target, each, ids, mask, eos_token_id=ends, **how, **further)
                        for each in (None, assistant))  # fmt: skip
         assert torch.equal(ours, plain)
-        assert assistant.stats.decided["rounds"] == BETWEEN
+        assert (assistant.stats.decided["rounds"] == BETWEEN) == (name != "its own tokens")
         assert assistant.stats.accepted > 0
 
 
@@ -234,6 +282,7 @@ def test_a_trie_is_not_asked_about_what_it_forbids(
             last = token
         return [token for token in range(48) if (last + token) % 3]
 
+    no_thirds.reads_prefix_only = True  # type: ignore[attr-defined]
     how: dict[str, Any] = {"prefix_allowed_tokens_fn": no_thirds}
     ends.add(int(generate(target, None, 9, **how)[0, 24]))
     how["eos_token_id"] = [*ends]

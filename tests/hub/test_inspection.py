@@ -170,6 +170,6 @@ def test_offline(folder: Path, hub: HubServer, tmp_path: Path, monkeypatch: pyte
     point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
     before = len(hub.requests)
     assert inspect(Repository("org/head")).sound
-    with pytest.raises(LocalEntryNotFoundError, match="outgoing traffic has been disabled"):
+    with pytest.raises(LocalEntryNotFoundError, match="offline mode is on"):
         inspect(Repository("org/other"))
     assert len(hub.requests) == before

@@ -9,10 +9,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from support.models import assistant_for, partly_agreeing, tiny
+from support.models import assistant_for, assistant_of, partly_agreeing, tiny
 from support.repos import save_adapter
 from support.snapshots import FIXED, generate, has_our_methods, of_own_class, snapshot
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -111,6 +111,71 @@ def test_forwards_that_trainers_set_are_left_to_the_target() -> None:
         assert vars(target)["forward"] is set_by_them
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# --- parameters that are replaced by others ---
+
+
+def one_weight(target: CausalLM) -> None:
+    projection = target.model.layers[0].self_attn.o_proj
+    projection.weight = nn.Parameter(0.9 * projection.weight.detach())
+
+
+def all_weights(target: CausalLM) -> None:
+    state = {name: 1.02 * tensor for name, tensor in target.state_dict().items()}
+    target.load_state_dict(state, assign=True)
+
+
+def head(target: CausalLM) -> None:
+    target.lm_head = copy.deepcopy(target.lm_head)
+    train(target.lm_head)
+
+
+def tied(target: CausalLM) -> None:
+    target.lm_head.weight = target.model.embed_tokens.weight
+
+
+REPLACED = [one_weight, all_weights, head, tied, lambda target: target.resize_token_embeddings(56)]
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("moves", ["not at all", "after a call", "at once"])
+@pytest.mark.parametrize("kind", ["early_exit", "conditioned", "eagle3", "adapter", "draft_vocab"])
+@pytest.mark.parametrize("replace", REPLACED)
+def test_a_draft_of_its_layers_follows_replaced_parameters(replace: Any, kind: str, moves: str, tmp_path: Path) -> None:
+    target = tiny("llama")
+    own: dict[str, Any] = {"draft_vocab": {"draft_vocab": range(2, 40)}}.get(kind, {})
+    if kind == "adapter":
+        own = {"adapter": adapter_for(target, tmp_path), "merge": False}
+    is_exit = kind in ("early_exit", "adapter", "draft_vocab")
+    assistant: Any = SpecDecPPAssistant.from_early_exit(target, 2, **own) if is_exit else assistant_of(kind, target)
+    assistant.speculation = FIXED
+    generate(target, assistant_model=assistant)
+    replace(target)
+    if moves == "after a call":
+        generate(target, assistant_model=assistant)
+    if moves != "not at all":
+        target.to(torch.float32)
+    assert torch.equal(generate(target, assistant_model=assistant), generate(target))
+    assert assistant.drafter.dtype == target.dtype
+    theirs = {id(each) for each in target.parameters()}
+    kept, drafter = assistant.drafter, assistant.drafter.model
+    if is_exit:
+        ours = {name for name, each in drafter.named_parameters() if id(each) not in theirs}
+        assert all("lora" in name for name in ours)
+    generate(target, assistant_model=assistant)
+    assert assistant.drafter is kept, "it is made anew once"
+
+
+def test_without_looking_a_draft_keeps_the_old_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant."""
+    target = tiny("llama")
+    assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=FIXED)
+    monkeypatch.setattr(SpecDecPPAssistant, "_renew_draft", lambda _: None)
+    one_weight(target)
+    target.to(torch.float32)
+    with pytest.raises(RuntimeError, match="dtype"):
+        generate(target, assistant_model=assistant)
 
 
 # An assistant has no state of a generation: repeated calls, several targets, several assistants, several threads. -----

@@ -13,7 +13,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 from support.models import Rounds, assistant_of, prompt
 from support.pretend_graph import pretend_graphs
-from support.watchers import heard
+from support.watchers import heard, unnoticed
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -52,6 +52,7 @@ class Waiting(nn.Module):
         super().__init__()
         self.layer = layer
 
+    @unnoticed
     def forward(self, hidden: Tensor) -> Tensor:
         return self.layer(hidden) * (1.0 if float(hidden.sum()) < 1e9 else 0.0)
 

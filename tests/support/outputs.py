@@ -63,6 +63,8 @@ def only_neighbours(_: int, input_ids: Tensor) -> list[int]:
     return [(last + step) % VOCAB_SIZE for step in range(1, 9)]
 
 
+only_neighbours.reads_prefix_only = True  # type: ignore[attr-defined]
+
 PROCESSORS: dict[str, dict[str, Any]] = {
     "none": {},
     "temperature": {"temperature": 0.6},

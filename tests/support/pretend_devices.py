@@ -1,8 +1,9 @@
-"""Pretended accelerators, for machines without one: `cuda:0` and `cuda:1` exist, compute on the CPU, and count.
+"""Pretended accelerators, for machines without one: `cuda:0` and `cuda:1`, or `mps:0`, compute on the CPU, and count.
 
 Tensors say that they lie there and refuse to mix with others, as real ones do. What an accelerator is slow at is
 counted: kernel launches, uploads from the host, reads by the host (each waits for all that is queued), and
-synchronisations. Time, memory, streams and other rounding are not pretended.
+synchronisations. Time, memory, streams and other rounding are not pretended. Apple's device (`"mps"`) has no float64,
+no operations beyond those that torch lists for it (`apple_operations.py`), and no CUDA beside it.
 
     with pretend_devices() as counts:
         model = on_device(model, "cuda:0")
@@ -12,18 +13,24 @@ synchronisations. Time, memory, streams and other rounding are not pretended.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 import torch
+import torch.mps
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_specdecpp.sampling.randomness import widest
+from support.apple_operations import is_missing
+
 Placed = TypeVar("Placed", bound=Tensor | nn.Module)
 CPU = torch.device("cpu")
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+NARROW = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+DTYPES = {"cuda": (torch.float64, *NARROW), "mps": (*NARROW, torch.int16, torch.int8, torch.uint8)}
 counts: Counter[str] = Counter()  # launch, upload, read, sync
 # Tensors of indices may lie on the host, from where they are uploaded.
 INDEXED = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index"}
@@ -34,14 +41,13 @@ SHAPED_BY_NUMBERS = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "
 class DeviceTensor(Tensor):
     """A tensor of the host that says that it lies on a device.
 
-    `host`: the numbers. `dtypes`: that exist there."""
+    `host`: the numbers."""
 
     host: Tensor
-    dtypes = DTYPES
 
     @staticmethod
     def __new__(cls, host: Tensor, device: torch.device) -> "DeviceTensor":
-        if host.dtype not in cls.dtypes:
+        if host.dtype not in DTYPES[device.type]:
             raise TypeError(f"{host.dtype} does not exist on {device}.")
         made: DeviceTensor = Tensor._make_wrapper_subclass(
             cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype,
@@ -144,6 +150,10 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention and _kind == "mps" and _placed(args, kwargs):
+            # Which kernels it is made of, torch decides by the device.
+            _check_devices("sdpa", [each for each in _tensors(args, kwargs) if each.dim()])
+            return DeviceTensor(func(*_on_host(args), **_on_host(kwargs)), _placed(args, kwargs)[0].device)
         if func in (torch.tensor, torch.as_tensor) and _is_device(kwargs.get("device")):
             device, data = torch.device(kwargs["device"]), args[0] if args else kwargs["data"]
             if isinstance(data, Tensor):
@@ -153,41 +163,56 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def pretend_devices(has_float64: bool = True) -> Iterator[Counter[str]]:
-    """Within it the devices exist; yields what is counted.
+_kind = "cuda"  # of the devices that are pretended
 
-    `has_float64`: else they refuse it, like Apple's."""
+
+@contextmanager
+def pretend_devices(kind: str = "cuda") -> Iterator[Counter[str]]:
+    """Within it the devices of a kind exist, `"cuda"` or `"mps"`; yields what is counted."""
     torch._C._ensureCUDADeviceGuardSet()
 
     def synchronize(*_args: Any, **_kwargs: Any) -> None:
         counts["sync"] += 1
 
+    def no_cuda(*_args: Any, **_kwargs: Any) -> Any:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
     replaced: dict[str, Callable[..., Any]] = {
-        "torch.cuda._lazy_init": lambda: None,
-        "torch.cuda.get_device_name": lambda *_: "a pretend device",
-        "torch.cuda.current_device": lambda: 0,
-        "torch.cuda.get_rng_state": lambda *_: torch.get_rng_state(),
-        "torch.cuda.set_rng_state": lambda state, *_: torch.set_rng_state(state),
-        "torch.cuda.synchronize": synchronize,
+        f"torch.{kind}.get_rng_state": lambda *_: torch.get_rng_state(),
+        f"torch.{kind}.set_rng_state": lambda state, *_: torch.set_rng_state(state),
+        f"torch.{kind}.synchronize": synchronize,
         "torch.accelerator.synchronize": synchronize,
         # `module.to` else keeps its Parameter objects, which cannot become tensors of another class.
         "torch.__future__.get_swap_module_params_on_conversion": lambda: True,
+        "hf_specdecpp.captured.graphs.can_capture": lambda _device: False,  # what is launched is counted
+        "torch.cuda._lazy_init": no_cuda,
     }
+    if kind == "cuda":
+        replaced |= {
+            "torch.cuda._lazy_init": lambda: None,
+            "torch.cuda.get_device_name": lambda *_: "a pretend device",
+            "torch.cuda.current_device": lambda: 0,
+        }
+    else:
+        replaced |= {
+            "torch.accelerator.is_available": lambda *_: True,
+            "torch.accelerator.current_accelerator": lambda *_: torch.device(kind),
+            f"torch.backends.{kind}.is_available": lambda *_: True,
+            "torch.Event": lambda **_: SimpleNamespace(record=synchronize, synchronize=synchronize, query=lambda: True),
+        }
     counts.clear()
+    widest.cache_clear()
     with pytest.MonkeyPatch.context() as patch, _Dispatch(), _Functions():
         for name, function in replaced.items():
             patch.setattr(name, function)
-        patch.setattr("hf_specdecpp.captured.graphs.can_capture", lambda _device: False)  # what is launched is counted
-        if not has_float64:
-            patch.setattr(DeviceTensor, "dtypes", tuple(each for each in DTYPES if each != torch.float64))
-            patch.setattr("hf_specdecpp.sampling.randomness.WITHOUT_FLOAT64", {"cuda"})
+        patch.setattr(f"{__name__}._kind", kind)
         yield counts
+    widest.cache_clear()
 
 
-def on_device(what: Placed, device: str = "cuda:0") -> Placed:
-    """A tensor, or in place all of a module's: what they share they share there, too."""
-    place = torch.device(device)
+def on_device(what: Placed, device: str | None = None) -> Placed:
+    """A tensor, or in place all of a module's: what they share they share there, too. By default on the first one."""
+    place = torch.device(device or f"{_kind}:0")
     if isinstance(what, Tensor):
         return DeviceTensor(what.detach(), place)  # type: ignore[return-value]
     moved: dict[int, nn.Parameter] = {}
@@ -217,17 +242,20 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """One operation of which a tensor is on a device, or shall be."""
     name = func._schema.name
     if name == "aten::copy_":
-        return _copy(args[0], args[1])
+        return _copy(*args, **kwargs)
     if name in ("aten::to", "aten::_to_copy"):
         return _moved(func, args, kwargs)
     if name == "aten::_local_scalar_dense":
         counts["read"] += 1
         return func(host_of(args[0]))
     placed = _placed(args, kwargs)
+    if _kind == "mps" and is_missing(func):
+        raise NotImplementedError(f"The operator '{name}' is not currently implemented for the MPS device.")
     if name not in INDEXED:
         _check_devices(name, [each for each in _tensors(args, kwargs) if each.dim()])
     counts["read"] += name in SHAPED_BY_NUMBERS
-    device = placed[0].device if placed else torch.device(_wanted(args, kwargs))
+    wanted = _wanted(args, kwargs)  # also of `zeros_like`
+    device = torch.device(wanted) if wanted else placed[0].device
     out = func(*_on_host(args), **_on_host(kwargs))
     aliases = [returned.alias_info for returned in func._schema.returns if returned.alias_info is not None]
     if all(each.is_write for each in aliases):
@@ -249,10 +277,18 @@ def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return DeviceTensor(out, torch.device(wanted))
 
 
-def _copy(into: Tensor, source: Any) -> Tensor:
+# Called with a device and what its current stream has to do, where the host does not wait for that.
+later: Callable[[torch.device, Callable[[], Any]], Any] = lambda _device, work: work()  # noqa: E731
+
+
+def _copy(into: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     kind = {(True, True): "launch", (True, False): "upload", (False, True): "read"}
     counts[kind[isinstance(into, DeviceTensor), isinstance(source, DeviceTensor)]] += 1
-    host_of(into).copy_(host_of(source))
+    if non_blocking and isinstance(source, DeviceTensor) and not isinstance(into, DeviceTensor):
+        now = source.host.clone()
+        later(source.device, lambda: into.copy_(now))
+    else:
+        host_of(into).copy_(host_of(source))
     return into
 
 
@@ -293,7 +329,7 @@ def _wanted(args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _is_device(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
+    return device is not None and torch.device(device).type == _kind
 
 
 def host_of(each: Any) -> Any:
@@ -311,7 +347,9 @@ def _on_host(tree: Any) -> Any:
 
 
 def _wrap(each: Any, device: torch.device) -> Any:
-    return DeviceTensor(each, device) if isinstance(each, Tensor) and not isinstance(each, DeviceTensor) else each
+    if not isinstance(each, Tensor) or isinstance(each, DeviceTensor) or not _is_device(device):
+        return each
+    return DeviceTensor(each, device)
 
 
 def _index(index: Any) -> Any:

@@ -14,6 +14,7 @@ from transformers import (
 
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 from support.next_tokens import Path
 
@@ -46,6 +47,7 @@ class Between:
     def __init__(self, raw: Callable[[Path], Tensor], name: str) -> None:
         self.raw, self.text = raw, Text.__new__(Text)
         self.text.ids, self.text.processing, self.text.eos = PROMPT, Processing(PROCESSORS[name]), set()
+        self.text.max_length, self.text.randomness = float("inf"), TorchRandomness()
 
     def p(self, path: Path) -> Tensor:
         """As plain sampling knows it."""
@@ -61,7 +63,7 @@ class Between:
 
 
 def rightly(text: Text, tree_pass: TreePass, scores: Tensor) -> Tensor:
-    return text.process(tree_pass, scores, guided=False)
+    return text.process(tree_pass, scores)
 
 
 def of_the_next(text: Text, tree_pass: TreePass, scores: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from support.models import partly_agreeing, prompt, random_layer
+from support.watchers import unnoticed
 
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 3},
@@ -68,7 +69,7 @@ def dies(target: Any, draft: Any, rank: int) -> dict[str, Any]:
             os._exit(1)
 
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**RULES["fixed"]))
-    target.model.register_forward_pre_hook(count)
+    target.model.register_forward_pre_hook(unnoticed(count))
     return _error(target, assistant)
 
 

@@ -113,7 +113,7 @@ def test_commands(target: str, assistant: str) -> None:
 
 def test_the_last_tree(target: str, assistant: str) -> None:
     output = chat(target, "w1 w2 w3", "/tree", options=("--assistant", assistant, "--tree")).stdout
-    assert re.search(r"^'w\d+'   \(\d+ candidates, depth \d, width \d", output, flags=re.MULTILINE)
+    assert re.search(r"^'w\d+'   \(\d+ candidates, depth \d+, width \d", output, flags=re.MULTILINE)
     assert "└─" in output
 
 
@@ -193,7 +193,7 @@ def test_it_says_where_no_assistant_helps(tmp_path: Path) -> None:
     model.save_pretrained(folder)
     result = chat(folder, "w1 w2 w3")
     assert "note       Answers are plain ones, without the assistant: use_cache=False" in result.stdout
-    assert "verdict     The call was a plain one, without the default assistant" in result.stdout
+    assert "verdict     The call was a plain one, without its assistant" in result.stdout
     assert answers_of(result) == plain(folder, "w1 w2 w3")
 
 

@@ -93,7 +93,7 @@ def test_demo_shows_a_tree(target: str, tmp_path: Path, monkeypatch: pytest.Monk
     result = CliRunner().invoke(app, ["demo", "--target", target, *ARGUMENTS, "--tree"])
     assert result.exit_code == 0, result.output
     assert result.output.count("equal: all 12 tokens") == 2
-    for part in ("The last tree", "draft passes", "a=0.", "trees", "Picture: tree.png"):
+    for part in ("The most branched tree", "draft passes", "a=0.", "trees", "Picture: tree.png"):
         assert part in result.output
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
 

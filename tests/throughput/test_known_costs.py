@@ -1,9 +1,7 @@
-"""What rounds cost: before any was timed, as it follows from timed ones, under what it is kept, what is remembered."""
+"""What rounds cost: before any was timed, as it follows from timed ones, of which rounds it is, what is remembered."""
 
-import json
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +9,13 @@ import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
 from torch import Tensor
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, files
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.throughput import known_costs
+from hf_specdecpp.throughput import known_costs, memory
 from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.round_times import Drafting, RoundTimes, corrected, in_seconds
@@ -50,7 +48,7 @@ def test_a_row_of_a_batch_pays_its_share() -> None:
     assert len(four.at(0).verify) == 5
 
 
-def test_they_are_kept_once_rounds_were_timed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_those_of_like_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny("llama")
     drafter = Drafter(partly_agreeing(target))
 
@@ -60,51 +58,16 @@ def test_they_are_kept_once_rounds_were_timed(cache: Path, monkeypatch: pytest.M
     first = ask()
     assert ask() is first
     assert first.is_assumed
-    assert not list(cache.iterdir())
     time_a_text(first)
-    monkeypatch.setattr(known_costs, "_known", {})  # another process
     assert not ask().is_assumed
-    assert ask().at(16) == first.at(16)
-    (path,) = cache.iterdir()
-    assert json.loads(path.read_text())["of"]["target"]["layers"] == 3
+    with known_costs.without_known_costs():
+        assert ask().is_assumed
+    assert ask() is first
     others = [ask(most=5), ask(AcceptanceHead(32))]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert all(each.is_assumed for each in [*others, ask()]), "other settings are other costs"
-
-
-@pytest.mark.parametrize("text", [
-    "",
-    "[]",
-    '{"costs": {"draft": 1, "verify": [1]}}',
-    '{"costs": {"first": {"draft": -1, "verify": [1]}, "by_length": {}}}',
-    '{"costs": {"first": {"draft": 1, "verify": [1]}, "by_length": {"x": {"draft": 1, "verify": [1]}}}}',
-])  # fmt: skip
-def test_a_damaged_file_is_no_knowledge(text: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny("llama")
-    rounds = known_costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20)
-    time_a_text(known_costs.costs_of(rounds))
-    (path,) = cache.iterdir()
-    path.write_text(text)
-    monkeypatch.setattr(known_costs, "_known", {})
-    again = known_costs.costs_of(rounds)
-    assert again.is_assumed
-    time_a_text(again)
-    assert json.loads(path.read_text())["costs"]["first"] == again.first.to_dict()
-
-
-@pytest.mark.parametrize("error", [OSError("read-only"), ValueError("Corrupted assets folder"), None])
-def test_an_unwritable_cache_is_no_error(error: Exception | None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: str) -> Path:
-        if error is not None:
-            raise error
-        return cache / "missing"
-
-    monkeypatch.setattr(files, "cached_assets_path", fail)
-    target = tiny("llama")
-    time_a_text(
-        known_costs.costs_of(known_costs.Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 20))
-    )
     known_costs.forget_costs()
+    assert ask() is not first
 
 
 def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> None:
@@ -158,11 +121,14 @@ KINDS: dict[str, tuple[dict[str, Any], Tensor, dict[str, Any]]] = {
 
 
 @pytest.fixture
-def wrong(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier process has kept costs that are wrong by far."""
-    recall, kept = known_costs.recall, {"first": WRONG.to_dict(), "by_length": {}}
-    monkeypatch.setattr(known_costs, "recall", lambda kind, of: recall(kind, of) or kept)
-    monkeypatch.setattr(known_costs, "_known", {})
+def wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are known that are wrong by far."""
+
+    def known(rounds: known_costs.Rounds) -> known_costs.KnownCosts:
+        return found.setdefault(rounds.rows, known_costs.KnownCosts(WRONG, rounds.formed()))
+
+    found: dict[int, known_costs.KnownCosts] = {}
+    monkeypatch.setattr(memory, "costs_of", known)
 
 
 def plan_of(assistant: SpecDecPPAssistant, target: CausalLM) -> Plan:

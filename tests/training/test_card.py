@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.files import Repository
-from hf_specdecpp.hub.publishing import make_card, opening, unhelped
+from hf_specdecpp.hub import inspection
+from hf_specdecpp.hub.publishing import make_card, no_id, opening, unhelped
 from hf_specdecpp.hub.repository import load_config, load_head
 from hf_specdecpp.training import calibration, chains, evaluation
 from hf_specdecpp.training import card as card_stage
@@ -178,10 +181,12 @@ def test_the_card_says_what_training_did_not_help() -> None:
     ]
     fitted = trained({"1.00": 0.55, "0.00": 0.6}, 0.6)
     assert "probability 0.600 without it, with it at most 0.550" in unhelped(fitted)[0], "least squares are better"
-    for auc, kl, is_said in ((0.8, 0.5, False), (0.6, 0.3, False), (0.6, 0.5, True), (0.5, 0.3, True)):
+    silent, said_of = ((0.8, 0.5), (0.6, 0.3)), ((0.6, 0.5), (0.5, 0.3), (0.5, 0.5), (0.2, 0.11))
+    for auc, kl in (*silent, *said_of):
         said = unhelped(trained({"1.00": 0.6}, 0.6, auc, kl))
-        assert bool(said) is is_said
-        assert all(each.startswith(f"Training did not help the head: its AUC is {auc:.3f} and") for each in said)
+        assert bool(said) is ((auc, kl) in said_of)
+        begins = "Training did not help the head" if kl > 0.4 else "The head knows how often candidates are accepted, b"
+        assert all(each.startswith(begins) and f": its AUC is {auc:.3f} and" in each for each in said)
     assert len(unhelped({**trained({}, auc=0.6, kl=0.5), "distillation": {"before": {}}})) == 1
 
 
@@ -234,3 +239,65 @@ def test_an_early_exit_has_the_target_as_its_base(tmp_path: Path, monkeypatch: p
     assert (ours["speculation"]["rule"], ours["speculation"]["cpu_products"]) == ("throughput", "off")
     target = AutoModelForCausalLM.from_pretrained(config.target)
     assert greedy(target, SpecDecPPAssistant.from_pretrained(config.output, target)) == greedy(target)
+
+
+# What a run is worth, and names that others cannot load. --------------------------------------------------------------
+
+
+def rarely(run: TrainingConfig, folder: Path, accepted: float, **changes: Any) -> TrainingConfig:
+    """The run, copied, with another acceptance on the held-out prompts."""
+    shutil.copytree(run.work, folder / "work")
+    path = folder / "work" / "evaluation" / "evaluation.json"
+    report = json.loads(path.read_text())
+    for each in report["sets"]["heldout"].values():
+        each["mean_acceptance"] = accepted
+    path.write_text(json.dumps(report))
+    return replace(run, output=str(folder / "out"), work_dir=str(folder / "work"), **changes)
+
+
+@pytest.mark.parametrize(("accepted", "is_enough"), [(0.031, False), (0.099, False), (0.1, True), (0.8, True)])
+def test_what_is_hardly_accepted_is_not_to_be_used(
+    accepted: float, is_enough: bool, run: TrainingConfig, tmp_path: Path
+) -> None:
+    config = rarely(run, tmp_path, accepted)
+    card = (card_stage.run(config) / "README.md").read_text()
+    says = card_stage.summary(config)
+    assert f"acceptance  {accepted:.3f} of a candidate" in says
+    assert ("use it      assist(model" in says) is is_enough
+    assert ("--push_to_hub" in says) is is_enough
+    assert (f"not yet     A candidate is accepted with probability {accepted:.3f} only." in says) is not is_enough
+    assert bool(re.search(r"This run learnt from [\d,]+ tokens of answers; more of them help", says)) is not is_enough
+    assert (f"A candidate is accepted with probability {accepted:.3f} only." in card) is not is_enough
+
+
+def test_a_folder_is_no_id(run: TrainingConfig, tmp_path: Path) -> None:
+    """Of a target that was read from a folder its name is kept, but not as something that others can load."""
+    config = rarely(run, tmp_path, 0.5, target_id=None, target_revision=None)
+    folder, name = card_stage.run(config), Path(run.target).name
+    card = (folder / "README.md").read_text()
+    assert f"| target | {name}, the name of a folder: its Hub id is not known |" in card
+    assert 'AutoModelForCausalLM.from_pretrained("TARGET")' in card
+    assert f'from_pretrained("{name}")' not in card
+    assert f"first set target_id, the Hub id of {run.target!r}" in card_stage.summary(config)
+    report = inspection.inspect(Repository(str(folder)))
+    assert [each for each in report.traps if f"target_id={name!r}, which seems to be the name of somebody's" in each]
+    known = rarely(run, tmp_path / "known", 0.5)
+    report = inspection.inspect(Repository(str(card_stage.run(known))))
+    assert not [each for each in report.traps if "target_id" in each]
+    assert "first set target_id" not in card_stage.summary(known)
+
+
+@pytest.mark.parametrize(("name", "is_none"), [
+    ("org/target", False), ("target", True), ("/home/me/target", True), ("./target", True), ("~/target", True),
+    ("gpt2", True), (None, False), ("", False), ("org/repo/folder", False),
+])  # fmt: skip
+def test_names_that_are_no_ids(name: str | None, is_none: bool) -> None:
+    assert no_id(name) is is_none
+
+
+@pytest.mark.parametrize(("tokens", "is_little"), [(469, True), (49_999, True), (50_000, False)])
+def test_few_tokens_are_warned_of(tokens: int, is_little: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(distillation.logger, "warning", warnings.append)
+    distillation.warn_of_few({"tokens": tokens, "answers": 12})
+    assert [f"learns from {tokens:,} tokens of 12 answers" in each for each in warnings] == [True] * is_little

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.models import prompt, tiny
 from support.token_trees import LEVELS, gap, one_by_one, prefill, read_tree, tokens_for
+from support.watchers import unnoticed
 from support.zoo import WINDOW, tiny_of
 from torch import Tensor
 from transformers import DynamicCache
@@ -170,7 +171,8 @@ def test_other_caches_are_refused() -> None:
 def test_the_model_is_tried_once_and_left_as_it_was() -> None:
     model = tiny_of("gemma3_text")
     passes: list[tuple[int, ...]] = []
-    model.register_forward_pre_hook(lambda _, __, kwargs: passes.append(kwargs["input_ids"].shape), with_kwargs=True)
+    note = unnoticed(lambda _, __, kwargs: passes.append(kwargs["input_ids"].shape))
+    model.register_forward_pre_hook(note, with_kwargs=True)
     before, random, keys = copy.deepcopy(model.state_dict()), torch.get_rng_state(), set(vars(model))
     check_tree(model)
     check_tree(model)

@@ -45,7 +45,7 @@ from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.models.reader import Reader
-from hf_specdecpp.sampling.randomness import draw_rows, seed_of
+from hf_specdecpp.sampling.randomness import draw_rows, seed_of, uniform, widest
 from hf_specdecpp.texts import branches
 from hf_specdecpp.texts.prompts import sample_prompts
 from hf_specdecpp.texts.sampling import Sampling
@@ -95,7 +95,7 @@ def record(
     """
     drafter, reader, head = assistant.ready_drafter(), Reader(target), assistant.head
     vocab_size = target.config.get_text_config().vocab_size
-    generator = torch.Generator(drafter.device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     before = head is not None and head.inputs == "before"
 
     def known(tokens: Tensor, scalars: Tensor, label: Tensor, hidden: Tensor) -> Tensor:
@@ -135,8 +135,10 @@ def record(
 
 def known_of(tokens: Tensor, scalars: Tensor, label: Tensor, log_odds: Tensor) -> Tensor:
     """`[..., 5]`, `KNOWN` of candidates `[...]` with `scalar_features` `[..., 6]`."""
-    columns = tokens, scalars[..., 0].double().exp(), scalars[..., 1], label, log_odds
-    return torch.stack([column.double() for column in columns], dim=-1)
+    columns, dtype = (tokens, scalars[..., 0], scalars[..., 1], label, log_odds), widest(tokens.device)
+    known = torch.stack([column.to(dtype) for column in columns], dim=-1)
+    known[..., 1].exp_()
+    return known
 
 
 def _at_places(p: Tensor, q: Tensor, x: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -146,7 +148,7 @@ def _at_places(p: Tensor, q: Tensor, x: Tensor, sampling: Sampling, generator: t
     drawn_from = sampling.drawn_from(q, q.argmax(-1))
     accept, label, rejected_p = coupling(p, drawn_from, x)
     rejected = q.argmax(-1) if sampling.greedy else draw_rows(rejected_p, generator)
-    coins = torch.rand(len(x), generator=generator, device=q.device, dtype=torch.float64)
+    coins = uniform((len(x),), generator, q.device)
     scalars, rejected_scalars = (scalar_features(q, token, sampling.greedy) for token in (x, rejected))
     return coins < accept, label, scalars, rejected, rejected_scalars
 
@@ -162,7 +164,7 @@ def coupling(p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         `[n]`, chance that x was the candidate; `[n]`, chance that the candidate x is accepted; `[n, vocab]`,
         distribution of the candidate if it was another (q itself where no other is possible).
     """
-    p_of, q_of = p.gather(-1, x[:, None])[:, 0].double(), q.gather(-1, x[:, None])[:, 0].double()
+    p_of, q_of = (probs.gather(-1, x[:, None])[:, 0].to(widest(x.device)) for probs in (p, q))
     accept = torch.where(q_of >= p_of, 1.0, q_of / p_of)
     label = torch.where(p_of >= q_of, 1.0, p_of / q_of)
     left = (q - p).clamp_min(0.0)

@@ -326,7 +326,7 @@ class BlockSteps(RoundSteps):
     """
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
-        super().__init__(draft, vocab_size, id(draft.model), draft.reads.width)
+        super().__init__(draft, vocab_size, draft.model, draft.reads.width)
         self.draft, self.model = draft, draft.model
         self.num_layers, self.most = len(self.model.layers), draft.settings.places
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from hf_specdecpp.config import checks
 from hf_specdecpp.config.checks import Bounds, check_fields, check_layers
-from hf_specdecpp.drafting.draft import Beside
+from hf_specdecpp.drafting.draft import check_beside
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
@@ -240,7 +240,7 @@ class Eagle3Drafter(Drafter):
 
     def __init__(self, model: Eagle3Model, target: CausalLM) -> None:
         super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)
-        self.beside = Beside(target)
+        check_beside(target)
 
     @property
     def num_ids(self) -> int:
@@ -262,6 +262,3 @@ class Eagle3Drafter(Drafter):
 
     def check_tree(self) -> None:
         """It reads trees: it is a Llama, with attention that takes any mask."""
-
-    def check_unmoved(self, has_adapter: bool) -> None:  # noqa: ARG002
-        self.beside.check()

@@ -224,7 +224,7 @@ class SharedSteps(RoundSteps):
     shares_cache, num_layers = True, 0
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
-        super().__init__(draft, vocab_size, id(draft.model), draft.reads.width)
+        super().__init__(draft, vocab_size, draft.model, draft.reads.width)
         self.draft = draft
 
     def read(self, cache: RoomCache, window: Window) -> None:

@@ -301,7 +301,7 @@ class LayerSteps(RoundSteps):
 
     def __init__(self, layers: Sequence[Any], vocab_size: int) -> None:
         self.layers = layers
-        super().__init__(self.layers[0], vocab_size, tuple(map(id, layers)), self.layers[0].fusion.width)
+        super().__init__(self.layers[0], vocab_size, tuple(layers), self.layers[0].fusion.width)
         self.num_layers, self.again, self.least = len(layers), len(layers) - 1, len(layers)
 
     def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - chains alone

@@ -24,9 +24,9 @@ from hf_specdecpp.generation.doors.calls import Call, decoding_of
 from hf_specdecpp.generation.refusals import check_mode
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.several.ranks import is_spread
-from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.stats import LatestCalls
 from hf_specdecpp.generation.target import OneTarget
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, longest_text
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, keeping_generators, longest_text
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.tiers import SPARE
 
@@ -38,7 +38,7 @@ class Rehearsal:
 
     def __init__(self, setup: DraftSetup) -> None:
         self.setup, self.speculation = replace(setup, memory=Memory(setup.memory.calibration)), setup.speculation
-        self.stats = SpeculationStats()
+        self.calls = LatestCalls()
 
     def start_generation(
         self, target: CausalLM, config: GenerationConfig, logits_processor: Any, attention_mask: Tensor | None, *_: Any
@@ -126,7 +126,7 @@ def warm_up(setup: DraftSetup, target: CausalLM, max_length: int, options: dict[
     device = input_device(target)
     prompt = torch.arange(PROMPT, device=device)[None]
     begin = time.perf_counter()
-    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
+    with keeping_generators(device):
         target.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),

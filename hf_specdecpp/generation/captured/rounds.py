@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs, lasting, write_lasting
+from hf_specdecpp.captured.graphs import Graphs, lasting, write_lasting
 from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape, with_paths
 from hf_specdecpp.sampling import on_device
+from hf_specdecpp.sampling.randomness import NothingToDrawError
 from hf_specdecpp.throughput.tiers import MostTokens, RoundSeconds
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -30,8 +31,8 @@ Process: TypeAlias = Callable[[int, DraftTree, Tensor], Tensor]
 
 
 class Accepted(NamedTuple):
-    """What stands of the candidates, by text: how many and what `token` follows them, the `last` one (the root is 0),
-    and `path` `[texts, levels]`: the candidates that stand, counted from 0, and any others behind them."""
+    """What stands of the candidates, by text: how many, which `token` follows (-1: none can be drawn), the `last` one
+    (0 is the root), and `path` `[texts, levels]`: those that stand, counted from 0, and any others behind them."""
 
     accepted: Tensor
     token: Tensor
@@ -58,7 +59,6 @@ class CapturedRounds:
     Attributes:
         seconds: that rounds take.
         tiers: what `rule="throughput"` knows of them.
-        why_not: why a round was not captured, once that was seen.
         is_drafting: whether the latest graph is of the draft.
     """
 
@@ -66,7 +66,6 @@ class CapturedRounds:
         self.passes, self.draft = passes, draft
         self.graphs, self.seconds = Graphs(passes.device, beside=passes.graphs), RoundSeconds()
         self.tiers: MostTokens | None = None
-        self.why_not: str | None = None
         self.is_drafting = False
         texts = len(draft.last)
         with lasting():
@@ -91,6 +90,7 @@ class CapturedRounds:
     def begin(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
         """The rounds that follow are of other texts `[texts, length]`, as processors see them, whose last tokens the
         target has not read; the rest is as `CapturedDraft.begin` takes it."""
+        self.graphs.begin_text()
         self.token.copy_(texts[:, -1:])
         self._sizes, self._active = [self.passes.text.held] * len(texts), list(range(len(texts)))
         self._first, self._text, self._has_begun = texts, None, False
@@ -118,7 +118,6 @@ class CapturedRounds:
         self.draft.note(accepted, drafted=shape.levels > 0)
         for text, count in accepted.items():
             self._sizes[text] += count + 1
-        self.passes.text.held = max(self._sizes)
         return reports
 
     def _catch_up(self) -> None:
@@ -154,7 +153,7 @@ class CapturedRounds:
 
     def _make_room(self, shape: RoundShape, rules: RoundRules) -> None:
         # One room for both models: otherwise there would be graphs for each pair of rooms.
-        most = max(self.passes.text.held + shape.nodes + 1, self.draft.needed)
+        most = max(max(self._sizes) + shape.nodes + 1, self.draft.needed)
         room = self.passes.text.with_room(most).room
         self.draft.text.with_room(most)
         if rules.asks_for_text and (self._text is None or self._text is not self._texts.get(room)):
@@ -188,19 +187,11 @@ class CapturedRounds:
         self.is_drafting, changes = key[0] in ("draft", "catch up"), self.changes
         if key[0] == "settle" and key not in self.graphs:  # rows of a tree, which each run before a capture moves
             changes += self.passes.text.cache.rows(min(self._sizes), max(self._sizes) + self.draft.nodes + 1)
-        if self.why_not is not None and key not in self.graphs:
-            return function()
-        try:
-            return self.graphs.run(key, function, changes)
-        except CannotCaptureError as error:
-            if not self._has_begun:
-                raise
-            self.why_not = f"a round cannot be captured ({error})"
-            return function()
+        self.graphs.run(key, function, changes, falls_back=self._has_begun)
 
     def _wait(self) -> None:
         if self.passes.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self.passes.device).synchronize()
 
     # What is captured ------------------------------------------------------------------------------------------------
 
@@ -229,13 +220,15 @@ class CapturedRounds:
         if together is not None:
             together = together.gather(1, rows[..., None].expand(-1, -1, together.shape[2]))
         chosen = candidates.gather(1, stands.path)
+        told = torch.stack((stands.accepted, stands.token, stands.last), dim=1)
+        self.report[:, : TOLD - 1] = told.to(self.report)
+        # A text with no token to draw ends, but its row of a batch is read on.
+        stands = stands._replace(token=stands.token.clamp_min(0))
         draft.take(stands.accepted, stands.token, chosen, together, drafted=nodes > 0)
         if text is not None:
             self._write(text, chosen, stands)
         self.token.copy_(stands.token[:, None])
         passes.text.cache.length.add_((stands.accepted + 1) * draft.alive)
-        told = torch.stack((stands.accepted, stands.token, stands.last), dim=1)
-        self.report[:, : TOLD - 1] = told.to(self.report)
 
     def _write(self, text: Tensor, candidates: Tensor, stands: Accepted) -> None:
         """Add what is emitted to a text; behind it stands its last token once more."""
@@ -257,13 +250,13 @@ class CapturedRounds:
             if width == 1:
                 tests, weights = on_device.outcomes(candidates, count, p, q, rules.verification)
                 last = on_device.first_passing(tests, torch.rand_like(tests))
-                return Accepted(last, _follows(weights, last), last, steps.expand(len(last), -1))
+                return Accepted(last, on_device.follows(weights, last), last, steps.expand(len(last), -1))
             drawn = q.gather(-1, candidates[..., None])[..., 0] > 0.0
             chances, weights = on_device.tree_tests(candidates, parents, drawn, p, q, width)
             stands = on_device.stands_sampled(parents, chances, torch.rand_like(chances))
         last, on_path = on_device.last_on_path(stands, draft.ancestors[:, : nodes + 1, : nodes + 1])
         path = on_path[:, 1:].unflatten(1, (levels, width)).long().argmax(-1) + steps * width
-        token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else _follows(weights, last)
+        token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else on_device.follows(weights, last)
         return Accepted(on_path.sum(-1) - 1, token, last, path)
 
     # What the host makes of it ---------------------------------------------------------------------------------------
@@ -284,15 +277,11 @@ class CapturedRounds:
     def _told(self, row: list[float], shape: RoundShape, rules: RoundRules) -> Report:
         tree = self._tree(row, shape)
         accepted, token, last = (int(each) for each in row[: TOLD - 1])
+        if token < 0:
+            raise NothingToDrawError
         path = list(range(1, accepted + 1)) if shape.width == 1 else tree.nodes_to(last)
         judged = rules.num_judged(len(tree)) if shape.width == 1 else 0
         return Report(tree, path, token, row[TOLD + 2 * self.draft.nodes :][:judged])
 
 
 NO_SCORES = torch.empty(0)
-
-
-def _follows(weights: Tensor, last: Tensor) -> Tensor:
-    """A token `[texts]` after the nodes `last`, drawn by `weights` `[texts, nodes + 1, vocab]`."""
-    of_last = weights.gather(1, last[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
-    return on_device.race(of_last, on_device.exponential(*of_last.shape, device=weights.device))

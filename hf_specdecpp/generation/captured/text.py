@@ -32,6 +32,7 @@ SWITCHES_ROPE = {"phi3", "phimoe"}
 _choosing = Lock()
 logger: Any = logging.get_logger("hf_specdecpp")
 BETWEEN = "captured, with logits processors between the graphs"
+MEMORY = "memory ended"
 IMAGES = "mm_encoder_outputs"  # what images and sounds were encoded to, an empty dict where there are none
 
 
@@ -78,16 +79,12 @@ class CapturedText(TargetText):
         moves = path is not None and num_in_place(path.rows[:kept]) < kept
         self.passes.keep(kept, path.on_device[:kept] if moves and path is not None else None)
 
-    def forget(self, count: int) -> None:
-        """At the end of a text: its last `count` tokens, which were read, are not part of it."""
-        self.text.held -= count
-
     def roll_back(self) -> None:
         """Nothing of a pass is held."""
 
     def give_back(self) -> Prefix:
         self.passes.write(self.cache)
-        self._prefix.text.held = self.text.held
+        self._prefix.grow(self.text.held - self._prefix.text.held)
         return self._prefix
 
 
@@ -118,10 +115,15 @@ class Captured:
             self._say(reason)
         made = "step by step" if reason else f"step by step: {not_whole}"
         if self.passes is not None and not_whole is None:
-            self.rounds = whole_rounds(self.texts, self.passes)
-            made = "captured" if self.rounds.process is None else BETWEEN
-        for text in self.texts:
-            text.stats.uncaptured, text.stats.decided["rounds"] = reason, made
+            try:
+                self.rounds = whole_rounds(self.texts, self.passes)
+                made = "captured" if self.rounds.process is None else BETWEEN
+            except torch.OutOfMemoryError as error:
+                reason = memory_ended(error)
+        if reason is not None and self.passes is not None:
+            self.run_out(reason, texts)
+        else:
+            self._note(reason, made)
 
     def _say(self, reason: str) -> None:
         """Once, where a user may expect graphs."""
@@ -138,24 +140,29 @@ class Captured:
         if (reason := _why_not(side)) is not None:
             return reason
         passes = captured_target(side.model, setup.speculation.compile)
-        if passes.why_not is not None:
-            return passes.why_not
         with _choosing:
             if passes.busy:
                 return "another text is using the captured passes of this target"
             passes.busy = True
         try:
-            passes.why_not = side.enter(passes)
+            passes.graphs.begin_text()
+            reason = passes.why_not or passes.graphs.why_not or self._try(passes)
+            self.passes = None if reason else passes
+            return reason
+        finally:
+            passes.busy = self.passes is not None
+
+    def _try(self, passes: CapturedTarget) -> str | None:
+        """Go on with these passes, or say why that cannot be, and whether it never can."""
+        try:
+            passes.why_not = reason = self.side.enter(passes)
         except CannotCaptureError as error:
-            passes.why_not = f"its pass cannot be captured ({error})"
-        except BaseException:
-            passes.busy = False
-            raise
-        if passes.why_not is not None:
-            passes.busy = False
-            return passes.why_not
-        self.passes = passes
-        return None
+            reason = f"its pass cannot be captured ({error})"
+            passes.why_not = None if error.is_passing else reason
+        except torch.OutOfMemoryError as error:
+            passes.close()
+            reason = memory_ended(error)
+        return reason
 
     def make_round(self, texts: Sequence[Text]) -> bool:
         """Make a round that is captured whole; `False` where rounds are made step by step."""
@@ -163,20 +170,43 @@ class Captured:
             return False
         try:
             self.rounds.round(texts, self.side)
+            return True
         except CannotCaptureError as error:  # of the first
             reason = f"a round cannot be captured ({error})"
-            if self.rounds.rounds.is_drafting:
+            if self.rounds.rounds.is_drafting and not error.is_passing:
                 self.generator.setup.drafter.give_up(str(error))
             else:
                 self._say(reason)
-            self.rounds = None
-            for text in self.texts:
-                text.stats.uncaptured, text.stats.decided["rounds"] = reason, f"step by step: {reason}"
-                text.generator.begin_again()
-            if self._rounds_alone:
-                self.side.leave_rooms()
+        except torch.OutOfMemoryError as error:
+            reason = memory_ended(error)
+        if reason.startswith(MEMORY):  # outside of the handler, which keeps what was made last
+            self.run_out(reason, texts)
             return False
-        return True
+        self._note(reason, f"step by step: {reason}")
+        self.rounds = None
+        for text in self.texts:
+            text.generator.begin_again()
+        if self._rounds_alone:
+            self.side.leave_rooms(texts)
+        return False
+
+    def run_out(self, reason: str, texts: Sequence[Text]) -> None:
+        """Memory has ended: free all that is captured, and let these texts go on without."""
+        self._say(reason)
+        self._note(reason, f"step by step: {reason}")
+        if self.rounds is not None:  # the draft has read what the rounds emitted in rooms alone
+            for text in texts:
+                text.generator.stop()
+        self.rounds, passes = None, self.passes
+        if passes is not None:
+            passes.close()
+            self.side.leave_rooms(texts)
+            del passes.text
+
+    def _note(self, reason: str | None, made: str) -> None:
+        """Why passes are not captured, and how rounds are made."""
+        for text in self.texts:
+            text.stats.uncaptured, text.stats.decided["rounds"] = reason, made
 
     def leave(self) -> None:
         """Leave the passes to other texts."""
@@ -192,9 +222,16 @@ class Captured:
         stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
         places: list[Any] = [*made, passes.rooms, *([] if rounds is None else [rounds.rounds.draft.rooms])]
         stats.graph_bytes = sum(each.num_bytes for each in places)
-        stats.uncaptured = stats.uncaptured or passes.why_not or (rounds.rounds.why_not if rounds is not None else None)
+        named = zip(("its pass", "a round"), made, strict=False)
+        later = [f"{what} cannot be captured ({each.why_not})" for what, each in named if each.why_not]
+        stats.uncaptured = stats.uncaptured or next(iter(later), None)
         self.rounds = None  # which refers to the texts
         self.leave()
+
+
+def memory_ended(error: torch.OutOfMemoryError) -> str:
+    """The reason why something is not captured."""
+    return f"{MEMORY} ({str(error).partition('. ')[0]})"
 
 
 def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
@@ -216,8 +253,12 @@ def _why_not(side: Any) -> str | None:
         return "the target is spread over several devices or offloaded"
     if getattr(target, "is_quantized", False):
         return "the target is quantised"
+    if torch.is_autocast_enabled(side.device.type):  # whose copies of weights last as long as its context
+        return "autocast is on"
     if (reason := why_not_in_place(target) or why_not_rooms(side.growing)) is not None:
         return reason
+    if side.foreign is not None:
+        return f"the target runs {side.foreign.name}, which a graph would not call"
     if config.output_hidden_states or config.output_attentions:
         return "the states or attentions of all layers are asked for"
     model_kwargs = side.forward_arguments

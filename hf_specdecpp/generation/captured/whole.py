@@ -14,7 +14,7 @@ from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape
 from hf_specdecpp.generation.captured.rounds import CapturedRounds
-from hf_specdecpp.generation.text import Text, Verdict
+from hf_specdecpp.generation.text import NO_SCORES, Text, Verdict
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, Tiers, chains_up_to
 from hf_specdecpp.trees.tree import DraftTree, TreePass
@@ -24,13 +24,22 @@ MOST_TEXTS = 8  # rows of a batch
 
 
 class WholeRounds:
-    """The rounds, which no other call is using, of a text or of the rows of a batch; `tiers` chooses their shapes."""
+    """The rounds, which no other call is using, of a text or of the rows of a batch; `tiers` chooses their shapes.
+
+    Attributes:
+        verification: as `SpeculationStats.decided` names it. Trees are verified by Algorithm 3, level by level: block
+            verification would test their nodes one after another, each test launching kernels of its own.
+    """
 
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
         self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
         graphs_run_all = self.generator.processing.does_nothing or not rules.processing.does_nothing
         self.process = None if graphs_run_all else self._process
+        self.verification = self.generator.stats.decided["verification"]
+        if self.verification == "block" and tiers.shapes[-1].width > 1:
+            drafts_chains = any(shape.width == 1 and shape.levels for shape in tiers.shapes)
+            self.verification = "block, of trees token" if drafts_chains else "token"
         self.made, self.longest = 0, min(rounds.passes.longest, self.generator.setup.drafter.max_length)
         self.longest -= max(shape.levels for shape in tiers.shapes)
         self.rates = getattr(self.generator.rule, "rates", None)  # calibrates estimates
@@ -46,7 +55,7 @@ class WholeRounds:
         states = [functional.pad(each, (0, 0, count, 0)) for (_, each), count in zip(read, further, strict=True)
                   if each is not None]  # fmt: skip
         self.rounds.begin(
-            self.generator.processing.shown(torch.cat([text.ids for text in texts])),
+            torch.cat([text.generator.processing.shown(text.ids) for text in texts]),
             torch.cat(tokens),
             torch.cat(states) if states else None,
             torch.tensor(further, device=tokens[0].device),
@@ -75,6 +84,7 @@ class WholeRounds:
         reports = [found[self.places[id(text)]] for text in texts]
         self.tiers.note(shape, reports)
         for text, report in zip(texts, reports, strict=True):
+            text.stats.decided["verification"] = self.verification
             text.generator.note_captured(report.tree, report.path, report.estimates)
             if shape.width > 1 and self.rates is not None:
                 self.rates.observe_tree(report.tree.judged(report.path))
@@ -86,13 +96,12 @@ class WholeRounds:
 
     def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
         """Process scores of one of the texts, as `CapturedRounds` asks."""
-        return self.texts[place].process(TreePass(tree, range(len(tree) + 1)), scores, guided=False)
+        return self.texts[place].process(TreePass(tree, range(len(tree) + 1)), scores)
 
     def _emit(self, text: Text, side: Any, emitted: list[int]) -> None:
         """Emit what stands of a round of which both models have read everything."""
-        nothing = torch.empty(0, 0)  # nobody asks for scores, or rounds would not be captured whole
-        kept = text.emit(Verdict([], emitted, nothing, nothing)).kept
-        side.forget(len(emitted) - kept)
+        kept = text.emit(Verdict([], emitted, NO_SCORES, NO_SCORES)).kept  # or rounds would not be captured whole
+        side.hold(kept)
         text.hand_over(emitted[:kept])
 
     def _shape(self, length: int) -> RoundShape:
@@ -114,14 +123,15 @@ def whole_rounds(texts: Sequence[Text], passes: CapturedTarget) -> WholeRounds:
         processing if processing.fits_graphs else Processing([]),
         generator.setup.estimator if speculation.rule != "fixed" or speculation.tree is not None else None,
         speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
-        decisions.verification,
+        decisions.verification if generator.processing.answers_all else "token",
     )  # fmt: skip
     shapes = shapes_of(speculation, steps, len(texts))
     key = steps.key, tuple(shapes), greedy, steps.vocab_size, len(texts), processing.fits_graphs
     known = passes.rounds
     if key not in known:
         if len(known) >= MOST_KEPT:
-            del known[next(iter(known))]
+            passes.graphs.family.clear()  # of which none can go alone
+            known.clear()
         spare = SPARE if speculation.rule == "throughput" else 0
         known[key] = CapturedRounds(passes, CapturedDraft(steps, shapes, len(texts), greedy, spare))
     rounds = known[key]

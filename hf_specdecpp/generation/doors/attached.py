@@ -23,14 +23,20 @@ from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
 from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.caches.states import check_states
-from hf_specdecpp.generation.doors.calls import Assistant, Call, decoding_of
-from hf_specdecpp.generation.refusals import LateRefusalError, check_mode, check_object
+from hf_specdecpp.generation.doors.calls import MODE_KWARGS, Assistant, Call, decoding_of
+from hf_specdecpp.generation.refusals import (
+    LateRefusalError,
+    PlainCallError,
+    check_mode,
+    check_object,
+    own_speculation,
+)
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
@@ -208,7 +214,7 @@ def _validate_generation_mode(
         mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
     elif mode in BEAMS and (default := default_of(target)) is not None:
         beams = f"num_beams={config.num_beams}, and it proposes one continuation of one sequence."
-        _leave_out(default, target, beams)
+        _leave_out(default, target, beams, mode_kwargs.get("streamer"))
     original(mode, config, mode_kwargs)
 
 
@@ -230,12 +236,12 @@ def _sample(
         _check(target, GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
         decode = decoding_of(Call.of(target, *given[1:], **kwargs), default, input_ids)
     except ValueError as refusal:
-        _leave_out(default, target, str(refusal))
+        _leave_out(default, target, str(refusal), kwargs.get("streamer"))
     else:
         try:
             return decode(input_ids)
         except LateRefusalError as refusal:
-            _leave_out(default, target, str(refusal))
+            _leave_out(default, target, str(refusal), kwargs.get("streamer"))
     return original(*given, **kwargs)
 
 
@@ -252,10 +258,21 @@ def _assisted_decoding(
 ) -> Any:
     given = input_ids, logits_processor, stopping_criteria, generation_config
     if not is_attached(assistant_model, target):
+        default = None if assistant_model is not None or generation_config.is_assistant else default_of(target)
+        if default is not None:
+            reason, is_model_s = own_speculation(generation_config, target)
+            _leave_out(default, target, reason, kwargs.get("streamer"), says=is_model_s)
         return original(*given, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
     # Again, since another thread may have attached the assistant since the call began, and checked the target for that.
     check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
-    return decoding_of(Call.of(target, *given[1:], **kwargs), assistant_model, input_ids)(input_ids)
+    try:
+        decode = decoding_of(Call.of(target, *given[1:], **kwargs), assistant_model, input_ids)
+    except PlainCallError as refusal:
+        _leave_out(assistant_model, target, str(refusal), kwargs.get("streamer"))
+        others = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
+        plain: Any = GenerationMixin._sample
+        return plain(target, *given, **others)
+    return decode(input_ids)
 
 
 METHODS: dict[str, Callable[..., Any]] = {
@@ -271,10 +288,12 @@ def _check(target: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: d
     check_mode(mode, config, mode_kwargs)
 
 
-def _leave_out(default: Assistant, target: CausalLM, reason: str) -> None:
-    """Say that a call is plain though its target has a default assistant: to its user once, and in its statistics."""
-    default.stats = SpeculationStats(refusal=reason)
+def _leave_out(assistant: Assistant, target: CausalLM, reason: str, streamer: Any, says: bool = True) -> None:
+    """Note that a call is plain though it has an assistant, in its statistics and, once, for its user."""
+    assistant.calls.note(SpeculationStats(refusal=reason), streamer)
+    if not says:
+        return
     logger.warning_once(
-        f"This generate() of {type(target).__name__} is a plain one, without its default assistant, which cannot help "
-        f"here: {reason}"
+        f"This generate() of {type(target).__name__} is a plain one, without its assistant, which cannot help here: "
+        f"{reason}"
     )

@@ -18,15 +18,25 @@ from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
-from hf_specdecpp.generation.refusals import LateRefusalError, check_batch, check_for_one, check_inputs
+from hf_specdecpp.generation.refusals import (
+    LateRefusalError,
+    PlainCallError,
+    check_batch,
+    check_for_one,
+    check_foreign,
+    check_inputs,
+    ends_as_told,
+    warn_of_ignored,
+)
 from hf_specdecpp.generation.several.drafting import DraftsOfRows
+from hf_specdecpp.generation.several.in_step import InStep
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread
 from hf_specdecpp.generation.several.target import TargetOfRows
-from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
-from hf_specdecpp.sampling.processors import Processing, for_row
+from hf_specdecpp.sampling.processors import Processing, for_row, in_order
 
 # Arguments of transformers' decoding method that are not for the model's forward.
 MODE_KWARGS = ("synced_gpus", "tokenizer", "assistant_tokenizer")
@@ -36,7 +46,7 @@ class Assistant(Protocol):
     """What a call asks of its assistant, which is a module (`SpecDecPPAssistant`)."""
 
     speculation: SpeculationConfig
-    stats: SpeculationStats
+    calls: LatestCalls
 
     def start_generation(
         self,
@@ -78,6 +88,7 @@ def decoding_of(
     call cannot be assisted. Nothing has been read then, and nothing drawn."""
     target, count = call.target, input_ids.shape[0]
     check_inputs(input_ids, call.model_kwargs)
+    warn_of_ignored(call.config)
     if count == 1 and assistant.speculation.graphs == "auto" and graphs.can_capture(input_device(target)):
         config, model_kwargs = as_growing(target, call.config, call.model_kwargs)
         call = replace(call, config=config, model_kwargs=model_kwargs)
@@ -88,6 +99,7 @@ def decoding_of(
     if count > 1:
         check_for_one(call.streamer, assistant.speculation.tree is not None)
         check_batch(target, call.model_kwargs, call.config, call.processors, call.criteria)
+        check_foreign(target, cache, count)
         return partial(_run, _batch_decoding(call, assistant, count), cache, unused)
     return partial(_run, _text_decoding(call, assistant, input_ids.shape[1], kind).run, cache, unused)
 
@@ -95,8 +107,17 @@ def decoding_of(
 def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[AssistedDecoding]) -> AssistedDecoding:
     """The decoding of one sequence whose prompt has so many tokens."""
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
-    known_as = as_static(config, model_kwargs)
-    generator = assistant.start_generation(target, known_as, call.processors, model_kwargs.get("attention_mask"))
+    foreign = check_foreign(target, cache_among(model_kwargs), 1)
+    known_as, processors = as_static(config, model_kwargs), call.processors
+    if not all(ends_as_told(each, config) for each in call.criteria):  # the draft may go on behind the end
+        processors = in_order(processors)
+    try:
+        generator = assistant.start_generation(target, known_as, processors, model_kwargs.get("attention_mask"))
+    except ValueError as refusal:
+        if foreign is None:
+            raise
+        raise PlainCallError(f"{type(target).__name__} runs {foreign.name}, and so: {refusal}") from refusal
+    assistant.calls.note(generator.stats, call.streamer)
     prepare_static(model_kwargs, config, generator.setup.most_tokens if generator.draws_trees else 0)
     parts = target, generator, call.criteria, config, call.streamer
     if is_spread(target):
@@ -106,7 +127,7 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
     else:
         generator.begin_text(length)
         text, draft = Text(*parts), Drafts()
-    return kind([text], draft, OneTarget(target, text, config, model_kwargs))
+    return kind([text], draft, OneTarget(target, text, config, model_kwargs, foreign))
 
 
 def _unused_layers(cache: Cache) -> list[Any] | None:
@@ -134,12 +155,13 @@ def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[T
         generators.append(assistant.start_generation(call.target, call.config, processors, own, count, first))
     texts = [Text(call.target, each, call.criteria, call.config) for each in generators]
     side = TargetOfRows(call.target, texts, call.config, call.model_kwargs)
-    decoding = AssistedDecoding(texts, DraftsOfRows(generators), side)
+    parts = texts, DraftsOfRows(generators), side
+    decoding = AssistedDecoding(*parts) if generators[0].processing.answers_all else InStep(call.processors, *parts)
 
     def run(input_ids: Tensor) -> Any:
         try:
             return decoding.run(input_ids)
         finally:
-            assistant.stats = SpeculationStats.of_batch([each.stats for each in generators])
+            assistant.calls.note(SpeculationStats.of_batch([each.stats for each in generators]))
 
     return run

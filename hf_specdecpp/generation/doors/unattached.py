@@ -16,14 +16,20 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, MinNewTokensLengthLogitsProcessor, SuppressTokensLogitsProcessor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticCache
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.refusals import check_inputs, check_lossless, check_single
+from hf_specdecpp.generation.refusals import (
+    check_inputs,
+    check_lossless,
+    check_single,
+    ends_as_told,
+    warn_of_ignored,
+)
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, eos_ids
 from hf_specdecpp.models.checks import check_target
-from hf_specdecpp.sampling.processors import Processing, reads_prefix_only
+from hf_specdecpp.models.foreign import foreign_passes
+from hf_specdecpp.sampling.processors import Processing, name_of, reads_prefix_only, remembers
 from hf_specdecpp.trees.tree import DraftTree
 
 # Families whose prompt is a prefix in which every token sees every other, and those whose token types may say so.
@@ -33,6 +39,11 @@ COUNT_FROM_PROMPT = {"glm_image", "unlimited_ocr"}
 # Where configs name the tokens that an image, a video or a sound is put in the place of.
 PLACEHOLDERS = [f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index")]
 ATTACH = "Attach the assistant to the target, which handles this: assistant.attach(model)."
+
+COUNTS = (
+    "{}: keeps count of its calls, and transformers' assisted generation calls logits processors for candidates, too, "
+    "which would change the output. " + ATTACH
+)
 
 
 @dataclass
@@ -127,14 +138,13 @@ def draft_round(
         if generator.lookup is not None:
             generator.lookup.text.never |= frozenset(placeholders)
     generator.draft_processing = Processing(processors)
+    if own := [name_of(each) for each in processors if name_of(each).startswith("transformers.") and remembers(each)]:
+        raise ValueError(COUNTS.format(", ".join(own)))
     before = _states(processors)
     with generator.products:
         chain = generator.propose(input_ids, asked.max_new_tokens)
     if changed := [name for (name, old), (_, new) in zip(before, _states(processors), strict=True) if old != new]:
-        raise ValueError(
-            f"{', '.join(changed)}: keeps count of its calls, and transformers' assisted generation calls logits "
-            "processors for candidates, too, which would change the output. " + ATTACH
-        )
+        raise ValueError(COUNTS.format(", ".join(changed)))
     state = DraftState(generator, length, len(chain))
     if not len(chain):  # transformers needs a candidate all the same
         chain = DraftTree.chain([int(input_ids[0, -1])])
@@ -160,7 +170,7 @@ def _states(processors: list[Any]) -> list[tuple[str, dict[str, Any]]]:
         if not reads_prefix_only(processor):
             values = {name: len(v) if isinstance(v, list) else v for name, v in vars(processor).items()}
             simple = {name: v for name, v in values.items() if isinstance(v, int | float | str | None)}
-            states.append((type(processor).__name__, simple))
+            states.append((name_of(processor), simple))
     return states
 
 
@@ -175,6 +185,7 @@ def check_loop(ready: Callable[[], object]) -> None:
     check_target(target)
     check_windows(target)
     check_lossless(config)
+    warn_of_ignored(config)
     if config.output_hidden_states or config.output_attentions:
         raise ValueError(
             "transformers returns the wrong hidden states and attentions for the first round of assisted generation. "
@@ -188,10 +199,13 @@ def check_loop(ready: Callable[[], object]) -> None:
     check_single(loop.f_locals["input_ids"])
     check_inputs(loop.f_locals["input_ids"], model_kwargs)
     _check_inputs_of_loop(target, model_kwargs)
+    if (foreign := foreign_passes(target, cache_among(model_kwargs))) is not None:
+        raise ValueError(
+            f"The target runs {foreign.name}, which may treat several tokens otherwise than one, and transformers' "
+            "assisted generation does not find out. " + ATTACH
+        )
     per_token = [
-        type(criterion).__name__
-        for criterion in loop.f_locals["stopping_criteria"]
-        if not _heeded_within_rounds(criterion, config)
+        name_of(criterion) for criterion in loop.f_locals["stopping_criteria"] if not ends_as_told(criterion, config)
     ]
     if per_token:
         raise ValueError(
@@ -210,7 +224,7 @@ def _check_inputs_of_loop(target: CausalLM, model_kwargs: dict[str, Any]) -> Non
     if isinstance(cache, StaticCache) and cache.offloading:  # transformers up to 5.23 refuses all static ones itself
         raise ValueError(
             "Static caches that are offloaded cannot be taken back when a candidate is rejected. Use another cache, or "
-            "generate without assistant_model=."
+            "generate without an assistant."
         )
     if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         raise ValueError(
@@ -236,13 +250,10 @@ def _check_inputs_of_loop(target: CausalLM, model_kwargs: dict[str, Any]) -> Non
         )
 
 
-def _heeded_within_rounds(criterion: object, config: GenerationConfig) -> bool:
-    # transformers cuts a round at its own maximum length and end-of-sequence ids, not at those of a user's criterion.
-    if type(criterion) is MaxLengthCriteria:
-        return criterion.max_length == config.max_length
-    if type(criterion) is EosTokenCriteria:
-        return eos_ids(config).issuperset(criterion.eos_token_id.tolist())
-    return type(criterion) is MaxTimeCriteria  # the clock may be read a round late
+def streamer_of_loop() -> Any:
+    """The streamer of transformers' loop that asks for a round, if it has one."""
+    loop = _loop_frame()
+    return None if loop is None else loop.f_locals.get("streamer")
 
 
 def _loop_frame() -> FrameType | None:

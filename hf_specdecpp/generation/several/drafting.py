@@ -29,6 +29,9 @@ class DraftsOfRows(Drafts):
 
     @torch.inference_mode()
     def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:  # noqa: ARG002
+        if texts[0].generator.rests:
+            self.times = None
+            return [text.generator.note(DraftTree.chain()) for text in texts]
         if self.plan is not None:
             self.plan.follow(max(text.length for text in texts))
         # What the whole batch takes is learned while it is whole.

@@ -100,6 +100,9 @@ class RankText(Text):
         super().__init__(*arguments)
         self.ranks = ranks
 
+    # All ranks process the scores of a round, and the first alone decides: before that none knows the way down.
+    _verify_on_the_way = Text._verify_at_once
+
     def _accept_chain(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
         if self.ranks.is_first:
             with self.ranks.telling_of_failure():
@@ -108,10 +111,10 @@ class RankText(Text):
         self.ranks.told = kept, bool(finished)
         return list(range(1, len(emitted))), emitted[-1]
 
-    def _first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
+    def first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
         if self.ranks.is_first:
             with self.ranks.telling_of_failure():
-                kept, finished = super()._first_stop(ids, emitted, scores, raw)
+                kept, finished = super().first_stop(ids, emitted, scores, raw)
             self.ranks.tell([int(finished), kept, *emitted])
             return kept, finished
         kept, finished = self.ranks.told

@@ -47,18 +47,20 @@ class TargetOfRows(TargetSide):
         self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> None:
         super().__init__(model, texts, config)
-        self.count, self.places = len(texts), {id(text): place for place, text in enumerate(texts)}
+        self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
         self.model_kwargs = self.states.asked_for(model_kwargs)
         self.text = BatchText(model, cache_among(model_kwargs), len(texts))
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left, by place
-        self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)  # as plain generation asks
-        self.ends: dict[int, int] = {}  # where it does not: at which length each row has ended, by place
-        goes_on = cache_among(model_kwargs).get_seq_length() > 0  # from an earlier turn
-        self.carries_cache, self.is_restored = config.return_dict_in_generate or goes_on, False
+        # As plain generation asks.
+        self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)
+        for text in texts:
+            text.goes_on = not self.pads
+        is_users = getattr(self.text.cache, "_is_user_defined", False)  # as `generate()` has noted
+        self.carries_cache, self.is_restored = config.return_dict_in_generate or is_users, False
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         if not refusals.gives_positions(self.model, input_ids, self.model_kwargs):
-            raise refusals.LateRefusalError(refusals.NO_BATCH.format(refusals.NO_POSITIONS))
+            raise refusals.LateRefusalError(refusals.NO_BATCH.format(refusals.no_positions(self.model)))
         outputs = self.states.catch(self.model._prefill, input_ids, self.config, self.model_kwargs)
         refusals.check_prompt(outputs)
         mask = self.model_kwargs.get("attention_mask")
@@ -92,8 +94,15 @@ class TargetOfRows(TargetSide):
             passes.checked = True
         return None
 
-    def leave_rooms(self) -> None:
-        """Where nothing was emitted since the prompt."""
+    def leave_rooms(self, texts: Sequence[Text] = ()) -> None:
+        lengths = torch.tensor([text.length - 1 for text in texts])
+        prompt, rows = self.text.valid, [self.captured.texts.index(text) for text in texts]
+        further = int(lengths.max()) - prompt.shape[1]
+        if further or len(rows) < len(prompt):
+            valid = functional.pad(prompt[rows], (0, further), value=True)
+            valid &= torch.arange(valid.shape[1]) < lengths[:, None]
+            self.text.fill([self._held(text, row) for text, row in zip(texts, rows, strict=True)], valid)
+            self.positions = self.positions[rows] + lengths - prompt.shape[1]
         self.captured.end()
 
     def prepare(self, texts: Sequence[Text]) -> None:
@@ -101,7 +110,7 @@ class TargetOfRows(TargetSide):
         if self.captured.rounds is not None:
             return
         self.text.close_up()
-        if len(texts) == self.count:
+        if len(texts) == len(self.texts):
             rounds = [Round(text, DraftTree.chain()) for text in texts]
             self.compare_products(texts[0], len(texts), lambda: self._inputs(rounds, _is_token(rounds)))
 
@@ -198,11 +207,12 @@ class TargetOfRows(TargetSide):
         """
         if self.pads:
             return super().stays(texts)
-        for text in texts:
-            if text.finished:
-                self.ends.setdefault(self.places[id(text)], text.length)
-        last = max(self.ends.values()) if len(self.ends) == self.count else texts[0].max_length
-        return [text.length < last for text in texts]
+        return [text.length < self._last for text in texts]
+
+    @property
+    def _last(self) -> float:
+        """The length at which all rows have ended, as far as is known."""
+        return max(text.end_length for text in self.texts)
 
     def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:
         if self.carries_cache:
@@ -257,7 +267,7 @@ class TargetOfRows(TargetSide):
         """Of the texts; where no id ends them, some may have gone on for longer than it took the others to end."""
         if self.pads:
             return [text.length for text in texts]
-        return [min(text.length, max(self.ends.values())) for text in texts]
+        return [int(min(text.length, self._last)) for text in texts]
 
     def _sequences(self, texts: Sequence[Text]) -> Tensor:
         """The texts `[batch, length]`, those that ended early padded on the right."""

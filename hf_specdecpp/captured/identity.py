@@ -1,0 +1,216 @@
+"""Whether a graph of a model still fits: all that its passes read beside the numbers in tensors (`identity`)."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from numbers import Number
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from hf_specdecpp.models.foreign import KNOWN, OURS, package_of
+
+PLAIN = {bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}  # compared by value
+NOTES = {"_previous_max_cache_length", "generation_config"}  # attributes of a model that decide nothing of a pass
+EMPTY = {dict, OrderedDict, list, set}
+HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
+# Of Python's own: their objects hold what was put into them. Others know their process, a logger all loggers.
+HOLDERS = {"argparse", "collections", "functools", "types"}
+MOST = 100_000  # objects, and items of one
+
+
+def identity(*parts: object, by_value: bool = False) -> list[Hashable]:
+    """What decides which operations passes of models, or calls of other objects, consist of: their attributes and those
+    of all that they refer to, hooks and configs, where tensors lie and what they are, what functions close over and
+    which global variables they read. Two that are equal mean that a graph of one is right for the other.
+
+    Args:
+        by_value: compare tensors by their numbers: those of two objects lie at different addresses.
+    """
+    walk = Walk(by_value)
+    walk.go((torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, *parts))
+    return walk.found
+
+
+def tensors_of(*parts: object) -> list[Tensor]:
+    """All tensors that models or other objects refer to."""
+    walk = Walk()
+    walk.go(parts)
+    return walk.tensors
+
+
+class Same:
+    """One object, which this does not keep alive; equal to another that stands for the very same."""
+
+    def __init__(self, each: Any) -> None:
+        self.ref = ref(each)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.ref is other.ref
+
+    def __hash__(self) -> int:
+        return id(self.ref)
+
+
+class Walk:
+    """A walk through objects and all that they refer to. Each is described once, and named by its number after that.
+    Functions and classes of installed packages are what they are; of a user's all that they refer to counts, too.
+
+    Attributes:
+        found: the description, which keeps no part of a model alive.
+        tensors: those that were met.
+    """
+
+    def __init__(self, by_value: bool = False) -> None:
+        self.by_value = by_value
+        self.found: list[Hashable] = []
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}  # by `id`, which stays theirs as long as `_objects` has them
+        self._objects: list[Any] = []
+        self._slots: dict[type, list[str]] = {}
+
+    def go(self, parts: tuple[object, ...]) -> None:
+        self._note("parts", parts)
+        for place, each in enumerate(self._objects):  # which grows meanwhile
+            if place < MOST:
+                self._describe(each)
+
+    def _note(self, name: Hashable, each: Any) -> None:
+        """Something under a name: its value, or the number under which it is described later."""
+        kind = type(each)
+        if name in HOOKS and each:  # ours are there while another text is read
+            each = {key: hook for key, hook in list(each.items()) if package_of(hook) != OURS}
+        if name in NOTES or kind in EMPTY and not each:  # most are
+            return
+        if kind in PLAIN:
+            self.found += name, kind, each
+        elif kind is float:
+            self.found += name, each.hex()  # 2.0 is not 2, and NaN is NaN
+        elif kind not in EMPTY and isinstance(each, Tensor):
+            self._tensor(name, each)
+        elif kind is not FunctionType or package_of(each) != OURS:
+            number = self._numbers.setdefault(id(each), len(self._objects))
+            if number == len(self._objects):
+                self._objects.append(each)
+            self.found += name, number
+
+    def _all(self, items: Iterable[tuple[Hashable, Any]]) -> None:
+        for name, each in list(items)[:MOST]:  # which another thread may change meanwhile
+            self._note(name, each)
+
+    def _tensor(self, name: Hashable, each: Tensor) -> None:
+        self.tensors.append(each)
+        self.found += name, each.shape, each.dtype
+        if self.by_value:
+            self.found.append(each.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+        elif each.layout is torch.strided:
+            self.found += each.data_ptr() or Same(each), each.stride()
+        else:
+            self.found.append(Same(each))
+
+    def _describe(self, each: Any) -> None:
+        if isinstance(each, nn.Module):
+            self._note("class", type(each))
+            self._all(each.__dict__.items())
+        elif isinstance(each, dict | Mapping):
+            names, values = list(each), list(each.values())
+            self.found.append(len(names))
+            if not PLAIN.issuperset(map(type, names)):
+                self._all(enumerate(names))
+                names = list(range(len(names)))
+            self._all(zip(names, values, strict=False))  # another thread may have changed it
+        elif isinstance(each, list | tuple | Sequence | Set) and not isinstance(each, str | bytes | range):
+            self.found.append(len(each))
+            self._all(enumerate(each))
+        elif isinstance(each, FunctionType):
+            self._function(each)
+        elif isinstance(each, MethodType | staticmethod | classmethod):
+            self._all((("of", getattr(each, "__self__", None)), ("function", each.__func__)))
+        elif isinstance(each, property):
+            self._note("property", each.fget)
+        elif isinstance(each, np.ndarray | np.generic):
+            self.found += each.dtype.str, each.shape, each.tobytes()
+        elif isinstance(each, type):
+            self._class(each)
+        elif isinstance(each, Same):
+            self.found.append(each)
+        else:
+            self._object(each)
+
+    def _object(self, each: Any) -> None:
+        kind = type(each)
+        self._note("class", kind)
+        if isinstance(each, Number):
+            self.found.append(float(each).hex() if isinstance(each, float) else each)
+        elif isinstance(each, str | bytes):
+            self.found.append(each)
+        elif (
+            (package := package_of(kind)) in sys.stdlib_module_names
+            and package not in HOLDERS
+            or isinstance(each, ModuleType)
+        ):
+            self.found.append(Same(each) if kind.__weakrefoffset__ else None)
+        else:
+            self._all(self._fields(each).items())
+
+    def _fields(self, each: Any) -> dict[str, Any]:
+        kind = type(each)
+        if kind not in self._slots:
+            names = (item for base in kind.__mro__ for item in vars(base).items())
+            self._slots[kind] = [name for name, value in names if isinstance(value, MemberDescriptorType)]
+        found: dict[str, Any] = {name: getattr(each, name, None) for name in self._slots[kind]}
+        found |= getattr(each, "__dict__", {})
+        return found or {"": Same(each) if kind.__weakrefoffset__ else None}  # nothing is known of what it holds
+
+    def _class(self, each: type) -> None:
+        self.found.append(Same(each))
+        for kind in each.__mro__:
+            if _is_users(package_of(kind)):
+                self._all((name, value) for name, value in vars(kind).items() if name[:2] != "__" or name == "__call__")
+        if issubclass(each, nn.Module):
+            self._note("forward", each.forward)
+
+    def _function(self, each: FunctionType) -> None:
+        self.found.append(each.__code__)
+        self._all((("defaults", each.__defaults__), ("named", each.__kwdefaults__)))
+        self._all((place, _held(cell)) for place, cell in enumerate(each.__closure__ or ()))
+        known, is_users = each.__globals__, _is_users(package_of(each))
+        for name in _names(each.__code__):
+            value = known.get(name, known)
+            if isinstance(value, FunctionType | type) and not _is_users(package_of(value)):
+                self.found += name, Same(value)
+            elif isinstance(value, FunctionType) or is_users and value is not known:
+                self._note(name, value)
+            if is_users and isinstance(value, ModuleType) and _is_users(value.__name__):
+                known = vars(value) | known  # whose variables are read as attributes
+
+
+def _held(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The global variables, and attributes, that a function and those within it read."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names(each)
+
+
+def _is_users(module: str) -> bool:
+    """Whether a module or package is a user's, and not installed."""
+    package = module.partition(".")[0]
+    if package in KNOWN or package in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return "site-packages" not in file and "dist-packages" not in file

@@ -1,0 +1,183 @@
+"""Logits that are no numbers somewhere in a text, of the target or of the draft; captured or not.
+
+Sampling raises what plain generation raises, with the user's cache at the text that was emitted. A draft's nan changes
+no text, and nothing is learned of it."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.capturing import CHAIN
+from support.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.pretend_graph import pretend_graphs
+from support.watchers import Collector
+from support.whole_rounds import TREE, batch, together
+from torch import Tensor, nn
+from transformers import DynamicCache, LogitsProcessor
+
+from hf_specdecpp.drafting.captured_draft import CapturedDraft
+from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.sampling import on_device
+
+MESSAGE = "probability tensor contains either `inf`, `nan` or element < 0"
+NAN, NEVER = float("nan"), float("-inf")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chain": CHAIN,
+    "threshold": {"rule": "threshold", "threshold": 0.9},
+    "throughput": {"rule": "throughput"},
+    "tree": TREE,
+}
+# A seed changes nothing of a text with one token to choose from.
+ONE: dict[str, Any] = {"do_sample": True, "top_k": 1, "pad_token_id": 0, "max_new_tokens": 24}
+
+
+class Spoilt(nn.Module):
+    """A head whose logits are `value` at one state `[hidden_size]`."""
+
+    def __init__(self, head: nn.Linear, value: float, state: Tensor) -> None:
+        super().__init__()
+        self.head, self.value = head, value
+        self.weight = head.weight
+        self.register_buffer("state", state)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        is_here = (hidden - self.state).abs().amax(-1, keepdim=True) < 1e-6
+        return torch.where(is_here, self.value, self.head(hidden))
+
+
+@torch.no_grad()
+def spoil(model: Any, value: float, text: Tensor) -> None:
+    """Let a model's logits be `value` after a text `[1, length]`, and nowhere else."""
+    state = model.model(input_ids=text).last_hidden_state[0, -1]
+    model.lm_head = Spoilt(model.lm_head, value, state)
+
+
+class Spoils(LogitsProcessor):
+    """Scores are `value` after so many tokens."""
+
+    reads_prefix_only = True
+
+    def __init__(self, value: float, length: int) -> None:
+        self.value, self.length = value, length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, self.value) if input_ids.shape[1] >= self.length else scores
+
+
+def raised(target: Any, ids: Tensor, **how: Any) -> tuple[list[int], int]:
+    """The text that was emitted before the error, and the tokens that the cache holds then."""
+    seen, cache = Collector(), DynamicCache(config=target.config)
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        target.generate(ids, streamer=seen, past_key_values=cache, **ONE, **how)
+    return [token for put in seen.puts for token in put], cache.get_seq_length()
+
+
+@pytest.mark.every(5, takes=3)
+@pytest.mark.parametrize("where", ["head", "processor"])
+@pytest.mark.parametrize("value", [NAN, NEVER])
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sampling_raises_as_plain_sampling_does(name: str, captured: bool, value: float, where: str) -> None:
+    target, ids = quiet_later_layers(tiny("llama")), prompt(12)
+    assistant, how = assistant_of("independent", target, **SETTINGS[name]), dict[str, Any]()
+    if where == "head":
+        spoil(target, value, target.generate(ids, **ONE)[:, :24])
+    else:
+        how["logits_processor"] = [Spoils(value, 24)]
+    plain, _ = raised(target, ids, **how)
+    assert len(plain) == 24
+    with pretend_graphs() if captured else nullcontext():
+        text, held = raised(target, ids, assistant_model=assistant, **how)
+    assert text == plain[: len(text)]
+    assert len(text) > len(plain) - 9
+    assert held == len(text) - 1
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_greedy_texts_go_on(name: str, captured: bool) -> None:
+    """With the token that plain generation takes then."""
+    target, ids = quiet_later_layers(tiny("llama")), prompt(12)
+    assistant, how = assistant_of("independent", target, **SETTINGS[name]), {**ONE, "do_sample": False, "top_k": None}
+    for value, length in ((NAN, 20), (NEVER, 25)):
+        spoil(target, value, target.generate(ids, **how)[:, :length])
+    plain = target.generate(ids, **how)
+    with pretend_graphs() if captured else nullcontext():
+        assert torch.equal(target.generate(ids, assistant_model=assistant, **how), plain)
+
+
+def test_a_row_of_a_batch() -> None:
+    """One that goes on raises as in plain generation; one that has ended does not, as little as without the others."""
+    target = quiet_later_layers(tiny("llama"))
+    assistant = assistant_of("independent", target, **CHAIN)
+    ids, mask = batch(3)
+    with pretend_graphs():
+        plain = together(target, assistant, ids, mask, **ONE)
+        assert torch.equal(plain, together(target, None, ids, mask, **ONE))
+        own = plain[1, mask[1].argmax() :][None]
+        spoil(target, NAN, own[:, :-6])
+        for each in (None, assistant):
+            with pytest.raises(RuntimeError, match=MESSAGE):
+                together(target, each, ids, mask, **ONE)
+        ends = {**ONE, "eos_token_id": int(own[0, -8])}  # before that
+        assert torch.equal(together(target, assistant, ids, mask, **ends), together(target, None, ids, mask, **ends))
+
+
+def spoilt_draft(settings: dict[str, Any], greedy: bool, captured: bool) -> tuple[int, list[AcceptanceRates]]:
+    """Candidates that were accepted of texts of which the draft has nan after some tokens, and what was learned."""
+    target, ids = quiet_later_layers(tiny("llama")), prompt(12)
+    assistant = assistant_of("independent", target, **settings)
+    how: dict[str, Any] = {**ONE, "do_sample": False, "top_k": None} if greedy else ONE
+    plain, draft = target.generate(ids, **how), assistant.ready_drafter().model
+    for value, length in ((NAN, 17), (NAN, 18), (NEVER, 27)):
+        spoil(draft, value, plain[:, :length])
+    accepted = 0
+    with pretend_graphs() if captured else nullcontext():
+        for _ in range(2):
+            assert torch.equal(target.generate(ids, assistant_model=assistant, **how), plain)
+            accepted += assistant.stats.accepted
+    assert assistant.stats.decided["rounds"] == ("captured" if captured else "step by step")
+    return accepted, [each.rates for each in assistant.memory.learned.get(target, {}).values()]
+
+
+def is_finite(rates: AcceptanceRates) -> bool:
+    return bool(np.isfinite(rates.transitions).all() and np.isfinite(rates.estimated).all())
+
+
+@pytest.mark.every(3, takes=3)
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(("name", "captured"), [
+    *((name, True) for name in SETTINGS), *((name, False) for name in SETTINGS if name != "throughput"),
+])  # fmt: skip
+def test_a_drafts_nan_changes_nothing(name: str, captured: bool, greedy: bool) -> None:
+    accepted, learned = spoilt_draft(SETTINGS[name], greedy, captured)
+    assert accepted > 10
+    assert all(map(is_finite, learned))
+
+
+def submits_what_was_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = CapturedDraft._count
+
+    def all_of_them(draft: CapturedDraft, shape: Any, levels: list[Any], rules: Any) -> Tensor:
+        return count(draft, shape, [level._replace(values=torch.ones_like(level.values)) for level in levels], rules)
+
+    monkeypatch.setattr(CapturedDraft, "_count", all_of_them)
+
+
+def test_an_estimate_of_what_was_not_drawn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    submits_what_was_not_drawn(monkeypatch)
+    _, learned = spoilt_draft(SETTINGS["threshold"], greedy=False, captured=True)
+    assert not all(map(is_finite, learned))
+
+
+def test_a_token_that_was_not_drawn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token, as `argmax` of nan."""
+    follows = on_device.follows
+    monkeypatch.setattr(on_device, "follows", lambda *arguments: follows(*arguments).clamp_min(0))
+    target, ids = quiet_later_layers(tiny("llama")), prompt(12)
+    spoil(target, NAN, target.generate(ids, **ONE)[:, :24])
+    assistant = assistant_of("independent", target, **CHAIN)
+    with pretend_graphs():
+        assert target.generate(ids, assistant_model=assistant, **ONE)[0, 24] == 0
