@@ -157,7 +157,8 @@ def foreign_hooks(model: nn.Module) -> list[str]:
     everywhere = [*torch_module._global_forward_hooks.values(), *torch_module._global_forward_pre_hooks.values()]
     found = [f"forward hook {_name(hook)} of all modules" for hook in everywhere if is_foreign(hook)]
     modules = modules_of(model)
-    kinds = {kind for kind in set(map(type, modules)) if package_of(kind) in OWN and is_foreign(kind.forward)}
+    classes: set[Any] = set(map(type, modules))
+    kinds = {kind for kind in classes if package_of(kind) in OWN and is_foreign(kind.forward)}
     touched = [each for each in modules if each._forward_hooks or each._forward_pre_hooks or type(each) in kinds
                or not REPLACED.isdisjoint(each.__dict__)]  # fmt: skip
     placed = [(module, *each) for module in touched for each in _foreign_at(module)]
@@ -207,8 +208,9 @@ def _foreign_at(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
         for each in getattr(hook, "hooks", (hook,)):
             if is_foreign(each):
                 yield "hook of accelerate", each, "at"
-    forward = own.get("forward", type(module).forward)
-    if ("forward" in own or package_of(type(module)) in OWN) and is_foreign(forward):
+    kind: Any = type(module)
+    forward = own.get("forward", kind.forward)
+    if ("forward" in own or package_of(kind) in OWN) and is_foreign(forward):
         yield "replaced forward", forward, "of"
 
 
