@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from hf_specdecpp.caches.batches import ATTENTION_LAYERS
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.foreign import ForeignPasses
+from hf_specdecpp.models.foreign import ForeignPasses, states_of
 from hf_specdecpp.models.quantised import multiplies_in_half
 
 # Errors (`largest_error`) that rounding does not reach.
@@ -33,22 +34,24 @@ class Trial:
     Args:
         passes: what is known of them, which is added to.
         most: candidates of a round.
-        read_again: reads the first token since the trial began and the tokens `[n]` after it in one pass: logits
-            `[n + 1, vocab]`, and the cache (`generation.prefix.reading_again`).
-        states: what the code of others remembers (`models.foreign.states_of`). If passes over one token change that,
-            its calls may count, and passes over several tokens are fewer.
+        read_again: reads the first so many tokens of the text since the trial began in one pass: logits `[n, vocab]`,
+            and the cache (`generation.prefix.reading_again`).
     """
 
     def __init__(
-        self, target: CausalLM, passes: ForeignPasses, most: int, read_again: Callable[[Tensor], tuple[Tensor, Any]],
-        states: Callable[[], list[Any]],
-    ) -> None:  # fmt: skip
+        self,
+        target: CausalLM,
+        passes: ForeignPasses,
+        most: int,
+        read_again: Callable[[Tensor, int], tuple[Tensor, Any]],
+    ) -> None:
         self.passes, self._enough = passes, most + 1
-        self._read_again: Callable[[Tensor], tuple[Tensor, Any]] | None = read_again
+        self._read_again: Callable[[Tensor, int], tuple[Tensor, Any]] | None = read_again
         self._name, exact = type(target).__name__, None if multiplies_in_half(target) else TOLERANCE.get(target.dtype)
         self._tolerance = exact or HALF_TOLERANCE
         self._logits: list[Tensor] = []  # at the tokens since the trial began
-        self._states, self._before = states, [] if passes.width > most else states()
+        self._states = partial(states_of, target)
+        self._before = self._states() if passes.width < self._enough else []
 
     @property
     def room(self) -> int | None:
@@ -63,9 +66,9 @@ class Trial:
         """Tokens of the next pass that is compared."""
         return min(2 * self.passes.width, self._enough)
 
-    def note(self, logits: Tensor, tokens: Tensor, cache: Cache) -> None:
-        """A round has read tokens, with `logits` `[n, vocab]`; `tokens` `[m]` are all since the trial began, but for
-        the first, and what `cache` holds is read but for the last of them."""
+    def note(self, logits: Tensor, ids: Tensor, cache: Cache) -> None:
+        """A round has read tokens, with `logits` `[n, vocab]` there; the text is `ids` `[1, length]` now, and `cache`
+        holds all but its last token."""
         if self.passes.reason is not None or self.passes.width >= self._enough or self._read_again is None:
             self._read_again = None  # which holds the cache as it was
             return
@@ -76,7 +79,7 @@ class Trial:
             self.refuse("calls leave something behind, so their number may matter")
             return
         try:
-            error = self._error(*self._read_again(tokens[: count - 1]), cache)
+            error = self._error(*self._read_again(ids, count), cache)
         except Exception as failure:  # noqa: BLE001 - of code of others, which plain generation does not ask for this
             self.refuse(f"a pass over {count} tokens fails ({failure!r})")
             return
@@ -85,6 +88,7 @@ class Trial:
                 f"a pass over {count} tokens is off by {error:.2g} of the spread of its numbers from passes over fewer "
                 f"(rounding explains {self._tolerance:g})"
             )
+            return
         self.passes.width = count
 
     def refuse(self, reason: str) -> None:
@@ -92,11 +96,14 @@ class Trial:
         self.passes.reason = f"{self._name} runs {self.passes.name}, with which {reason}"
 
     def _error(self, logits: Tensor, copied: Cache, cache: Cache) -> float:
-        errors = [largest_error(logits, torch.stack(self._logits))]
-        pairs: Any = zip(copied.layers, cache.layers, strict=True)
-        for found, own in pairs:
-            if own.keys is not None:
-                errors += [largest_error(found.keys, own.keys), largest_error(found.values, own.values)]
+        """Of the logits, and of the last keys and values; what was read before the trial has to be the same."""
+        count, errors = len(logits), [largest_error(logits, torch.stack(self._logits))]
+        layers: Any = zip(copied.layers, cache.layers, strict=True)
+        pairs = [pair for one, own in layers for pair in ((one.keys, own.keys), (one.values, own.values))]
+        for found, expected in pairs:
+            if expected is not None:
+                is_same = torch.equal(found[..., :-count, :], expected[..., :-count, :])
+                errors.append(largest_error(found[..., -count:, :], expected[..., -count:, :]) if is_same else math.inf)
         return float(torch.tensor(errors).max())
 
 
@@ -140,12 +147,11 @@ def can_be_held(cache: Cache) -> bool:
 
 
 def largest_error(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of two tensors `[..., n]`, relative to how much the numbers of `expected` vary; infinite
-    where their shapes differ. The lowest number of a row is left out, which may stand for all that was forbidden."""
-    if found.shape != expected.shape:
-        return math.inf
+    """The largest difference of two tensors `[..., n]`, relative to how much the numbers of `expected` vary. The lowest
+    number of a row is left out, which may stand for all that was forbidden."""
+    if torch.equal(found, expected):
+        return 0.0
     found, expected = found.double(), expected.double()
     varying = expected.where(expected > expected.amin(-1, keepdim=True), torch.nan)
     spread = (varying - varying.nanmean(-1, keepdim=True)).abs().nanmean()
-    difference = (found - expected).abs().masked_fill(found == expected, 0.0)
-    return float(difference.max() / spread)
+    return float((found - expected).masked_fill(found == expected, 0.0).abs().max() / spread)

@@ -281,26 +281,26 @@ def try_pass(
     return logits
 
 
-def reading_again(prefix: Prefix, ids: Tensor, as_tree: bool) -> Callable[[Tensor], tuple[Tensor, Any]]:
-    """A function that reads the text `ids` `[1, length]`, of which the last token has not been read, with further
-    tokens `[n]` in one pass, in a copy of the cache as it is now: logits `[n + 1, vocab]`, and the copy. With `as_tree`
-    each of these tokens has a sibling."""
+def reading_again(prefix: Prefix, text: Tensor, as_tree: bool) -> Callable[[Tensor, int], tuple[Tensor, Any]]:
+    """A function that reads the last token of the `text` `[1, length]`, with which it goes on, and those after it in
+    what the text has become: `count` tokens in one pass, in a copy of the cache as it is now. Returns logits `[count,
+    vocab]` and the copy. With `as_tree` each of these tokens has a sibling."""
     target, model_kwargs, held = prefix.target, prefix.model_kwargs, Held(prefix.cache)
-    device, last = input_device(target), int(ids[0, -1])
+    device, last, length = input_device(target), int(text[0, -1]), text.shape[1]
 
     @torch.no_grad()
-    def read(tokens: Tensor) -> tuple[Tensor, Any]:
+    def read(ids: Tensor, count: int) -> tuple[Tensor, Any]:
         copied = Prefix(target, model_kwargs | {cache_argument(target): held.copied()})
-        tree, node = DraftTree(last), 0
+        tree, node, tokens = DraftTree(last), 0, ids[0, length : length + count - 1]
         for token in tokens.tolist():
             if as_tree:
                 tree.add(node, last)
             node = tree.add(node, token)
         rows = (tree_pass := TreePass(tree)).rows_of(tree.nodes_to(node))
-        inputs = copied.tree_inputs(ids, tree_pass) if as_tree else copied.chain_inputs(ids, tokens)
+        inputs = copied.tree_inputs(text, tree_pass) if as_tree else copied.chain_inputs(text, tokens)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             logits = target(**inputs, return_dict=True).logits[0, -len(tree) - 1 :]
-        copied.text.keep(len(rows), len(tree) + 1, PathRows(rows, torch.tensor(rows, device=device)))
+        copied.text.keep(count, len(tree) + 1, PathRows(rows, torch.tensor(rows, device=device)))
         return logits[rows], copied.cache
 
     return read

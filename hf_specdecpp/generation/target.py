@@ -6,7 +6,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -20,11 +19,11 @@ from hf_specdecpp.caches.trial import Held, Trial
 from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.generation.captured.text import Captured, CapturedText, differs, memory_ended
 from hf_specdecpp.generation.prefix import Prefix, TargetText, reading_again, try_pass
-from hf_specdecpp.generation.refusals import LateRefusalError, check_numbers, check_prompt
+from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.models.foreign import ForeignPasses, states_of
+from hf_specdecpp.models.foreign import ForeignPasses
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput.pass_times import pass_times_of
 from hf_specdecpp.trees.tree import DraftTree, TreePass
@@ -154,13 +153,8 @@ class OneTarget(TargetSide):
         cache = cache_among(outputs)
         check_prompt(outputs)
         check_numbers(self.model, outputs.logits, prefix.model_kwargs.get("attention_mask"))
-        if self.generator.draws_trees:
-            try:
-                prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
-            except LateRefusalError as refusal:
-                if self.foreign is None:
-                    raise
-                self.foreign.reason = str(refusal)
+        if self.generator.draws_trees and self.foreign is None:  # whose rows are compared
+            prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
         cache.activate_past_recording()
         rounds[0].outputs = outputs
@@ -168,11 +162,8 @@ class OneTarget(TargetSide):
     def begin(self, texts: Sequence[Text]) -> None:
         prefix: Any = self.prefix
         if texts and self.foreign is not None:
-            ids, generator = self.text.ids, self.generator
-            again = reading_again(prefix, ids, generator.draws_trees)
-            states = partial(states_of, self.model, prefix.cache)
-            self.trial_begin = ids.shape[1]
-            self.trial = Trial(self.model, self.foreign, generator.setup.most_tokens, again, states)
+            again = reading_again(prefix, self.text.ids, self.generator.draws_trees)
+            self.trial = Trial(self.model, self.foreign, self.generator.setup.most_tokens, again)
         super().begin(texts)
 
     def prepare(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
@@ -285,8 +276,8 @@ class OneTarget(TargetSide):
         """Let the trial note what a round has read, and say so once others' code rules candidates out."""
         logits, (kept, path) = each.outputs.logits[0, -len(each.tree) - 1 :], each.emitted
         if not self.text.finished:
-            tokens = self.text.ids[0, self.trial_begin :]
-            trial.note(logits[:kept] if path is None else logits[path.rows[:kept]], tokens, self.prefix.cache)
+            rows = slice(kept) if path is None else path.rows[:kept]
+            trial.note(logits[rows], self.text.ids, self.prefix.cache)
         if trial.passes.reason is not None and self.stats.refusal is None:
             self.stats.refusal = trial.passes.reason
             logger.warning_once(f"Nothing more is drafted for {type(self.model).__name__}: {trial.passes.reason}.")

@@ -88,11 +88,11 @@ def foreign_passes(model: CausalLM, cache: Any = None) -> ForeignPasses | None:
     return known[1]
 
 
-def states_of(model: CausalLM, cache: Any) -> list[Any]:
+def states_of(model: CausalLM) -> list[Any]:
     """What the code of others remembers in the open, in a form that changes with it: numbers, texts, the lengths of
     lists and the sums of tensors, among what functions refer to and the attributes of objects."""
     found: list[Any] = []
-    for each in foreign_code(model, cache):
+    for each in foreign_code(model):
         _remember(each.code, found, DEPTH)
         if each.module is not None:  # which a hook may write to
             found += (value for value in vars(each.module).values() if type(value) in SIMPLE)

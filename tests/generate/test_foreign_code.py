@@ -11,7 +11,9 @@ import pytest
 import torch
 from support.families import informed_draft
 from support.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, tiny, told
+from support.pretend_graph import pretend_graphs
 from support.watchers import Collector
+from support.zoo import tiny_of
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from transformers import DynamicCache
@@ -428,6 +430,37 @@ def test_a_cache_can_be_carried_on(name: str) -> None:
     torch.testing.assert_close(our_keys, keys)
 
 
+def test_graphs_are_not_made_of_it() -> None:
+    """A replay would not call a hook: the strength of this one is a number of Python's."""
+    target, strength = quiet_later_layers(tiny("llama")), Unseen()
+    assistant = assistant_for(target)
+    strength.calls = [0]
+    target.model.layers[1].register_forward_hook(
+        lambda _, __, output: steered(output, slice(None), float(strength.calls[0]))
+    )
+    with pretend_graphs():
+        for number in range(4):
+            strength.calls = [number]
+            plain = target.generate(PROMPT, **GREEDY)
+            assert torch.equal(target.generate(PROMPT, **GREEDY, assistant_model=assistant), plain)
+            assert "runs a hook of LlamaDecoderLayer" in str(assistant.stats.uncaptured)
+    assert assistant.stats.drafted > 0
+
+
+@pytest.mark.parametrize("unfit", ["static", "recurrent", "unattached"])
+def test_where_passes_are_not_compared(unfit: str) -> None:
+    target = tiny_of("granitemoehybrid") if unfit == "recurrent" else tiny("llama")
+    assistant = assistant_for(target, attached=unfit != "unattached")
+    target.model.layers[0].register_forward_hook(lambda *_: None)
+    how = {**GREEDY, "cache_implementation": "static" if unfit == "static" else None, "assistant_model": assistant}
+    if unfit == "unattached":
+        with pytest.raises(ValueError, match=r"runs a hook of LlamaDecoderLayer.*Attach the assistant"):
+            target.generate(PROMPT, **how)
+        return
+    assert torch.equal(target.generate(PROMPT, **how), target.generate(PROMPT, **{**how, "assistant_model": None}))
+    assert "are not compared with passes over one token" in str(assistant.stats.refusal)
+
+
 # What counts as code of others --------------------------------------------------------------------------------------
 
 
@@ -470,7 +503,7 @@ def test_what_libraries_put_on_a_model_is_known() -> None:
     get_peft_model(target, LoraConfig(target_modules=["q_proj"]))
     target.generate(PROMPT, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
     target.model.norm.forward = torch.no_grad()(target.model.norm.forward)
-    target.lm_head.forward = torch.compile(target.lm_head.forward, backend="eager")  # type: ignore[method-assign]
+    target.lm_head.forward = torch.compile(target.lm_head.forward, backend="eager")
     assert foreign_passes(target) is None
 
     class Own(ModelHook):
@@ -488,6 +521,15 @@ def test_what_libraries_wrap_is_looked_into(wrap: Any) -> None:
     target = tiny("llama")
     target.model.norm.register_forward_hook(wrap(lambda *_: None))
     assert foreign_passes(target) is not None
+
+
+def test_kernels_of_the_hub_are_known() -> None:
+    target = tiny("llama")
+    for folder, is_known in ((foreign.KERNELS, True), ("/elsewhere", False)):
+        found: dict[str, Any] = {"__name__": "norms_1a2b"}
+        exec(compile("def forward(self, x): return x", f"{folder}/kernels--org--norms/norms.py", "exec"), found)  # noqa: S102
+        target.model.norm.forward = types.MethodType(found["forward"], target.model.norm)
+        assert (foreign_passes(target) is None) == is_known
 
 
 def test_a_models_own_code_is_not_others() -> None:
