@@ -200,9 +200,9 @@ def _wrapped(function: Any) -> Any:
 
 def _foreign_at(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
     """Kind, function and preposition of each that is foreign."""
-    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        if is_foreign(hook):
-            yield "forward hook", hook, "at"
+    for added in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        if is_foreign(added):
+            yield "forward hook", added, "at"
     own = vars(module)
     if (hook := own.get("_hf_hook")) is not None:  # of accelerate, which users can write, too
         for each in getattr(hook, "hooks", (hook,)):
