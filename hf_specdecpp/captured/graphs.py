@@ -183,6 +183,7 @@ class Graphs:
         token = _capturing.set(True)
         try:
             graph = captured(counted, restore, self.family)
+            restore()
             ran.zero_()
             graph.replay()
             if int(ran) != 1:  # kernels on another stream than the captured one have run, and are in no graph
