@@ -167,7 +167,9 @@ class Walk:
             self._slots[kind] = [name for name, value in names if isinstance(value, MemberDescriptorType)]
         found: dict[str, Any] = {name: getattr(each, name, None) for name in self._slots[kind]}
         found |= getattr(each, "__dict__", {})
-        return found or {"": Same(each) if kind.__weakrefoffset__ else None}  # nothing is known of what it holds
+        if found or package_of(kind) == OURS:
+            return found
+        return {"": Same(each) if kind.__weakrefoffset__ else None}  # nothing is known of what it holds
 
     def _class(self, each: type) -> None:
         self.found.append(Same(each))
