@@ -152,6 +152,7 @@ class Background:
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _thread: threading.Thread | None = None
     _begin: float = 0.0
+    _making: int = 0  # bytes of weights that are being copied, by the thread and by whoever waits
 
     def ask(self, weight: Tensor, copy: WeightCopy, owner: WeightCopies) -> None:
         """Make the copy of a weight soon, as long as weight, copy and owner exist."""
@@ -221,9 +222,15 @@ class Background:
         weight, copy, owner = of(), into(), by()
         if weight is None or copy is None or owner is None:
             return
-        if owner.bytes + weight.nbytes <= MOST_OF_FREE * (owner.bytes + free_memory()):
-            with suppress(RuntimeError, MemoryError):  # there is too little memory, or the process ends
-                copy.make(weight, owner.make)
+        with self._lock:
+            made = owner.bytes
+            if made + self._making + weight.nbytes > MOST_OF_FREE * (made + free_memory()):
+                return
+            self._making += weight.nbytes
+        with suppress(RuntimeError, MemoryError):  # there is too little memory, or the process ends
+            copy.make(weight, owner.make)
+        with self._lock:
+            self._making -= weight.nbytes
 
 
 def _size(item: _Asked) -> int:
