@@ -78,7 +78,7 @@ class LoadingOptions(TypedDict, total=False):
     device: torch.device | str | None
     draft: CausalLM | str | Path | None
     merge: bool
-    eagle3: dict[str, Any] | None
+    eagle3: Any
     token: str | bool | None
     cache_dir: str | Path | None
     local_files_only: bool

@@ -123,7 +123,7 @@ class AssistedDecoding:
     def verify(self, rounds: list[Round]) -> None:
         """One route: greedy or drawn, token by token or as a block; `emit` cuts what is behind the end of a text."""
         for each in rounds:
-            each.verdict = each.text.verify(each.rows, each.logits)
+            each.verdict = each.text.verify(each.rows, each.outputs.logits[0, -len(each.tree) - 1 :])
 
     def _leave(self) -> None:
         places = [place for place, stays in enumerate(self.target.stays(self.active)) if stays]

@@ -220,22 +220,23 @@ class OneTarget(TargetSide):
 
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
-        if self.prefix.is_captured:
-            try:
-                return self._read(each)
-            except torch.OutOfMemoryError as error:
-                reason = memory_ended(error)
-            self.captured.run_out(reason, [self.text])  # outside of the handler, which keeps what was made last
-        return self._read(each)
-
-    def _read(self, each: Round) -> None:
         input_ids, tree = each.text.ids, each.tree
         held = None if self.trial is None else Held(self.prefix.cache)
-        if tree.is_chain:
-            inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
-        else:
-            inputs = self.prefix.tree_inputs(input_ids, each.rows, families=each.text.tests_families)
-        each.outputs, each.width = self._forward(inputs, len(tree) + 1), self.prefix.width
+        try:
+            if tree.is_chain:
+                inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
+            else:
+                inputs = self.prefix.tree_inputs(input_ids, each.rows, families=each.text.tests_families)
+            each.outputs, each.width = self._forward(inputs, len(tree) + 1), self.prefix.width
+            reason = None
+        except torch.OutOfMemoryError as error:
+            if not self.prefix.is_captured:
+                raise
+            reason = memory_ended(error)
+        if reason is not None:  # outside of the handler, which keeps what was made last
+            self.captured.run_out(reason, [self.text])
+            self.read(rounds)
+            return
         if (mark := self.prefix.text.mark) is not None:
             self.stats.state_bytes = mark.num_bytes
         if held is not None and self.trial is not None and not held.grew_by(each.width):
@@ -243,14 +244,16 @@ class OneTarget(TargetSide):
             if len(tree):  # nothing of the pass was emitted yet
                 held.back()
                 each.tree, each.rows = (alone := DraftTree.chain()), TreePass(alone)
-                self._read(each)
+                self.read(rounds)
 
     def _forward(self, inputs: dict[str, Any], count: int) -> Any:
         """The target's pass over `count` tokens, in a static cache with dummies after them."""
-        if self.prefix.is_captured:
+        if self.prefix.is_captured or self.device.type != "cpu":
             return self.prefix.forward(self.states, inputs, count)
-        with self.passes.timed(self.prefix.width, self.device):
-            return self.prefix.forward(self.states, inputs, count)
+        work, clock = time.process_time(), time.perf_counter()
+        outputs = self.prefix.forward(self.states, inputs, count)
+        self.passes.note(self.prefix.width, time.process_time() - work, time.perf_counter() - clock)
+        return outputs
 
     def keep(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds

@@ -116,7 +116,8 @@ class Text:
         the way down only.
         """
         tree = tree_pass.tree
-        self.learn(tree_pass, logits)
+        if self.generator.successors is not None:
+            self.learn(tree_pass, logits)
         if not self.processing.answers_all:
             return self._verify_on_the_way(tree_pass, logits)
         if tree.is_chain or self.waits:
@@ -372,9 +373,3 @@ class Round:
 
     def __post_init__(self) -> None:
         self.length, self.rows = self.text.ids.shape[1], TreePass(self.tree)
-
-    @property
-    def logits(self) -> Tensor:
-        """The target's at the last token and the candidates, `[n + 1, vocab]`, in the pass's order."""
-        logits: Tensor = self.outputs.logits[0, -len(self.tree) - 1 :]
-        return logits

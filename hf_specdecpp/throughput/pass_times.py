@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from statistics import fmean, median, median_low
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
-
-import torch
 
 from hf_specdecpp.caches.text import text_in
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
@@ -48,18 +45,9 @@ class PassTimes:
         self._beside: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=ENOUGH))  # by rows
         self._rounds = 0  # since the latest pass beside them
 
-    @contextmanager
-    def timed(self, rows: int, device: torch.device) -> Iterator[None]:
-        """A pass over so many tokens is made within. Only a pass on a CPU is over when its call returns, and timed."""
-        if device.type != "cpu":
-            yield
-            return
-        work, clock = time.process_time(), time.perf_counter()
-        yield
-        self.note(rows, time.process_time() - work, time.perf_counter() - clock)
-
     def note(self, rows: int, work: float, clock: float) -> None:
-        """A pass took so many seconds of the processor, and so many by the clock."""
+        """A pass over so many tokens took so many seconds of the processor, and so many by the clock. Called on a CPU,
+        where a pass is over when its call returns."""
         self._latest.append(Pass(rows, max(work, TINY), max(clock, TINY)))
 
     def is_missing(self, rows: int, products: FasterProducts) -> bool:

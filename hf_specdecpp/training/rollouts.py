@@ -36,6 +36,8 @@ COLUMNS = {
     "input_ids": pyarrow.list_(pyarrow.int32()), "prompt_length": "int32", "finished": "bool",
 }  # fmt: skip
 
+FEW_TOKENS = 50_000  # of answers; SmolLM2's draft learnt from 587,000
+
 # Prompts, a temperature and a seed to indices of prompts, new tokens, and whether the target ended them.
 Target: TypeAlias = Callable[[list[Encoded], float, int], Iterator[tuple[int, list[int], bool]]]
 
@@ -105,7 +107,10 @@ def run(config: TrainingConfig) -> None:
     _answer(config, codec, dict(list(shards.items())[state.process_index :: state.num_processes]))
     state.wait_for_everyone()
     if state.is_main_process:
-        record.end({split: _summary([path for path in shards if path.parent.name == split]) for split in prompts})
+        summary = {split: _summary([path for path in shards if path.parent.name == split]) for split in prompts}
+        record.end(summary)
+        if config.distill.enabled:
+            warn_of_few(**summary["train"])
 
 
 def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prompt]]) -> dict[str, Any]:
@@ -201,6 +206,16 @@ def _is_whole(path: Path, num_rows: int) -> bool:
         pass
     logger.warning(f"{path} is damaged, and is made again.")
     return False
+
+
+def warn_of_few(answers: int, answer_tokens: int, **_: Any) -> None:
+    """Warn where there is so little to learn from that the draft will hardly be of use."""
+    if answer_tokens < FEW_TOKENS:
+        logger.warning(
+            f"The draft learns from {answer_tokens:,} tokens of {answers:,} answers. After fewer than {FEW_TOKENS:,} "
+            "most drafts guess too badly to pay. Give more prompts, or raise rollouts.samples_per_prompt or "
+            "rollouts.max_new_tokens (docs/training.md)."
+        )
 
 
 def _summary(paths: list[Path]) -> dict[str, Any]:

@@ -128,9 +128,7 @@ def test_nothing_is_captured_with_hooks(pretended: Counter[str]) -> None:
     handle = target.model.layers[1].mlp.register_forward_hook(steer)
     for strength[0] in (0.0, 2.0):
         assert torch.equal(generate(target, assistant, max_new_tokens=8), generate(target, None, max_new_tokens=8))
-        assert assistant.stats.uncaptured == (
-            "the target has a forward hook test_nothing_is_captured_with_hooks.steer() at model.layers.1.mlp"
-        )
+        assert "the target runs a hook of LlamaMLP, steer (" in str(assistant.stats.uncaptured)
     assert not pretended["captured"]
     handle.remove()
     assert torch.equal(generate(target, assistant, max_new_tokens=8), generate(target, None, max_new_tokens=8))

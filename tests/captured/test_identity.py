@@ -112,6 +112,7 @@ def steered(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys.modules[__name__], "STRENGTH", 0.0)
     monkeypatch.setattr(SETTINGS, "strength", 0.0)
     monkeypatch.setitem(TABLE, "a", [0.0])
+    monkeypatch.setattr("hf_specdecpp.generation.refusals.foreign_passes", lambda *_: None)  # it would not be captured
     monkeypatch.setattr(Steered, "shared", 0.0)
     monkeypatch.setattr(Steered, "helps", None, raising=False)
     target = tiny("llama", num_hidden_layers=2).float()

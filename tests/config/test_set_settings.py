@@ -220,7 +220,6 @@ def test_reads(reads: Any, target: CausalLM) -> None:
     ({"targt": None}, r"targt: no such option. Did you mean target\? There are target, speculation, default, revision"),
     ({"revison": "v1"}, r"Did you mean revision\?"),
     ({"revision": 3}, "revision=3 must be text"),
-    ({"eagle3": []}, "must be a mapping"),
     ({"local_files_only": "yes"}, "must be true or false"),
 ])  # fmt: skip
 def test_loading_options(options: dict[str, Any], says: str) -> None:

@@ -135,7 +135,7 @@ def test_wrong_states_are_noticed(
 ) -> None:
     target = quiet_later_layers(tiny("llama"))
     assistant, right = reading(target), TargetStates.take
-    monkeypatch.setattr(OneTarget, "compare_passes", lambda *_: None)
+    monkeypatch.setattr(OneTarget, "time_one_token", lambda *_: None)
     monkeypatch.setattr(TargetStates, "take", mutate(right))
     target.generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
     monkeypatch.setattr(TargetStates, "take", right)

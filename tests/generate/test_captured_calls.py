@@ -180,7 +180,7 @@ def test_a_target_that_cannot_be_captured_says_so() -> None:
     plain = generate(target, None)
     for _ in range(2):
         assert torch.equal(generate(target, assistant), plain)
-        assert "its pass cannot be captured (RuntimeError" in str(assistant.stats.uncaptured)
+        assert "its pass cannot be captured (aten._local_scalar_dense.default waits" in str(assistant.stats.uncaptured)
         assert not passes_of(target).busy
     ours = generate(target, assistant, return_dict_in_generate=True)
     assert_same_cache(ours.past_key_values, prefill(target, plain[:, :-1]))
@@ -202,7 +202,7 @@ def test_a_width_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(ours.sequences, plain)
         assert_same_cache(ours.past_key_values, prefill(target, plain[:, :-1]))
         assert assistant.stats.accepted > 0
-        assert assistant.stats.uncaptured == "its pass cannot be captured (OutOfMemoryError: no memory)"
+        assert assistant.stats.uncaptured == "OutOfMemoryError: no memory"
 
 
 def test_a_draft_that_cannot_be_captured_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_a_draft_that_cannot_be_captured_is_said_once(monkeypatch: pytest.Monkey
         assert torch.equal(generate(target, assistant), expected)
         assert assistant.stats.accepted == accepted > 0, "its cache is intact after the capture that failed"
     assert len(told) == 1
-    assert "cannot be captured as CUDA graphs here (RuntimeError" in told[0]
+    assert "cannot be captured as CUDA graphs here (aten._local_scalar_dense.default waits" in told[0]
 
 
 def test_two_texts_at_once() -> None:

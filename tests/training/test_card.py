@@ -21,7 +21,7 @@ from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import inspection
 from hf_specdecpp.hub.publishing import make_card, no_id, opening, unhelped
 from hf_specdecpp.hub.repository import load_config, load_head
-from hf_specdecpp.training import calibration, chains, evaluation
+from hf_specdecpp.training import calibration, chains, evaluation, rollouts
 from hf_specdecpp.training import card as card_stage
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
@@ -298,6 +298,6 @@ def test_names_that_are_no_ids(name: str | None, is_none: bool) -> None:
 @pytest.mark.parametrize(("tokens", "is_little"), [(469, True), (49_999, True), (50_000, False)])
 def test_few_tokens_are_warned_of(tokens: int, is_little: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(distillation.logger, "warning", warnings.append)
-    distillation.warn_of_few({"tokens": tokens, "answers": 12})
+    monkeypatch.setattr(rollouts.logger, "warning", warnings.append)
+    rollouts.warn_of_few(answers=12, answer_tokens=tokens, finished=12)
     assert [f"learns from {tokens:,} tokens of 12 answers" in each for each in warnings] == [True] * is_little

@@ -33,9 +33,11 @@ class InStep(AssistedDecoding):
         self.processors = processors
 
     def verify(self, rounds: list[Round]) -> None:
+        walks = {}
         for each in rounds:
-            each.text.learn(each.rows, each.logits)
-        walks = {id(each.text): Walk(each.text, each.rows, each.logits) for each in rounds}
+            logits = each.outputs.logits[0, -len(each.tree) - 1 :]
+            each.text.learn(each.rows, logits)
+            walks[id(each.text)] = Walk(each.text, each.rows, logits)
         going = list(walks.values())
         while going:
             for walk, scores in zip(going, self._process(walks, going), strict=True):

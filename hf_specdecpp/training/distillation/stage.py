@@ -45,7 +45,6 @@ REPORT, CHECKPOINTS = "distillation.json", "distillation-checkpoints"
 OWN = (CHECKPOINTS, ADAPTER_FOLDER, DRAFT_VOCAB)
 SAVE_EVERY = 0.02  # of all steps: what a kill can cost
 MEASURE = "eval_all/acceptance"
-FEW_TOKENS = 50_000  # SmolLM2's draft learnt from 587,000
 MEASURED = 200  # held-out answers that the reports before and after are of, evenly spaced
 SHARES = (1.0, 2 / 3, 1 / 3)  # of the trained update, one of which is kept, or nothing
 FUSION_PREFIX, LAYER_PREFIX = ".fusion.", "model."  # of the names of their tensors
@@ -77,8 +76,6 @@ def run(config: TrainingConfig) -> None:
         set_seed(config.seed)  # the initial weights
         trainer = _trainer(lesson, student_of(lesson, vocab, earlier))
     report: dict[str, Any] = {"answers": len(lesson.train), "tokens": answer_tokens(lesson.train, lesson.limit)}
-    if config.distill.enabled:
-        warn_of_few(report)
     report |= {"run": settings(config), "begun": _begun(config.distill)}
     if vocab is not None:
         report["draft_vocab"] = {"size": len(vocab), "covered": models.covered_mass(vocab, lesson.heldout)}
@@ -113,16 +110,6 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
         _save(trainer, config)
     shares = {f"{share:.2f}": value for share, value in accepted.items()}
     return {"before": before, "steps": trainer.state.global_step, "shares": shares, "after": reports[best]}
-
-
-def warn_of_few(report: dict[str, Any]) -> None:
-    """Warn where so few answers are there to learn from that the draft will hardly be of use."""
-    if report["tokens"] < FEW_TOKENS:
-        logger.warning(
-            f"The draft learns from {report['tokens']:,} tokens of {report['answers']:,} answers. After fewer than "
-            f"{FEW_TOKENS:,} most drafts guess too badly to pay. Give more prompts, or raise "
-            "rollouts.samples_per_prompt or rollouts.max_new_tokens (docs/training.md)."
-        )
 
 
 def _settings(config: TrainingConfig) -> dict[str, Any]:
