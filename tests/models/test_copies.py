@@ -395,24 +395,26 @@ PROGRAMS: dict[str, str] = {
     "is nice already": """
         import os
         os.nice(15)
-        from hf_specdecpp.models.cpu.copies import WeightCopies, background
+        from hf_specdecpp.models.cpu.copies import WeightCopies
         made, nice = [], []
         def make(weight):
             nice.append(os.getpriority(os.PRIO_PROCESS, 0))
             return "made"
         kept, weight = WeightCopies(make), nn.Parameter(torch.ones(1, 4))
         copy = kept.prepared(weight)
-        background._thread.join()
+        for thread in threading.enumerate()[1:]:
+            thread.join()
         assert (copy.made, nice) == ("made", [15])
         print(os.getpriority(os.PRIO_PROCESS, 0) - 15)
     """,
     "has low priority": """
         import os
-        from hf_specdecpp.models.cpu.copies import WeightCopies, background
+        from hf_specdecpp.models.cpu.copies import WeightCopies
         nice, weight = [], nn.Parameter(torch.ones(1, 4))
         kept = WeightCopies(lambda _: nice.append(os.getpriority(os.PRIO_PROCESS, 0)))
         kept.prepared(weight)
-        background._thread.join()
+        for thread in threading.enumerate()[1:]:
+            thread.join()
         print(nice[0] - os.getpriority(os.PRIO_PROCESS, 0) - 10)
     """,
     "is forked": """
@@ -443,7 +445,7 @@ PROGRAMS: dict[str, str] = {
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads, and forks")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_processes(name: str) -> None:
-    program = "import time\nimport torch\nfrom torch import nn\n" + textwrap.dedent(PROGRAMS[name])
+    program = "import threading, time\nimport torch\nfrom torch import nn\n" + textwrap.dedent(PROGRAMS[name])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert int(done.stdout) < (200 if name == "ends" else 1)
