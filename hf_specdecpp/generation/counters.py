@@ -21,8 +21,14 @@ def last(own: Any, other: Any) -> Any:
     return other or own
 
 
+def branching(drawn: DrawnTree) -> tuple[int, int]:
+    """How many nodes of a tree have several children, and how many candidates there are."""
+    children = list(map(len, drawn.tree.children))
+    return len(children) - children.count(0) - children.count(1), len(drawn.tree)
+
+
 def most_branched(*trees: DrawnTree | None) -> DrawnTree | None:
-    return max(filter(None, trees), key=lambda each: (each.branchings, len(each.tree)), default=None)
+    return max(filter(None, trees), key=branching, default=None)
 
 
 @dataclass

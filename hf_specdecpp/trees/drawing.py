@@ -23,11 +23,6 @@ class DrawnTree:
     def __str__(self) -> str:
         return self.text()
 
-    @property
-    def branchings(self) -> int:
-        """How many nodes have several children."""
-        return sum(len(children) > 1 for children in self.tree.children)
-
     def text(self, decode: Callable[[int], str] = str) -> str:
         """A line a node: `*` if accepted, the token by `decode`, its estimate a and the value v of its slot."""
         tree, accepted = self.tree, set(self.path)

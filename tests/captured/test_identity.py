@@ -112,7 +112,6 @@ def steered(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys.modules[__name__], "STRENGTH", 0.0)
     monkeypatch.setattr(SETTINGS, "strength", 0.0)
     monkeypatch.setitem(TABLE, "a", [0.0])
-    monkeypatch.setattr("hf_specdecpp.generation.refusals.foreign_passes", lambda *_: None)  # it would not be captured
     monkeypatch.setattr(Steered, "shared", 0.0)
     monkeypatch.setattr(Steered, "helps", None, raising=False)
     target = tiny("llama", num_hidden_layers=2).float()
@@ -167,6 +166,7 @@ class Reading(nn.Module):
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_texts_follow_what_a_layer_reads(is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TABLE, "a", [0.0])
+    monkeypatch.setattr("hf_specdecpp.generation.refusals.foreign_passes", lambda *_: None)  # it would not be captured
     target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
     layer = target.model.layers[1].mlp = Reading(target.model.layers[1].mlp)
     assistant = assistant_of("early_exit", target, rule="fixed", num_tokens=2, lookup=not is_whole)

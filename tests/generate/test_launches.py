@@ -132,7 +132,7 @@ def test_a_draft_beside_captured_passes_leaves_out_cudnns_attention() -> None:
 ROUNDS: dict[str, tuple[dict[str, Any], int, int]] = {
     "fixed": ({"rule": "fixed", "num_tokens": 3}, 60, 16),
     "threshold": ({"rule": "threshold"}, 72, 18),
-    "tree": ({"rule": "fixed", "tree": "dyspec", "tree_budget": 8}, 106, 23),
+    "tree": ({"rule": "fixed", "tree": "dyspec", "tree_budget": 8}, 113, 23),
 }
 
 

@@ -146,7 +146,8 @@ class Captured:
             passes.busy = True
         try:
             passes.graphs.begin_text()
-            reason = passes.why_not or passes.graphs.why_not or self._try(passes)
+            before = passes.graphs.why_not
+            reason = passes.why_not or (f"its pass cannot be captured ({before})" if before else self._try(passes))
             self.passes = None if reason else passes
             return reason
         finally:
