@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -65,7 +66,8 @@ class Family:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.pool = device, None
+        self.device = device
+        self.pool: Any = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.members: list[dict[Hashable, Any]] = []
         self.clear()
@@ -102,7 +104,7 @@ class Graphs:
         self.device, self.seconds, self.num_bytes = device, 0.0, 0
         self.why_not: str | None = None
         self._is_passing, self._failed = False, 0
-        self.family = Family(device) if beside is None else beside.family
+        self.family: Family = Family(device) if beside is None else beside.family
         # With their functions, which keep the tensors alive that the graphs read and write.
         self._graphs: dict[Hashable, tuple[Graph, Callable[[], None]]] = {}
         self.family.members.append(self._graphs)
@@ -235,13 +237,16 @@ def captured(function: Callable[[], None], restore: Callable[[], None], family: 
 class NoWaits(TorchDispatchMode):
     """Refuses operations that wait for a device of this type: `CannotCaptureError`."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        name, given = func._schema.name.split("::")[1], kwargs or {}
-        if name in WAITS or f"{name}.{func._overloadname}" in WAITS:
+        given = kwargs or {}
+        names = (func._opname, f"{func._opname}.{func._overloadname}") if isinstance(func, OpOverload) else ()
+        if not WAITS.isdisjoint(names) and given.get("output_size") is None:  # with which the shape is known
             _refuse(self.device, func, (args, given))
         return func(*args, **given)
 

@@ -84,7 +84,7 @@ class Walk:
 
     def _note(self, name: Hashable, each: Any) -> None:
         """Something under a name: its value, or the number under which it is described later."""
-        kind = type(each)
+        kind: Any = type(each)
         if name in HOOKS and each:  # ours are there while another text is read
             each = {key: hook for key, hook in list(each.items()) if package_of(hook) != OURS}
         if name in NOTES or kind in EMPTY and not each:  # most are

@@ -152,15 +152,14 @@ def growing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no text grow into a larger room: after some layers memory ends."""
 
     def ends(self: RoomCache, smaller: RoomCache) -> None:
-        self.length.copy_(smaller.length)
-        layers: Any = self.layers
-        layers[0].lazy_initialization(smaller.layers[0].keys, smaller.layers[0].values)  # type: ignore[attr-defined]
+        layers, held = list[Any](self.layers), list[Any](smaller.layers)
+        layers[0].lazy_initialization(held[0].keys, held[0].values)
         raise MEMORY
 
     monkeypatch.setattr(RoomCache, "copy_from", ends)
 
 
-@pytest.mark.takes(4)
+@pytest.mark.takes(6)
 @pytest.mark.parametrize(("name", "kind", "family"), [
     *((name, "early_exit", "llama") for name in SETTINGS), ("chain", "conditioned", "llama"),
     ("passes", "conditioned", "llama"), ("chain", "early_exit", "gemma3_text"), ("passes", "early_exit", "gemma3_text"),
@@ -171,7 +170,7 @@ def test_a_text_that_finds_no_larger_room_goes_on_elsewhere(
     target = small() if family == "llama" else quiet_later_layers(tiny(family))
     assistant, length = (
         assistant_of(kind, target, **SETTINGS[name]),
-        220 if name == "tree" else 244 if name == "passes" or family != "llama" else 236,
+        226 if name == "tree" else 244 if name == "passes" or family != "llama" else 236,
     )
     how = {"padding": 5, "max_new_tokens": 16}
     plain = generate(target, None, length, **how)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from support.capturing import CHAIN, generate
 from support.outputs import PROCESSORS
 from support.processors_between import MISTAKES
@@ -26,6 +28,8 @@ from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 pytestmark = [pytest.mark.usefixtures("pretended"), pytest.mark.takes(6)]
 PENALTY = {"repetition_penalty": 1.4}
+# Older versions of generate() penalise tokens for the padding, too.
+LEAVES_OUT_PADDING = Version(transformers.__version__) >= Version("5.24")
 
 
 @pytest.mark.every(5)
@@ -91,7 +95,8 @@ def test_a_batch_whose_rows_are_mistaken_is_noticed(
     assert torch.equal(together(target, assistant, ids, mask, **how), expected)
     monkeypatch.setattr(owner, name, mutant)
     target, assistant = made("independent", tmp_path, **CHAIN)
-    assert not torch.equal(together(target, assistant, ids, mask, **how), expected)
+    is_right = mutant is padding_counts and not LEAVES_OUT_PADDING
+    assert torch.equal(together(target, assistant, ids, mask, **how), expected) == is_right
 
 
 def padding_of_the_first(processing: Processing, text: Tensor) -> Tensor:
@@ -150,7 +155,7 @@ def test_padding_before_one_text_is_no_part_of_it(tmp_path: Path) -> None:
         ids = torch.cat((text[:, 5:6].expand(1, 3), text[:, :5]), dim=1)
         mask = (torch.arange(8) >= 3).long()[None]
         plain, ours = (together(target, each, ids, mask, **how) for each in (None, assistant))
-        assert torch.equal(plain[:, 8:], text[:, 5:])
+        assert torch.equal(plain[:, 8:], text[:, 5:]) or not LEAVES_OUT_PADDING
         assert torch.equal(ours, plain)
         assert assistant.stats.decided["rounds"] == "captured"
 
@@ -172,7 +177,7 @@ def test_two_penalties_are_called_between_the_graphs(tmp_path: Path) -> None:
     """They may leave out other paddings."""
     target, assistant = made("independent", tmp_path, **CHAIN)
     ids, mask = batch(2)
-    padding = (mask != 0).int().argmax(dim=1)
+    padding = (mask != 0).int().argmax(dim=1) if LEAVES_OUT_PADDING else 2
     how = {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4, padding), *
            [RepetitionPenaltyLogitsProcessor(1.2)]])}  # fmt: skip
     assert torch.equal(*(together(target, each, ids, mask, **how) for each in (assistant, None)))

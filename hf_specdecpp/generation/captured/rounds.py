@@ -31,8 +31,8 @@ Process: TypeAlias = Callable[[int, DraftTree, Tensor], Tensor]
 
 
 class Accepted(NamedTuple):
-    """What stands of the candidates, by text: how many, which `token` follows (-1: none can be drawn), the `last` one (0
-    is the root), and `path` `[texts, levels]`: those that stand, counted from 0, and any others behind them."""
+    """What stands of the candidates, by text: how many, which `token` follows (-1: none can be drawn), the `last` one
+    (0 is the root), and `path` `[texts, levels]`: those that stand, counted from 0, and any others behind them."""
 
     accepted: Tensor
     token: Tensor
