@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from exactness.test_captured_trees import WIDTH, Grown, trees
 from support.exact_distribution import VISIBLE, Replay, exact_distribution
+from support.grown_trees import WIDTH, Grown, trees
 from support.next_tokens import VOCAB, Path, distributions
 from support.toy_rounds import VERIFIERS
 from torch import Tensor
