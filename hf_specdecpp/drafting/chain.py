@@ -142,7 +142,7 @@ def _ask(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
     if signal is None:
         return int(token), rule.stops(None)
     if token.device.type == "cpu":
-        values = int(token), float(signal)
+        values = [int(token), float(signal)]
     else:
         dtype = widest(token.device)
         values = torch.stack((token.to(dtype), signal.to(token.device, dtype))).tolist()

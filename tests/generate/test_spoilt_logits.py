@@ -45,7 +45,7 @@ def spoil(model: Any, text: Tensor, values: dict[int, float]) -> None:
     head, (count, size) = model.lm_head, states.shape
     eye = torch.eye(size + count, dtype=states.dtype)
     vector = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=states.dtype)
-    apart, together, logits = (nn.Linear(*each, dtype=states.dtype) for each in (
+    apart, together, logits = (nn.Linear(inputs, outputs, dtype=states.dtype) for inputs, outputs in (
         (size, size + 2 * count), (size + 2 * count, size + count), (size + count, len(head.weight)),
     ))  # fmt: skip
     products = states @ vector

@@ -211,9 +211,21 @@ def test_the_verification_that_runs_is_told(
     assistant.decisions = type(assistant.decisions)(verification=asked)
     found: set[str] = set()
     heard(monkeypatch, on_device, "tree_tests", lambda *_: found.add("tree token"))
-    heard(monkeypatch, on_device, "outcomes", lambda drawn, *rest: drawn.numel() and found.add(f"chain {rest[3]}"))
-    heard(monkeypatch, generation_text, "test_children", lambda tree, *_: len(tree) and found.add("tree token"))
-    heard(monkeypatch, generation_text, "verify_tree_block", lambda tree, *_: len(tree) and found.add("tree block"))
+    heard(
+        monkeypatch,
+        on_device,
+        "outcomes",
+        lambda drawn, *rest: found.update([f"chain {rest[3]}"] * bool(drawn.numel())),
+    )
+    heard(
+        monkeypatch, generation_text, "test_children", lambda tree, *_: found.update(["tree token"] * bool(len(tree)))
+    )
+    heard(
+        monkeypatch,
+        generation_text,
+        "verify_tree_block",
+        lambda tree, *_: found.update(["tree block"] * bool(len(tree))),
+    )
     monkeypatch.setattr(tiers, "PROBES", (2, 4))  # a tree is tried now and then
     generate(target, assistant, **{**SAMPLED, "max_new_tokens": 30})
     assert found == ran
@@ -277,7 +289,8 @@ def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
 def test_a_padded_batch_with_a_table_of_positions(family: str, kind: str) -> None:
     """Which has no place for padding; and the rows grow to the end of the table."""
     longest = 64
-    target = quiet_later_layers(tiny(family, **{"n_positions" if family == "gpt2" else "max_position_embeddings": 64}))
+    positions: dict[str, Any] = {"n_positions" if family == "gpt2" else "max_position_embeddings": longest}
+    target = quiet_later_layers(tiny(family, **positions))
     assistant = assistant_of(kind, target, **CHAIN)
     ids, mask = batch(3)
     how: dict[str, Any] = {"max_new_tokens": longest - ids.shape[1]}
