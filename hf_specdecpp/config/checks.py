@@ -128,6 +128,8 @@ def _is(value: Any, rule: Any) -> bool:
         return False
     if rule is float:
         return isinstance(value, Real) and math.isfinite(value)
+    if not isinstance(kind or rule, type):  # an alias, as NumPy's NDArray is for Python 3.14
+        return _is(value, (kind or rule).__value__)
     return isinstance(value, kind or rule)
 
 
