@@ -236,7 +236,8 @@ def test_loading_options(options: dict[str, Any], says: str) -> None:
 def test_signatures_name_the_fields(cls: Any) -> None:
     assert list(inspect.signature(cls).parameters) == [each.name for each in fields(cls)]
     shown = pydoc.plain(pydoc.render_doc(cls))
-    assert f"{cls.__name__}({fields(cls)[0].name}: " in shown
+    without_spaces = "".join(shown.split())  # Python 3.14 gives each field a line
+    assert f"{cls.__name__}({fields(cls)[0].name}:" in without_spaces or f"|{fields(cls)[0].name}:" in without_spaces
     assert "**given" not in shown.split("Methods defined here")[0]
     made = cls()
     assert copy.deepcopy(made) == pickle.loads(pickle.dumps(made)) == replace(made) == made  # noqa: S301 - our own
