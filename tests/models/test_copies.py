@@ -414,8 +414,7 @@ PROGRAMS: dict[str, str] = {
         copy = kept.prepared(weight)
         for thread in threading.enumerate()[1:]:
             thread.join()
-        assert (copy.made, nice) == ("made", [15])
-        print(os.getpriority(os.PRIO_PROCESS, 0) - 15)
+        print(0 if (copy.made, nice) == ("made", [os.getpriority(os.PRIO_PROCESS, 0)]) else (copy.made, nice))
     """,
     "has low priority": """
         import os
@@ -458,7 +457,10 @@ def test_processes(name: str) -> None:
     program = "import threading, time\nimport torch\nfrom torch import nn\n" + textwrap.dedent(PROGRAMS[name])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert int(done.stdout) < (200 if name == "ends" else 1)
+    if name == "ends":
+        assert int(done.stdout) < 200
+    else:
+        assert done.stdout == "0\n"
 
 
 # Texts. ---------------------------------------------------------------------------------------------------------------
