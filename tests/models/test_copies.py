@@ -7,6 +7,7 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -321,13 +322,22 @@ def test_copies_take_a_quarter_of_the_free_memory_at_most(monkeypatch: pytest.Mo
         assert products_of(target) == {"own": 4}
 
 
-def test_free_memory_is_what_the_system_and_the_container_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    limit, used = tmp_path / "max", tmp_path / "current"
-    monkeypatch.setattr(copies, "CONTAINERS", ((str(limit), str(used)),))
+def test_free_memory_is_what_the_system_and_the_container_leave(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Files that the system keeps in memory, such as a checkpoint that was read, make room."""
+    monkeypatch.setattr(copies, "CONTAINERS", ((str(tmp_path), "most", "used", "inactive_file"),))
     whole = copies.free_memory()
-    for most, now, free in (("max", "0", None), ("1000", "400", 600.0), ("400", "1000", 0.0), ("many", "1", 0.0)):
-        limit.write_text(most, encoding="utf-8")
-        used.write_text(now, encoding="utf-8")
+    for most, used, files, free in (
+        ("1000\n", 400, 0, 600.0),
+        ("1000", 900, 300, 400.0),
+        ("400", 1000, 0, 0.0),
+        ("many", 1, 0, 0.0),
+        ("", 1, 0, 0.0),
+        ("max", 0, 0, None),
+    ):
+        for name, text in (("most", most), ("used", f"{used}\n"), ("memory.stat", f"anon 7\ninactive_file {files}\n")):
+            (tmp_path / name).write_text(text, encoding="utf-8")
         assert copies.free_memory() == free or (free is None and copies.free_memory() > 0.5 * whole)
     assert whole >= 0.0
 
@@ -404,8 +414,7 @@ PROGRAMS: dict[str, str] = {
         copy = kept.prepared(weight)
         for thread in threading.enumerate()[1:]:
             thread.join()
-        assert (copy.made, nice) == ("made", [15])
-        print(os.getpriority(os.PRIO_PROCESS, 0) - 15)
+        print(0 if (copy.made, nice) == ("made", [os.getpriority(os.PRIO_PROCESS, 0)]) else (copy.made, nice))
     """,
     "has low priority": """
         import os
@@ -448,7 +457,10 @@ def test_processes(name: str) -> None:
     program = "import threading, time\nimport torch\nfrom torch import nn\n" + textwrap.dedent(PROGRAMS[name])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert int(done.stdout) < (200 if name == "ends" else 1)
+    if name == "ends":
+        assert int(done.stdout) < 200
+    else:
+        assert done.stdout == "0\n"
 
 
 # Texts. ---------------------------------------------------------------------------------------------------------------

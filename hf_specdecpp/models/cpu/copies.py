@@ -31,10 +31,11 @@ SHARE = 0.04  # of the seconds of texts that copies may be made in, where PyTorc
 POLL = 0.02  # seconds
 NICE = 10  # priority of the thread: about a tenth of a core that others want, too
 NEVER = -1
-# Files with a container's limit of memory and with the memory that it uses.
+# Folders of a container's memory: the files with its limit and with what it uses, and the name of pages of files, which
+# count as used, in `memory.stat`.
 CONTAINERS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -294,11 +295,16 @@ def can_fingerprint(weight: Tensor) -> bool:
 def free_memory() -> float:
     """Bytes that this process may still use; 0 where the system does not say."""
     try:
-        found = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
+        found = dict(line.split(":") for line in _lines(Path("/proc/meminfo")))
         free = 1024.0 * int(found["MemAvailable"].split()[0])
-        for limit, used in CONTAINERS:
-            if Path(limit).is_file() and (most := Path(limit).read_text(encoding="utf-8").strip()) != "max":
-                free = min(free, int(most) - int(Path(used).read_text(encoding="utf-8")))
-    except (OSError, KeyError, ValueError):
+        for folder, limit, used, pages in CONTAINERS:
+            if Path(folder, limit).is_file() and (most := _lines(Path(folder, limit))[0]) != "max":
+                stat = dict(line.split() for line in _lines(Path(folder, "memory.stat")))
+                free = min(free, int(most) - int(_lines(Path(folder, used))[0]) + int(stat[pages]))
+    except (OSError, KeyError, ValueError, IndexError):
         return 0.0
     return max(free, 0.0)
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines()
