@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_specdecpp.models.causal_lm import CACHE
-from hf_specdecpp.models.cpu.copies import WeightCopies, background
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.models.cpu.product_times import measured_copy
 from hf_specdecpp.models.cpu.products import quantise
+from hf_specdecpp.models.cpu.weight_copies import WeightCopies, background
 
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 CONTEXT, TURNS = 64, 7

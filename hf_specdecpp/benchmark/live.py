@@ -19,7 +19,7 @@ from hf_specdecpp.benchmark.loading import Benchmark, Question, RunLog
 from hf_specdecpp.benchmark.summary import comparable
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, until_end
-from hf_specdecpp.models.cpu.copies import background
+from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.encoding import padded
 from hf_specdecpp.throughput.known_costs import forget_costs, without_known_costs

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from hf_specdecpp.caches.batches import ATTENTION_LAYERS
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.foreign import ForeignPasses, states_of
+from hf_specdecpp.models.foreign import ForeignPasses, remembered
 from hf_specdecpp.models.quantised import multiplies_in_half
 
 # Errors (`largest_error`) that rounding does not reach.
@@ -50,7 +50,7 @@ class Trial:
         self._name, exact = type(target).__name__, None if multiplies_in_half(target) else TOLERANCE.get(target.dtype)
         self._tolerance = exact or HALF_TOLERANCE
         self._logits: list[Tensor] = []  # at the tokens since the trial began
-        self._states = partial(states_of, target)
+        self._states = partial(remembered, target)
         self._before = self._states() if passes.width < self._enough else []
 
     @property

@@ -13,7 +13,14 @@ from transformers import GenerationMixin, StaticCache
 from hf_specdecpp.caches.text import CachedText, GrowingText, PathRows, StaticText, most_in, stop_recording, width_of
 from hf_specdecpp.caches.trial import Held
 from hf_specdecpp.generation.refusals import LateRefusalError, gives_positions
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, input_device, longest_text
+from hf_specdecpp.models.causal_lm import (
+    CausalLM,
+    cache_among,
+    cache_argument,
+    input_device,
+    keeping_generators,
+    longest_text,
+)
 from hf_specdecpp.models.checks import frequency_changes
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.trees.attention import tree_mask
@@ -298,7 +305,7 @@ def reading_again(prefix: Prefix, text: Tensor, as_tree: bool) -> Callable[[Tens
             node = tree.add(node, token)
         rows = (tree_pass := TreePass(tree)).rows_of(tree.nodes_to(node))
         inputs = copied.tree_inputs(text, tree_pass) if as_tree else copied.chain_inputs(text, tokens)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with keeping_generators(device):
             logits = target(**inputs, return_dict=True).logits[0, -len(tree) - 1 :]
         copied.text.keep(count, len(tree) + 1, PathRows(rows, torch.tensor(rows, device=device)))
         return logits[rows], copied.cache

@@ -18,10 +18,10 @@ from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, lag_
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp
 from hf_specdecpp.lookup.text import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
-from hf_specdecpp.models.cpu.copies import WeightCopies
 from hf_specdecpp.models.cpu.faster_products import FasterProducts, large_layers
 from hf_specdecpp.models.cpu.product_times import ProductTimes, measured_copy, product_times
 from hf_specdecpp.models.cpu.products import has_int8, quantise
+from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from hf_specdecpp.models.loading import special_ids
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors

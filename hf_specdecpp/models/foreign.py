@@ -88,7 +88,7 @@ def foreign_passes(model: CausalLM, cache: Any = None) -> ForeignPasses | None:
     return known[1]
 
 
-def states_of(model: CausalLM) -> list[Any]:
+def remembered(model: CausalLM) -> list[Any]:
     """What the code of others remembers in the open, in a form that changes with it: numbers, texts, the lengths of
     lists and the sums of tensors, among what functions refer to and the attributes of objects."""
     found: list[Any] = []

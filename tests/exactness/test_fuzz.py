@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches import text
 from hf_specdecpp.generation import prefix
-from hf_specdecpp.models.cpu import copies
+from hf_specdecpp.models.cpu import weight_copies
 from hf_specdecpp.sampling.processors import Processing
 
 PARTS, CASES_OF_A_PART = 4, 50
@@ -222,7 +222,7 @@ def processors_after_the_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of weights are not compared with these."""
-    monkeypatch.setattr(copies, "fingerprint", lambda weight: torch.zeros(1))
+    monkeypatch.setattr(weight_copies, "fingerprint", lambda weight: torch.zeros(1))
 
 
 FOLLOWING = {"no_repeat_ngram", "bad_words", "sequence_bias"}  # processors of transformers that follow the last tokens

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models import early_exit as early_exit_module
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu.copies import background
+from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.quantised import multiplies_in_half
 

@@ -19,9 +19,9 @@ from transformers import LogitsProcessor
 
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu.copies import WeightCopies
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.models.cpu.products import has_int8, quantise
+from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 
 PROMPT = prompt(12)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16, "pad_token_id": 0}

@@ -7,10 +7,10 @@ import pytest
 from torch import nn
 
 from hf_specdecpp.models.cpu import faster_products, product_times
-from hf_specdecpp.models.cpu.copies import WeightCopies, background
 from hf_specdecpp.models.cpu.faster_products import FasterProducts, _here, _is_routed
 from hf_specdecpp.models.cpu.product_times import ProductTimes, measured_copy
 from hf_specdecpp.models.cpu.products import Int8Weight, has_float16
+from hf_specdecpp.models.cpu.weight_copies import WeightCopies, background
 
 needs_float16 = pytest.mark.skipif(not has_float16(), reason="this PyTorch has no float16 products")
 

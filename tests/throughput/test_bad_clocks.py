@@ -17,7 +17,7 @@ from hf_specdecpp.clocks import first_sensible, typical
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu import product_times
-from hf_specdecpp.models.cpu.copies import background
+from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput import known_costs
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.round_times import Drafting, as_expected, corrected

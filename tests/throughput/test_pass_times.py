@@ -8,7 +8,7 @@ from support.products import needs_float16, use_copies
 from support.watchers import unnoticed
 
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu.copies import background
+from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput import pass_times
 from hf_specdecpp.throughput.pass_times import EVERY, KEPT, WARM, PassTimes, pass_times_of
 

@@ -28,7 +28,7 @@ from hf_specdecpp.generation.several.ranks import is_spread
 from hf_specdecpp.generation.stats import LatestCalls
 from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, keeping_generators, longest_text
-from hf_specdecpp.models.cpu.copies import background
+from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.tiers import SPARE
 

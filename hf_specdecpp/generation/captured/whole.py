@@ -15,6 +15,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape
 from hf_specdecpp.generation.captured.rounds import CapturedRounds
 from hf_specdecpp.generation.text import NO_SCORES, Text, Verdict
+from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, Tiers, chains_up_to
 from hf_specdecpp.trees.tree import DraftTree, TreePass
@@ -62,7 +63,7 @@ class WholeRounds:
         )
         if isinstance(self.tiers, MostTokens):
             device = self.rounds.passes.device
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a seed is for the text alone
+            with keeping_generators(device):  # a seed is for the text alone
                 self.rounds.seconds.time(self.tiers.shapes, self.time)
 
     def time(self, shape: RoundShape) -> float:

@@ -21,9 +21,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import devices_of, has_compiled_call, modules_of
-from hf_specdecpp.models.cpu.copies import WeightCopies, WeightCopy, background, can_fingerprint
 from hf_specdecpp.models.cpu.product_times import ProductTimes, product_times
 from hf_specdecpp.models.cpu.products import MOST_INT8_ROWS, int8_product
+from hf_specdecpp.models.cpu.weight_copies import WeightCopies, WeightCopy, background, can_fingerprint
 
 Forward = Callable[[Tensor], Tensor]
 UNUSUAL = frozenset({"position_bias", "cache", "softcap"})  # arguments of attention that transformers handles

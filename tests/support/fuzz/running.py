@@ -16,8 +16,8 @@ from transformers import DynamicCache
 import hf_specdecpp
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu import faster_products, product_times
-from hf_specdecpp.models.cpu.copies import WeightCopies
 from hf_specdecpp.models.cpu.product_times import ProductTimes
+from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from support.fuzz.arguments import arguments, first_prompt, positions_of, random_ids
 from support.fuzz.cases import RECORDS, Case
 from support.fuzz.models import LORA_MODULES, assistant_for, target_of

@@ -18,10 +18,10 @@ from support.models import assistant_for, prompt, tiny
 from support.products import faster, needs_float16, products_of, use_copies
 from torch import Tensor, nn
 
-from hf_specdecpp.models.cpu import copies, product_times
-from hf_specdecpp.models.cpu.copies import NEVER, POLL, Background, WeightCopies, WeightCopy, background
+from hf_specdecpp.models.cpu import product_times, weight_copies
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.models.cpu.product_times import measured_copy
+from hf_specdecpp.models.cpu.weight_copies import NEVER, POLL, Background, WeightCopies, WeightCopy, background
 
 pytestmark = needs_float16
 
@@ -214,12 +214,12 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr(copies, "time", made)
+    monkeypatch.setattr(weight_copies, "time", made)
     monkeypatch.setattr(
-        copies, "os", SimpleNamespace(setpriority=lambda *_: None, getpriority=lambda *_: 0, PRIO_PROCESS=0)
+        weight_copies, "os", SimpleNamespace(setpriority=lambda *_: None, getpriority=lambda *_: 0, PRIO_PROCESS=0)
     )
-    monkeypatch.setattr(copies, "usable_cores", lambda: 1)
-    monkeypatch.setattr(copies, "background", made.background)
+    monkeypatch.setattr(weight_copies, "usable_cores", lambda: 1)
+    monkeypatch.setattr(weight_copies, "background", made.background)
     return made
 
 
@@ -237,7 +237,7 @@ def test_between_texts_and_beside_a_spare_core_all_are_made_the_largest_first(
     kept, weights = asked(machine, 8, 32, 16)
     machine.background._run(1)
     assert machine.steps == [32, 16, 8]
-    monkeypatch.setattr(copies, "usable_cores", lambda: 2)
+    monkeypatch.setattr(weight_copies, "usable_cores", lambda: 2)
     kept, weights = asked(machine, 8, 32, 16)
     machine.background.begin_text()
     machine.background._run(1)
@@ -306,14 +306,14 @@ def test_copies_take_a_quarter_of_the_free_memory_at_most(monkeypatch: pytest.Mo
     sizes = [2 * 64 * 64 * (index + 1) for index in range(4)]
     kept, free = WeightCopies(measured_copy), 4.0 * (sizes[3] + sizes[1]) + 8.0
 
-    monkeypatch.setattr(copies, "free_memory", lambda: free - kept.bytes)
+    monkeypatch.setattr(weight_copies, "free_memory", lambda: free - kept.bytes)
     background._thread = threading.current_thread()  # makes them one after the other
     with (products := FasterProducts(target, copies=kept, target=target)):
         background.wait()
         assert kept.bytes == sizes[3] + sizes[1]
         assert products_of(target) == {"float16": 2, "own": 2}
     assert products.described == "float16 (2 of 4 layers)"
-    monkeypatch.setattr(copies, "free_memory", lambda: 0.0)
+    monkeypatch.setattr(weight_copies, "free_memory", lambda: 0.0)
     with faster(target):
         assert products_of(target) == {"float16": 2, "own": 2}, "those that are shared"
     kept.clear()
@@ -326,8 +326,8 @@ def test_free_memory_is_what_the_system_and_the_container_leave(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Files that the system keeps in memory, such as a checkpoint that was read, make room."""
-    monkeypatch.setattr(copies, "CONTAINERS", ((str(tmp_path), "most", "used", "inactive_file"),))
-    whole = copies.free_memory()
+    monkeypatch.setattr(weight_copies, "CONTAINERS", ((str(tmp_path), "most", "used", "inactive_file"),))
+    whole = weight_copies.free_memory()
     for most, used, files, free in (
         ("1000\n", 400, 0, 600.0),
         ("1000", 900, 300, 400.0),
@@ -338,7 +338,7 @@ def test_free_memory_is_what_the_system_and_the_container_leave(
     ):
         for name, text in (("most", most), ("used", f"{used}\n"), ("memory.stat", f"anon 7\ninactive_file {files}\n")):
             (tmp_path / name).write_text(text, encoding="utf-8")
-        assert copies.free_memory() == free or (free is None and copies.free_memory() > 0.5 * whole)
+        assert weight_copies.free_memory() == free or (free is None and weight_copies.free_memory() > 0.5 * whole)
     assert whole >= 0.0
 
 
@@ -372,7 +372,7 @@ def test_copies_that_are_asked_for_while_others_are_counted() -> None:
 def test_after_a_fork_what_is_missing_is_asked_for_again(machine: Machine) -> None:
     kept, weights = asked(machine, 8, 16)
     machine.background._make(*machine.background._asked.pop())
-    copies._begin_child()
+    weight_copies._begin_child()
     assert (machine.background._asked, machine.background._thread) == ([], None)
     asked(machine)
     assert [kept.prepared(weight).made for weight in weights] == [None, "made"]
@@ -384,7 +384,7 @@ PROGRAMS: dict[str, str] = {
     "ends": """
         import atexit
         atexit.register(lambda: print(len(made)))  # after the package's own function
-        from hf_specdecpp.models.cpu.copies import WeightCopies
+        from hf_specdecpp.models.cpu.weight_copies import WeightCopies
         made = []
         def make(weight):
             time.sleep(0.05)
@@ -395,7 +395,7 @@ PROGRAMS: dict[str, str] = {
     """,
     "ends in the middle of a weight": """
         from hf_specdecpp.models.cpu import products
-        from hf_specdecpp.models.cpu.copies import WeightCopies
+        from hf_specdecpp.models.cpu.weight_copies import WeightCopies
         products.AT_ONCE = 4
         kept, weight = WeightCopies(products.Float16Weight.of), nn.Parameter(torch.ones(1_000_000, 4))
         kept.prepared(weight)
@@ -405,7 +405,7 @@ PROGRAMS: dict[str, str] = {
     "is nice already": """
         import os
         os.nice(15)
-        from hf_specdecpp.models.cpu.copies import WeightCopies
+        from hf_specdecpp.models.cpu.weight_copies import WeightCopies
         made, nice = [], []
         def make(weight):
             nice.append(os.getpriority(os.PRIO_PROCESS, 0))
@@ -418,7 +418,7 @@ PROGRAMS: dict[str, str] = {
     """,
     "has low priority": """
         import os
-        from hf_specdecpp.models.cpu.copies import WeightCopies
+        from hf_specdecpp.models.cpu.weight_copies import WeightCopies
         nice, weight = [], nn.Parameter(torch.ones(1, 4))
         kept = WeightCopies(lambda _: nice.append(os.getpriority(os.PRIO_PROCESS, 0)))
         kept.prepared(weight)
@@ -428,7 +428,7 @@ PROGRAMS: dict[str, str] = {
     """,
     "is forked": """
         import os, threading
-        from hf_specdecpp.models.cpu.copies import WeightCopies, background
+        from hf_specdecpp.models.cpu.weight_copies import WeightCopies, background
         begun, go = threading.Event(), threading.Event()
         def make(weight):
             begun.set()
