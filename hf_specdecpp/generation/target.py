@@ -61,6 +61,7 @@ class TargetSide(ABC):
 
     def begin(self, texts: Sequence[Text]) -> None:
         """Told once, before the first round."""
+        self.passes.begin(self.products)
         if texts:
             self.captured.begin(texts)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from statistics import fmean, median, median_low
+from statistics import median, median_low
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from hf_specdecpp.caches.text import text_in
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
+from hf_specdecpp.models.cpu.weight_copies import background
 
 KEPT = 512  # passes
 ENOUGH = 3  # passes of a width in a text
@@ -21,9 +22,16 @@ LEAST = 0.25  # of a pass, that one over fewer tokens takes at least
 
 
 class Pass(NamedTuple):
-    """One pass: how many tokens it read, its seconds of the processor, and its seconds by the clock."""
+    """One pass.
+
+    Attributes:
+        rows: tokens that it read.
+        saved: seconds of the processor that the copies of weights there were then save in a pass over one token.
+        work, clock: its seconds of the processor, and by the clock.
+    """
 
     rows: int
+    saved: float
     work: float
     clock: float
 
@@ -44,11 +52,19 @@ class PassTimes:
         self._latest: deque[Pass] = deque(maxlen=KEPT)
         self._beside: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=ENOUGH))  # by rows
         self._rounds = 0  # since the latest pass beside them
+        self._products: Callable[[], FasterProducts | None] = lambda: None  # must not keep a target alive
+        self._copies, self._saved = 0, 0.0  # copies that were made so far, and what they save in a pass over one token
+
+    def begin(self, products: FasterProducts) -> None:
+        """Passes of a text on these products follow."""
+        self._products, self._copies, self._saved = ref(products), background.made, _saved(products, 1)
 
     def note(self, rows: int, work: float, clock: float) -> None:
         """A pass over so many tokens took so many seconds of the processor, and so many by the clock. Called on a CPU,
         where a pass is over when its call returns."""
-        self._latest.append(Pass(rows, max(work, TINY), max(clock, TINY)))
+        if self._copies != background.made and (products := self._products()) is not None:
+            self.begin(products)  # copies were made while the text is generated
+        self._latest.append(Pass(rows, self._saved, max(work, TINY), max(clock, TINY)))
 
     def is_missing(self, rows: int, products: FasterProducts) -> bool:
         """Whether a pass over so many tokens should be made now, beside those of the rounds."""
@@ -66,30 +82,38 @@ class PassTimes:
 
     def seconds(self, rows: int, rounds: int, products: FasterProducts) -> tuple[float | None, float | None]:
         """Seconds by the clock of a pass over so many tokens (one of each row), as the machine was in the latest
-        `rounds`: in plain `generate()`, and on the products that the rounds run on; `None` where they are not known."""
-        passes = list(self._latest)[-rounds:]
-        with_copies, beside = products.seconds(rows), self._beside[rows]
-        if with_copies is None or not passes:
+        `rounds`: in plain `generate()`, and on the products that there are now; `None` where they are not known."""
+        passes, beside = list(self._latest)[-rounds:], self._beside[rows]
+        if products.seconds(rows) is None or not passes:
             if not beside:
                 return None, None
             # By the clock of the rounds, where these are timed: a busy machine slows them alike.
             delay = sum(each.clock for each in passes) / sum(each.work for each in passes) if passes else 1.0
             return median_low(beside) * delay, median_low(beside) * delay
-        works: dict[int, list[float]] = defaultdict(list)
+        works: dict[tuple[int, float], list[float]] = defaultdict(list)
         for each in passes:
-            works[each.rows].append(each.work)
-        usual = {width: median(each) for width, each in works.items()}
-        if len(works[rows]) < ENOUGH:
-            usual[rows] = fmean(_narrower(usual[each.rows], each.rows, rows, products) for each in passes)
-        same = fmean(each.clock / usual[each.rows] for each in passes) * usual[rows]
-        own = products.seconds(rows, own=True) or with_copies
-        return same * (1.0 + (own - with_copies) / usual[rows]), same
+            works[each.rows, each.saved].append(each.work)
+        usual = {kind: median(each) for kind, each in works.items()}
+        saved, of_one, plain, same = _saved(products, rows), _saved(products, 1), 0.0, 0.0
+        for each in passes:
+            taken = usual[each.rows, each.saved]
+            is_known = len(works.get((rows, each.saved), ())) >= ENOUGH
+            narrow = usual[rows, each.saved] if is_known else _narrower(taken, each.rows, rows, products)
+            own = narrow + (saved * each.saved / of_one if of_one else 0.0)
+            plain += each.clock / taken * own
+            same += each.clock / taken * max(own - saved, LEAST * narrow)
+        return plain / len(passes), same / len(passes)
 
 
 def _narrower(seconds: float, of: int, rows: int, products: FasterProducts) -> float:
     """What a pass over `rows` tokens takes where one over `of` tokens takes so many seconds."""
     further = (products.seconds(of) or 0.0) - (products.seconds(rows) or 0.0)
     return max(seconds - further, LEAST * seconds)
+
+
+def _saved(products: FasterProducts, rows: int) -> float:
+    """Seconds of the processor that copies of weights save now in a pass over so many tokens."""
+    return (products.seconds(rows, own=True) or 0.0) - (products.seconds(rows) or 0.0)
 
 
 _known: WeakKeyDictionary[CausalLM, PassTimes] = WeakKeyDictionary()

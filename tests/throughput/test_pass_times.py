@@ -31,8 +31,9 @@ PRODUCTS: Any = Products()
 NONE: Any = NoLayers()
 
 
-def times_of(*passes: tuple[int, float, float]) -> PassTimes:
+def times_of(*passes: tuple[int, float, float], products: Any = PRODUCTS) -> PassTimes:
     times = PassTimes()
+    times.begin(products)
     for each in passes:
         times.note(*each)
     return times
@@ -54,6 +55,25 @@ def test_passes_that_were_made_count_more_than_what_is_known_of_products() -> No
     assert times.seconds(1, 8, PRODUCTS) == pytest.approx((0.125, 0.1))
 
 
+def test_passes_before_copies_were_made_had_plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What copies save is added to the passes that had them, and not to those before."""
+    products: Any = Products()
+    with_copies, products.copied = products.copied, products.own
+    times = PassTimes()
+    times.begin(products)
+    for _ in range(20):
+        times.note(1, 0.135, 0.135)
+    products.copied = with_copies
+    monkeypatch.setattr(background, "made", background.made + 1)
+    for _ in range(5):
+        times.note(1, 0.110, 0.110)
+    assert times.seconds(1, 25, products) == pytest.approx((0.135, 0.110))
+    times._latest = type(times._latest)(each._replace(saved=0.025) for each in times._latest)  # the mutant
+    plain = times.seconds(1, 25, products)[0]
+    assert plain is not None
+    assert plain > 1.1 * 0.135
+
+
 @pytest.mark.parametrize("busy", [1.0, 2.0, 3.5])
 def test_a_busy_machine_shows_in_both(busy: float) -> None:
     """Passes wait for a processor, which their seconds of it do not say; the latest rounds alone count."""
@@ -67,7 +87,7 @@ def test_a_pass_over_one_token_takes_a_quarter_at_least() -> None:
     assert times_of((4, 0.012, 0.012)).seconds(1, 1, PRODUCTS)[1] == pytest.approx(0.003, rel=0.5)
     products: Any = Products()
     products.copied = {1: 0.1, 4: 9.0}
-    assert times_of((4, 1.0, 1.0)).seconds(1, 1, products)[1] == pytest.approx(0.25)
+    assert times_of((4, 1.0, 1.0), products=products).seconds(1, 1, products)[1] == pytest.approx(0.25)
 
 
 def test_where_products_say_nothing_passes_are_made_beside_the_rounds() -> None:

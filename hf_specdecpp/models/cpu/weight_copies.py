@@ -149,6 +149,7 @@ class Background:
     texts: int = 0  # that are being generated
     text_seconds: float = 0.0  # of all texts so far
     seconds: float = 0.0  # of all copies so far, while there were texts
+    made: int = 0  # weights that were copied, or left out
     _asked: list[_Asked] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _thread: threading.Thread | None = None
@@ -232,6 +233,7 @@ class Background:
             copy.make(weight, owner.make)
         with self._lock:
             self._making -= weight.nbytes
+            self.made += 1
 
 
 def _size(item: _Asked) -> int:
