@@ -65,9 +65,14 @@ def overhead(target: PreTrainedModel, assistant: Any, clock: ForwardClock, round
     return 1000 * seconds / len(rounds)
 
 
-# What is put on the models here times and counts, and changes nothing.
-@mock.patch.object(foreign, "is_foreign", return_value=False)
 def main() -> None:
+    # The hooks and forwards that are put on the models here time and count, and change nothing.
+    with mock.patch.object(foreign, "is_foreign", return_value=False):
+        sys.stdout.write("\n".join(table()) + "\n")
+
+
+def table() -> list[str]:
+    """The lines of the table: one row for greedy and sampled rounds of each length."""
     target, draft = tiny_llama(0), tiny_llama(1)
     clock = ForwardClock(target, draft)
     lines = [f"{'':18}{'attached':>10}{'unattached':>12}{'stock':>8}{'budget':>8}   ms a round outside forwards"]
@@ -91,7 +96,7 @@ def main() -> None:
                 f"{name:18}{medians['attached']:>10.2f}{medians['unattached']:>12.2f}{medians['stock']:>8.2f}"
                 f"{1 + 0.15 * length:>8.2f}"
             )
-    sys.stdout.write("\n".join(lines) + "\n")
+    return lines
 
 
 if __name__ == "__main__":
