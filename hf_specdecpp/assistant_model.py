@@ -168,7 +168,7 @@ class AssistantModel(PreTrainedModel):
         with attached.as_default(self, causal_lm.base_model(target)):
             yield
 
-    def warm_up(self, max_length: int, target: CausalLM | None = None, **options: Any) -> float:
+    def warm_up(self, max_length: int | None = None, target: CausalLM | None = None, **options: Any) -> float:
         """Capture all that single texts of up to `max_length` tokens need as CUDA graphs, so that no text waits for it;
         on a CPU wait until all copies of weights have been made (`SpeculationConfig.cpu_products`).
 
@@ -179,7 +179,8 @@ class AssistantModel(PreTrainedModel):
         options and settings.
 
         Args:
-            max_length (tokens): of prompt and answer together, at most.
+            max_length (tokens): of prompt and answer together, at most. By default 2,048, or fewer where the target has
+                fewer positions. A CPU needs no length.
             target: an attached one, where there are several.
             options: of `generate()`, as later calls will have them, such as `do_sample`.
 

@@ -110,6 +110,8 @@ def test_what_cannot_be_warmed_up_is_said() -> None:
     with pytest.raises(ValueError, match="attached to 0 targets"):
         assistant.warm_up(LONGEST)
     short = tiny("gpt2", n_positions=64)
+    with pytest.raises(ValueError, match="Nothing can be captured"):  # by default as many tokens as there are positions
+        assistant_of("early_exit", short, rule="fixed", num_tokens=2).warm_up()
     with pytest.raises(ValueError, match="at most 64"):
         assistant_of("early_exit", short, rule="fixed", num_tokens=2).warm_up(65)
 

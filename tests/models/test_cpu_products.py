@@ -342,7 +342,7 @@ def test_texts_are_not_delayed_by_copies_that_are_not_made(target: CausalLM, cal
         assert (calls, assistant.stats.decided["products"]) == ([], "own")
     finally:
         go.set()
-    assert assistant.warm_up(40) >= 0.0, "which waits for them"
+    assert assistant.warm_up() >= 0.0, "which waits for them"
     logits_of(target, assistant_model=assistant)
     assert (bool(calls), assistant.stats.decided["products"]) == (True, "float16")
 

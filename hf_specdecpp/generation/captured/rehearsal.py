@@ -33,6 +33,7 @@ from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.tiers import SPARE
 
 PROMPT, ROUNDS = 8, 2  # tokens; of the assistant's own, in each room
+USUAL_LENGTH = 2048  # tokens
 
 
 class Rehearsal:
@@ -111,9 +112,11 @@ def filling(most: int, room: int) -> list[int]:
     return counts
 
 
-def warm_up(setup: DraftSetup, target: CausalLM, max_length: int, options: dict[str, Any]) -> float:
+def warm_up(setup: DraftSetup, target: CausalLM, max_length: int | None, options: dict[str, Any]) -> float:
     """Prepare all that one text of up to `max_length` tokens needs (`SpecDecPPAssistant.warm_up`): seconds it took."""
     longest = longest_text(target)
+    if max_length is None:
+        max_length = int(min(USUAL_LENGTH, longest))
     if not isinstance(max_length, int) or not PROMPT + 2 <= max_length <= longest:
         raise ValueError(
             f"max_length={max_length!r} must be a whole number of tokens, at least {PROMPT + 2}"
