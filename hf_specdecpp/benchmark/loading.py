@@ -154,7 +154,10 @@ def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
 def _questions(config: BenchmarkConfig) -> list[Question]:
     codec = Codec.from_pretrained(config.target)
     # A data set may have a split, as in org/set:test, and the files of pictures are named after the sets.
-    sets = {Path(source).stem.replace(":", "-"): read_prompts(source) for source in config.data}
+    named = {Path(source).stem.replace(":", "-"): source for source in config.data}
+    if len(named) < len(config.data):
+        raise ValueError(f"Two of {config.data} have one name, which would mix their prompts. Rename one of the files.")
+    sets = {name: read_prompts(source) for name, source in named.items()}
     if not sets:
         messages = ([{"role": "user", "content": text}] for text in EXAMPLES)
         sets = {"demo": [Prompt(f"demo-{number}", "demo", each) for number, each in enumerate(messages, 1)]}

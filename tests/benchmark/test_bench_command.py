@@ -154,6 +154,7 @@ def test_replays_of_rollouts(tmp_path: Path) -> None:
     (("--contestants", "nobody"), "No contestant is called"),
     (("--batch_size", "9"), "batch_size=9, and there are 2 prompts"),
     (("--costs", "nowhere.json"), "a ratio such as 0.1, nor a file"),
+    (("--data", "elsewhere/questions.jsonl"), "have one name"),
     (("--rollouts", "nowhere"), "has no folder `rollouts`"),
 ])  # fmt: skip
 def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
