@@ -33,7 +33,7 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """As `cpu_products.grouped_attention`, without copies of keys and values for the heads that share them.
+    """As `faster_products.grouped_attention`, without copies of keys and values for the heads that share them.
 
     The query heads of a group become further queries. On CUDA PyTorch's own sharing (`enable_gqa`) has no fast kernel
     for passes under a mask, and transformers copies all rows of a fixed cache for each layer.

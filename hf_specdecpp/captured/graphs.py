@@ -89,7 +89,7 @@ class Graphs:
     written over by the next graph of the pool. Numbers, shapes and branches of Python stay as they were at the capture,
     so all that decides them is part of the key.
 
-    Example: `graphs.run(("pass", 4), read, [length])` runs `read` four times, then a graph of `read`; `length` is as
+    Example: `run(("pass", 4), read, [length])` runs `read` four times, then a graph of `read`; `length` is as
     if only the graph had run. From then on only the graph runs.
 
     Args:

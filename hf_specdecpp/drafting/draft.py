@@ -31,7 +31,7 @@ logger = logging.get_logger("hf_specdecpp")
 
 
 class SharedText(Protocol):
-    """What a draft may see of the text that its target has read: all but its last token (`generation.Prefix`)."""
+    """What a draft may see of the tokens that its target has read: all but the last (`generation.prefix.Prefix`)."""
 
     @property
     def cache(self) -> Any:

@@ -70,7 +70,7 @@ class StoppingRule:
         return False
 
     def saw(self, proposal: Proposal, stands: Sequence[int]) -> None:
-        """Learn the outcome of a round (`Rule.saw`)."""
+        """Learn the outcome of a round (`StoppingRule.saw`)."""
 
 
 def pays_to_go_on(rules: Sequence[StoppingRule], rows: int) -> bool:

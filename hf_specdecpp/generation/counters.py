@@ -194,7 +194,7 @@ class Counters:
     def acceptance_by_rank(self) -> list[float]:
         """In trees: how often the first, second, ... child was the accepted one where the target could choose it.
 
-        `tree_shapes.best_shape` makes the best static tree of it.
+        `trees.algorithms.best_shape` makes the best static tree of it.
         """
         return [ratio(a, t) for a, t in zip(self.accepted_by_rank, self.tested_by_rank, strict=True)]
 

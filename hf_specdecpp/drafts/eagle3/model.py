@@ -43,7 +43,7 @@ class Eagle3Settings:
         state_size: of the target's hidden states.
         reads: the target's layers whose outputs are read, in the order in which they are put together; `None` where
             that depends on the target. Without any, its final state is read, after its final norm.
-        layer_ids: what a checkpoint calls them (`eagle3.layer_ids`); `None` for the usual ones.
+        layer_ids: what a checkpoint calls them; `None` for the usual ones.
         num_reads: how many these are.
         draft_vocab_size: how many tokens it may propose; `None` for all.
         norm_before_residual: the residual begins with the normed state instead of the state itself.

@@ -37,7 +37,7 @@ USUAL_LENGTH = 2048  # tokens
 
 
 class Rehearsal:
-    """An assistant from whose generations nothing is learned (`generation.doors.attached.Assistant`)."""
+    """An assistant from whose generations nothing is learned (`generation.doors.calls.Assistant`)."""
 
     def __init__(self, setup: DraftSetup) -> None:
         self.setup, self.speculation = replace(setup, memory=Memory(setup.memory.calibration)), setup.speculation
