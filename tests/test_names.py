@@ -101,6 +101,7 @@ def texts() -> Iterator[tuple[Path, str]]:
         yield path, re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
 
 
+@pytest.mark.takes(4)
 def test_dotted_names_exist() -> None:
     found = members()
     unknown = {
