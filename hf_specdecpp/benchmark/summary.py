@@ -15,13 +15,13 @@ from typing import Any
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import BASELINES, SAME_PASSES, Contestant
+from hf_specdecpp.clocks import LOSES, PAYS
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.figures import median_of_ratios
 
 ALL = "all"  # the sets together, batches left out
 FIRST = 5  # texts of a session
 BUSY = 0.1  # processors that other processes may use without a word
-PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
 IDLE = 1.02  # tokens a pass of a contestant that has all but stopped speculating
 MORE = "take more prompts (--data FILE)"
 Row = dict[str, Any]

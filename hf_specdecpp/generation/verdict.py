@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from hf_specdecpp.clocks import LOSES, PAYS
 from hf_specdecpp.generation.counters import Counters, ratio
 
-PAYS, LOSES = 1.03, 0.97  # between them speeds count as equal
 MUCH = 0.05  # of a call's seconds: what is prepared in so many is told apart
 # First candidates that a draft for this very target would hardly ever miss: too small a share of many, or all of a few,
 # since a rule may stop drafting soon.

@@ -15,6 +15,7 @@ from typing import Any
 import transformers
 from huggingface_hub import CommitInfo, EvalResult, HfApi, ModelCard, ModelCardData
 
+from hf_specdecpp.clocks import PAYS
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Parts
@@ -28,7 +29,6 @@ from hf_specdecpp.version import __version__
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 NONE = "–"
-PAYS = 1.03  # below that speeds count as equal
 LEAST_ACCEPTANCE = 0.1  # a candidate costs 0.07 target passes or more (docs/choosing.md)
 NOT_THE_HEAD = "Training did not help the head"
 OTHERS = ("plain", "transformers", "prompt lookup")  # contestants of a benchmark that do not use the assistant
