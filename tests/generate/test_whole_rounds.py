@@ -202,7 +202,7 @@ MIXED = "block, of trees token"
     (CHAIN, "auto", "token", "token", {"chain token"}),
     (TREE, "auto", "token", "token", {"tree token"}),
     (TREE, "off", "token", "token", {"tree token"}),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_the_verification_that_runs_is_told(
     settings: dict[str, Any], graphs: str, asked: Any, told: str, ran: set[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
