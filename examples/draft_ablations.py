@@ -33,7 +33,8 @@ from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import stage, students
+from hf_specdecpp.training.distillation import distill as distillation
+from hf_specdecpp.training.distillation import trainer
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 Settings = dict[str, Any]
@@ -81,8 +82,8 @@ def trained(config: TrainingConfig, folder: Path, settings: Settings) -> dict[st
     variant.validate()
     share_answers(config.work, folder, settings.get("answers", 1.0))
     with over_target_keys() if "keys" in settings else nullcontext():
-        stage.run(variant)
-    return read_json(folder / stage.REPORT)
+        distillation.run(variant)
+    return read_json(folder / distillation.REPORT)
 
 
 def share_answers(work: Path, folder: Path, share: float) -> None:
@@ -102,7 +103,7 @@ def share_answers(work: Path, folder: Path, share: float) -> None:
 @contextmanager
 def over_target_keys() -> Iterator[None]:
     """Within it drafts are trained over the target's keys and values."""
-    with patch.object(stage, "DistillationTrainer", OverTargetKeys), patch.object(students, "unrolled", read):
+    with patch.object(distillation, "DistillationTrainer", OverTargetKeys), patch.object(trainer, "unrolled", read):
         yield
 
 

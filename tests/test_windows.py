@@ -41,7 +41,7 @@ from hf_specdecpp.texts.prompts import Prompt
 from hf_specdecpp.training import chains, features
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig
-from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.models import Trained
 
 ROOT = Path(__file__).parents[1]

@@ -110,7 +110,8 @@ def split_prompts(
         prompts = sample_prompts(read_prompts(source), limit, seed)
         total += len(prompts)
         for prompt in prompts:
-            distinct.setdefault(_conversation(prompt), prompt)
+            turns = [[message["role"], " ".join(message["content"].split())] for message in prompt.messages]
+            distinct.setdefault(json.dumps(turns), prompt)
     if not distinct:
         raise ValueError("No prompts were given. Set rollouts.data to JSON Lines files or ids of data sets (--data).")
     if len(distinct) < total:
@@ -152,10 +153,6 @@ def _split(prompts: list[Prompt], heldout: float) -> dict[str, list[Prompt]]:
 def _place(text: str) -> float:
     """A number in [0, 1) that depends on the text alone."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
-
-
-def _conversation(prompt: Prompt) -> str:
-    return json.dumps([[message["role"], " ".join(message["content"].split())] for message in prompt.messages])
 
 
 def _read_file(path: Path) -> list[Prompt]:

@@ -22,7 +22,7 @@ from hf_specdecpp.texts import answers
 from hf_specdecpp.training import evaluation
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import TrainingConfig, file_names, settings
-from hf_specdecpp.training.distillation.stage import REPORT
+from hf_specdecpp.training.distillation.distill import REPORT
 from hf_specdecpp.training.evaluation import COST_RATIO, Outcome, time_per_token
 from hf_specdecpp.training.models import HEAD, load_assistant, load_target
 from hf_specdecpp.training.trainers import save_json

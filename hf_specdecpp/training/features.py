@@ -7,7 +7,7 @@ text X; it then reads a mixture Z of both texts, and its states at the positions
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,15 +164,10 @@ class FeatureSet(Dataset[dict[str, Tensor]]):
     """Cached features, an item a text (see `Examples.of_text`); read from disk when asked for."""
 
     def __init__(self, shards: list[Path]) -> None:
-        self.shards = shards
-        self.places = list(self._places())
-
-    def _places(self) -> Iterator[tuple[Path, int, int]]:
-        for path in self.shards:
-            begin = 0
-            for length in load_tensors(path)["lengths"].tolist():
-                yield path, begin, begin + length
-                begin += length
+        self.places = list[tuple[Path, int, int]]()  # of each text its shard, first row and end
+        for path in shards:
+            ends = load_tensors(path)["lengths"].cumsum(0).tolist()
+            self.places += zip([path] * len(ends), [0, *ends], ends, strict=False)
 
     def __len__(self) -> int:
         return len(self.places)

@@ -22,19 +22,11 @@ from hf_specdecpp.drafts.kind import Kind, OwnFile, Parts
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import check_finite, load_tensors, read_json, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
+from hf_specdecpp.models import loading
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.early_exit import early_exit
-from hf_specdecpp.models.loading import (
-    check_same_tokenizer,
-    load_model,
-    load_model_config,
-    load_tokenizer,
-    quiet_loading,
-    tokenizer_of,
-    warn_of_sizes,
-)
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import TrainingConfig
@@ -88,8 +80,8 @@ def draft_of(config: TrainingConfig, target: CausalLM, load: Callable[[str], Cau
     if config.independent_draft is None:
         return early_exit(target, layers_of(config, target))
     draft = load(config.independent_draft)
-    check_same_tokenizer(target, draft.config.name_or_path, draft.config.get_text_config().vocab_size)
-    warn_of_sizes(target, draft)
+    loading.check_same_tokenizer(target, draft.config.name_or_path, draft.config.get_text_config().vocab_size)
+    loading.warn_of_sizes(target, draft)
     return draft
 
 
@@ -113,9 +105,9 @@ def depth_of(target: CausalLM) -> int:
 
 def _without_weights(name: str) -> CausalLM:
     with suppress(OSError, ValueError):  # not every draft has one; `check_same_tokenizer` looks into the local cache
-        load_tokenizer(name)
+        loading.load_tokenizer(name)
     try:
-        config = load_model_config(name)
+        config = loading.load_model_config(name)
     except (OSError, ValueError) as error:
         raise ValueError(f"The model {name!r} cannot be loaded: it must be a folder or a Hub id. {error}") from None
     with torch.device("meta"):
@@ -124,8 +116,8 @@ def _without_weights(name: str) -> CausalLM:
 
 def load(name: str, dtype: Any) -> CausalLM:
     """A model on the device of this process."""
-    with quiet_loading():
-        return load_model(name, dtype=dtype, device=process_state().device)
+    with loading.quiet_loading():
+        return loading.load_model(name, dtype=dtype, device=process_state().device)
 
 
 def load_target(config: TrainingConfig) -> CausalLM:
@@ -153,7 +145,7 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
     adapter = work / ADAPTER_FOLDER if (work / ADAPTER_FOLDER / ADAPTER_FILES[1]).is_file() else None
     trained: Any = {"head": head, "adapter": adapter, "draft_vocab": load_draft_vocab(work)}
     if config.independent_draft is not None:
-        with quiet_loading():
+        with loading.quiet_loading():
             return SpecDecPPAssistant.from_draft(config.independent_draft, target, **trained)
     layers = layers_of(config, target)
     if config.trains_module:
@@ -263,7 +255,7 @@ def always_kept(target: CausalLM) -> list[int]:
     """The ids that end the target's texts, and the special tokens that its chat template puts around an answer."""
     ends = [target.generation_config.eos_token_id, target.config.get_text_config(decoder=True).eos_token_id]
     kept = {token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None}
-    tokenizer = tokenizer_of(target.config.name_or_path)
+    tokenizer = loading.tokenizer_of(target.config.name_or_path)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         kept.add(tokenizer.eos_token_id)
     if tokenizer is not None and tokenizer.chat_template is not None:

@@ -11,6 +11,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
@@ -62,14 +63,6 @@ def sets_to_evaluate(config: TrainingConfig) -> dict[str, str]:
             "than train and heldout. Rename the files."
         )
     return named
-
-
-def training_prompts(config: TrainingConfig) -> list[Prompt]:
-    """All that may be trained on: the prompts that are neither held out nor in a test set, answered or not."""
-    if not config.rollouts.data:
-        return []
-    unseen = {prompt.opening for source in config.evaluation.data for prompt in read_prompts(source)}
-    return split_prompts(config.rollouts.data, config.rollouts.heldout, unseen=unseen)["train"]
 
 
 def all_prompts(config: TrainingConfig) -> dict[str, list[Prompt]]:
@@ -171,22 +164,15 @@ def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[Row]])
             finished, seed = dict[int, dict[str, Any]](), seed_of(config.seed, path.parent.name, path.name)
             for index, answer, ended in target([row.item for row in rows], rows[0].temperature, seed):
                 bar.update()
-                finished[index] = _record(rows[index], answer, ended)
+                prompt, ids = rows[index].item.prompt, rows[index].item.input_ids
+                finished[index] = {
+                    "prompt_id": prompt.id, "source": prompt.source, "sample": rows[index].sample,
+                    "temperature": rows[index].temperature, "input_ids": ids + answer, "prompt_length": len(ids),
+                    "finished": ended,
+                }  # fmt: skip
                 tokens += len(answer)
                 bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.1f} tokens/s", refresh=False)
             _write([finished[index] for index in range(len(rows))], path)
-
-
-def _record(row: Row, answer: list[int], finished: bool) -> dict[str, Any]:
-    return {
-        "prompt_id": row.item.prompt.id,
-        "source": row.item.prompt.source,
-        "sample": row.sample,
-        "temperature": row.temperature,
-        "input_ids": row.item.input_ids + answer,
-        "prompt_length": len(row.item.input_ids),
-        "finished": finished,
-    }
 
 
 def _write(rows: list[dict[str, Any]], path: Path) -> None:
@@ -197,13 +183,12 @@ def _write(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _is_whole(path: Path, num_rows: int) -> bool:
+    """Whether a shard is there with all its rows; a warning where it is there and damaged."""
     if not path.is_file():
         return False
-    try:
+    with suppress(pyarrow.ArrowInvalid, OSError):
         if pyarrow.parquet.read_metadata(path).num_rows == num_rows:
             return True
-    except (pyarrow.ArrowInvalid, OSError):
-        pass
     logger.warning(f"{path} is damaged, and is made again.")
     return False
 

@@ -22,7 +22,7 @@ from hf_specdecpp.training import calibration, card, evaluation, models, rollout
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.card import summary
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.trainers import check_trackers, process_state
 
 STAGES = {

@@ -29,8 +29,8 @@ from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import chains
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import HeadConfig
+from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.distillation import least_squares
-from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.features import Examples
 
 TEXT = prompt()

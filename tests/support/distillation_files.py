@@ -19,7 +19,7 @@ from hf_specdecpp.files import save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training import models
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
-from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation import distill as distillation
 from support.formulas import states_of
 from support.models import VOCAB_SIZE, quiet_later_layers, tiny
 from support.repos import save_model

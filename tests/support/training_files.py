@@ -15,7 +15,7 @@ import torch
 from hf_specdecpp.training import calibration, chains, evaluation
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig, EvalConfig, HeadConfig, RolloutConfig, TrainingConfig
-from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation import distill as distillation
 from support.models import VOCAB_SIZE, partly_agreeing, tiny
 from support.repos import save_model
 

@@ -25,7 +25,7 @@ from hf_specdecpp.training import calibration, chains, evaluation, rollouts
 from hf_specdecpp.training import card as card_stage
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
-from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation import distill as distillation
 
 SPEED_ROW = {"set": "sums", "temperature": 0, "tokens_per_pass": 3.21, "prompts": 5, "interval": [1.72, 2.0],
              "same_passes": 1.25, "same_passes_interval": [1.1, 1.3]}  # fmt: skip

@@ -23,8 +23,8 @@ from hf_specdecpp.texts.answers import load as load_answers
 from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains, target_states
 from hf_specdecpp.training import configuration, models
 from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.distillation import least_squares
-from hf_specdecpp.training.distillation import stage as distillation
 from hf_specdecpp.training.run import train
 
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.distillation.start import Lesson, student_of
+from hf_specdecpp.training.distillation import distill as distillation
+from hf_specdecpp.training.distillation.initialise import DistillationInputs, initial_draft
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 from hf_specdecpp.training.models import load_assistant
 
@@ -46,8 +46,8 @@ def load_target(config: TrainingConfig) -> Any:
 
 def trainer_of(config: TrainingConfig) -> DistillationTrainer:
     """The trainer of a run, before its first step."""
-    lesson = Lesson.load(config)
-    return distillation._trainer(lesson, student_of(lesson, distillation._vocabulary(lesson)))
+    inputs = DistillationInputs.load(config)
+    return distillation._trainer(inputs, initial_draft(inputs, distillation._vocabulary(inputs)))
 
 
 def by_hand(target: Any, draft: Drafter, answers: list[dict[str, Any]], kept: list[int]) -> tuple[float, float, float]:
@@ -73,7 +73,7 @@ def by_hand(target: Any, draft: Drafter, answers: list[dict[str, Any]], kept: li
 def test_loss_and_measures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, vocab_size: int | None, chunk: int
 ) -> None:
-    monkeypatch.setattr("hf_specdecpp.training.distillation.students.CHUNK", chunk)
+    monkeypatch.setattr("hf_specdecpp.training.distillation.trainer.CHUNK", chunk)
     config, answers = prepare(tmp_path, kind, draft_vocab_size=vocab_size), rows(5, seed=3)
     write_rollouts(config.work, rows(64, seed=1), answers)
     trainer = trainer_of(config)
@@ -100,7 +100,7 @@ def test_loss_and_measures(
 @pytest.mark.parametrize(("vocab_size", "loss"), [(None, "kl"), (20, "kl"), (20, "tv"), (20, "kl+tv")])
 def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: int | None, loss: str) -> None:
     """The chunked gradient is that of the loss written in one line over all positions."""
-    monkeypatch.setattr("hf_specdecpp.training.distillation.students.CHUNK", 7)
+    monkeypatch.setattr("hf_specdecpp.training.distillation.trainer.CHUNK", 7)
     trainer = trainer_of(prepare(tmp_path, "early_exit", draft_vocab_size=vocab_size, loss=loss))
     model, drafter = trainer.model, trainer.model.drafter
     batch = trainer.data_collator(rows(5, seed=3))
@@ -344,7 +344,7 @@ def test_answers_beyond_max_length(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     config.distill.max_length, config.distill.epochs = PROMPT_LENGTH + 3, 1
     write_rollouts(config.work, [{**rows(1, seed=9)[0], "prompt_length": 10}, *rows(7, 1)], rows(8, 2))
     warnings: list[str] = []
-    monkeypatch.setattr("hf_specdecpp.training.distillation.trainer.logger.warning", warnings.append)
+    monkeypatch.setattr("hf_specdecpp.training.distillation.initialise.logger.warning", warnings.append)
     distillation.run(config)
     assert ["1 of 8 rollouts" in warning for warning in warnings] == [True]
     assert report_of(config)["tokens"] == 7 * 3

@@ -31,8 +31,8 @@ from hf_specdecpp.training import features
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.chains import Recorder
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig, settings
-from hf_specdecpp.training.distillation import stage as distillation
-from hf_specdecpp.training.distillation.students import Student
+from hf_specdecpp.training.distillation import distill as distillation
+from hf_specdecpp.training.distillation.trainer import AdaptedDraft
 from hf_specdecpp.training.features import Examples
 from hf_specdecpp.training.models import Trained, answer_counts, load_assistant, load_head, load_target
 from hf_specdecpp.training.trainers import last_checkpoint
@@ -337,13 +337,13 @@ def test_what_distillation_measures(kind: str) -> None:
         torch.manual_seed(0)
         modules = ["fusion"] if drafter.fusion is not None else None
         lora = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, modules_to_save=modules)
-        student = Student(drafter.model, lora, drafter.draft_vocab, drafter.fusion, unroll=3)
+        draft = AdaptedDraft(drafter.model, lora, drafter.draft_vocab, drafter.fusion, unroll=3)
         if device:
             ids = on_device(ids, device)
         answers = torch.ones_like(ids[:, 1:], dtype=torch.bool)
         with TargetStates(target, drafter.fusion) as caught:
             logits, states = target(ids).logits[0, :-1], caught.take()
-        found: Tensor = student(ids, answers, lambda at: logits[at], states, measure=True)
+        found: Tensor = draft(ids, answers, lambda at: logits[at], states, measure=True)
         return found
 
     with torch.no_grad():

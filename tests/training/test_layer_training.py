@@ -16,8 +16,8 @@ from hf_specdecpp.drafts.eagle3.model import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.training import models
+from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.distillation import initial_layer
-from hf_specdecpp.training.distillation import stage as distillation
 
 
 @pytest.mark.every(2, takes=3)

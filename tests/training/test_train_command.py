@@ -26,7 +26,7 @@ from hf_specdecpp.cli import app
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import chains, trainers
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.targets import LocalTarget
 
 CONFIGS = Path(hf_specdecpp.__file__).parent / "training" / "accelerate_configs"

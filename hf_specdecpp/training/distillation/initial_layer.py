@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model, Eagle3Settings
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.quantised import is_quantised, rows_of
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader
@@ -54,7 +54,7 @@ def untrained(settings: Eagle3Settings, target: CausalLM, vocab: Tensor | None) 
         factor, head = logit_factor(target.config.get_text_config(decoder=True)), target.get_output_embeddings()
         model.lm_head.weight.copy_(factor * (rows_of(head, ids) if is_quantised(head) else head.weight[ids]))
         model.token_ids = None if vocab is None else vocab.clone()
-    least_squares.copy_final_norm(target, model.norm)
+    least_squares.copy_norm(dict(inner_decoder(target).named_children()).get("norm"), model.norm)
     model.to(device=target.device)
     model.meet(target, settings.reads or [])
     return model

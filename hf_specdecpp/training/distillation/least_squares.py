@@ -105,10 +105,6 @@ def copy_norm(theirs: Any, ours: Any) -> None:
         ours.weight.copy_(theirs(torch.ones_like(theirs.weight)[None])[0])
 
 
-def copy_final_norm(target: CausalLM, ours: Any) -> None:
-    copy_norm(dict(inner_decoder(target).named_children()).get("norm"), ours)
-
-
 # Sizes of a draft's own layers ----------------------------------------------------------------------------------------
 
 

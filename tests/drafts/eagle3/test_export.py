@@ -22,7 +22,7 @@ from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training import models
-from hf_specdecpp.training.distillation import stage as distillation
+from hf_specdecpp.training.distillation import distill as distillation
 
 LLAMA = [name for name in VARIANTS if name != "qwen3"]
 

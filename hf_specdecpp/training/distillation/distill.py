@@ -1,19 +1,20 @@
-"""Stage `distill`: a LoRA adapter that makes the draft say what the target says, or a layer of its own; and its fusion.
+"""Stage `distill`: train a LoRA adapter of the draft, and its fusion, or a layer of its own, on the target's answers.
 
-The loss is KL(p || q), or their total variation, at the tokens that the target wrote, with p computed on the fly at
-temperature 1 and without top-k: the plain distributions contain every warped one, so that one adapter serves all
-settings of a generation. `accelerate launch` runs it in several processes, each with the whole target.
+The loss is KL(p || q), or their total variation, at the tokens that the target wrote. p is computed on the fly at
+temperature 1 and without top-k, so that one draft serves all settings of a generation. With `accelerate launch` each
+process holds the whole target.
 """
 
 from __future__ import annotations
 
 import copy
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from peft import get_peft_model_state_dict
 from torch import Tensor
@@ -25,19 +26,16 @@ from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.encoding import Codec
-from hf_specdecpp.training import models, trainers
+from hf_specdecpp.training import models, rollouts, trainers
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig, settings
-from hf_specdecpp.training.distillation.start import Lesson, layer_from, student_of
-from hf_specdecpp.training.distillation.students import Taught
+from hf_specdecpp.training.distillation.initialise import DistillationInputs, initial_draft, lengths_of
 from hf_specdecpp.training.distillation.trainer import (
     DistillationTrainer,
-    answer_tokens,
+    DistilledDraft,
     by_length,
     collate,
-    lengths_of,
     summarise,
 )
-from hf_specdecpp.training.rollouts import training_prompts
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -53,32 +51,30 @@ Report: TypeAlias = dict[str, dict[str, float]]  # metrics by source
 
 
 def run(config: TrainingConfig) -> None:
-    """Distil the draft, or only measure it where it stays as it is; build the draft vocabulary before. `ValueError` if
-    there are no rollouts, they or the draft do not fit the target, or the loss is not finite."""
+    """Choose the draft vocabulary, if there is to be one, and train the draft, or only measure a draft that stays as it
+    is. `ValueError` if there are no rollouts, they or the draft do not fit the target, or the loss is not finite."""
     work, state = config.work, trainers.process_state()
     answers.record(work)  # raises now, where there are none
-    described = [str(Path(name).with_suffix(".json")) for name in config.own_files]
-    made = [work / name for name in (*OWN, *config.own_files, *described)]
+    own = [work / name for name in config.own_files]
+    made = [*(work / name for name in OWN), *own, *(path.with_suffix(".json") for path in own)]
     record = trainers.Record(work / REPORT, _settings(config), made)
     if record.result() is not None:
         logger.info(f"{work / REPORT} is of these settings: the draft is distilled.")
         return
-    lesson = Lesson.load(config)
-    start = config.distill.start_from if config.trainable.own_layers else None
-    earlier: Any = None if start is None else layer_from(config.kind, start)
-    vocab = _vocabulary(lesson) if earlier is None else getattr(earlier, "token_ids", None)
+    inputs = DistillationInputs.load(config)
+    vocab = _vocabulary(inputs)
     with state.main_process_first():
         record.begin()
     if vocab is not None and state.is_main_process:
         save_tensors({"token_ids": vocab}, work / DRAFT_VOCAB)
-
     with trainers.logging_to(work / trainers.LOGS / "distill"):
         set_seed(config.seed)  # the initial weights
-        trainer = _trainer(lesson, student_of(lesson, vocab, earlier))
-    report: dict[str, Any] = {"answers": len(lesson.train), "tokens": answer_tokens(lesson.train, lesson.limit)}
-    report |= {"run": settings(config), "begun": _begun(config.distill)}
+        trainer = _trainer(inputs, initial_draft(inputs, vocab))
+    lengths = np.minimum(lengths_of(inputs.train), inputs.limit)
+    tokens = int((lengths - np.maximum(inputs.train["prompt_length"], 1)).sum())
+    report = {"answers": len(inputs.train), "tokens": tokens, "run": settings(config), "begun": _begun(config.distill)}
     if vocab is not None:
-        report["draft_vocab"] = {"size": len(vocab), "covered": models.covered_mass(vocab, lesson.heldout)}
+        report["draft_vocab"] = {"size": len(vocab), "covered": models.covered_mass(vocab, inputs.heldout)}
     report |= _distil(trainer, config) if config.distill.enabled else {"before": _by_source(trainer.evaluate())}
     if state.is_main_process:
         record.end(report)
@@ -87,19 +83,18 @@ def run(config: TrainingConfig) -> None:
 
 
 def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, Any]:
-    """Train, keep what helps, and store it; the draft `before` and `after` on the held-out answers."""
+    """Train the draft and store the share of the update that helps most; the report, with the draft's metrics `before`
+    and `after` on the held-out answers."""
     # The report before training has to be made by `train`: after an `evaluate` of its own, Trainer 5.23 takes the model
     # for prepared and leaves DDP out. It goes into the checkpoints, too.
     trainer.args.eval_on_start = trainers.last_checkpoint(config.work / CHECKPOINTS) is None
     trainers.go_on(trainer)
     before = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
-    reports = _keep_best_share(trainer, config, before)
+    reports, best = _keep_best_share(trainer, config, before)
     accepted = {share: report["all"]["acceptance"] for share, report in reports.items()}
-    best = _best(accepted)
     if best == 0.0:
-        kept = "The fitted fusion is kept."
-        if not config.trains_module:
-            kept = "Nothing of the update is kept, and there is no adapter."
+        nothing = "Nothing of the update is kept, and there is no adapter."
+        kept = "The fitted fusion is kept." if config.trains_module else nothing
         logger.warning(
             "Training did not help: on the held-out answers a candidate is accepted with probability "
             f"{accepted[0.0]:.3f} without the update, and with a share of it with at most "
@@ -113,7 +108,7 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
 
 
 def _settings(config: TrainingConfig) -> dict[str, Any]:
-    """All that decides what comes out."""
+    """All settings and files that the result depends on."""
     names = {name: getattr(config, name) for name in ("target", "draft", "layers", "reads", "seed")}
     distill = asdict(config.distill)
     if config.distill.start_from is not None:
@@ -125,35 +120,38 @@ def _settings(config: TrainingConfig) -> dict[str, Any]:
 
 
 def _begun(distill: DistillConfig) -> list[dict[str, Any]]:
-    """The runs that this one goes on from, the latest first: what each was taught with, and its settings, if known."""
+    """The tokens, epochs and settings (if known) of the runs that this one goes on from, the latest run first."""
     if distill.start_from is None or not (report := Path(distill.start_from, REPORT)).is_file():
         return []
     earlier = read_json(report)
-    taught = {"tokens": earlier["tokens"], "epochs": earlier["settings"]["epochs"], "run": earlier.get("run")}
-    return [taught, *earlier.get("begun", [])]
+    run = {"tokens": earlier["tokens"], "epochs": earlier["settings"]["epochs"], "run": earlier.get("run")}
+    return [run, *earlier.get("begun", [])]
 
 
-def _vocabulary(lesson: Lesson) -> Tensor | None:
-    """The most frequent tokens here, or those of the run that this one starts from, if they cover more."""
-    config, target = lesson.config, lesson.target
-    size = config.distill.draft_vocab_size
+def _vocabulary(inputs: DistillationInputs) -> Tensor | None:
+    """The draft's token ids `[n]`, or `None` for all: those of earlier layers; else the most frequent tokens here, or
+    those of the run that this one starts from, if they cover more."""
+    config, target, size = inputs.config, inputs.target, inputs.config.distill.draft_vocab_size
+    if inputs.earlier is not None:
+        return getattr(inputs.earlier, "token_ids", None)
     if size is None:
         return None
-    prompts = [item.input_ids for item in Codec.from_pretrained(config.target).encode_all(training_prompts(config))]
-    always, num_ids = models.always_kept(target), models.most_ids(target, lesson.draft)
-    chosen = models.choose_vocab(lesson.train, size, always, num_ids, prompts)
+    every = replace(config, rollouts=replace(config.rollouts, max_prompts=None))  # answered or not
+    asked = rollouts.all_prompts(every)["train"] if config.rollouts.data else []
+    prompts = [item.input_ids for item in Codec.from_pretrained(config.target).encode_all(asked)]
+    always, num_ids = models.always_kept(target), models.most_ids(target, inputs.draft)
+    chosen = models.choose_vocab(inputs.train, size, always, num_ids, prompts)
     earlier = models.load_draft_vocab(Path(config.distill.start_from)) if config.distill.start_from else None
     if earlier is None or len(earlier) != size or int(earlier.max()) >= num_ids:
         return chosen
-    return max(chosen, earlier, key=lambda token_ids: models.covered_mass(token_ids, lesson.heldout))
+    return max(chosen, earlier, key=lambda token_ids: models.covered_mass(token_ids, inputs.heldout))
 
 
 # Training ------------------------------------------------------------------------------------------------------------
 
 
-def _trainer(lesson: Lesson, student: Taught) -> DistillationTrainer:
-    config, target, train, heldout = lesson.config, lesson.target, lesson.train, lesson.heldout
-    distill = config.distill
+def _trainer(inputs: DistillationInputs, draft: DistilledDraft) -> DistillationTrainer:
+    config, train, heldout, distill = inputs.config, inputs.train, inputs.heldout, inputs.config.distill
     arguments = trainers.training_arguments(
         config,
         config.work / CHECKPOINTS,
@@ -162,7 +160,7 @@ def _trainer(lesson: Lesson, student: Taught) -> DistillationTrainer:
         learning_rate=distill.learning_rate,
         gradient_accumulation_steps=distill.gradient_accumulation_steps,
         bf16=distill.bf16,
-        use_cpu=target.device.type == "cpu",  # else it refuses bfloat16
+        use_cpu=inputs.target.device.type == "cpu",  # else it refuses bfloat16
         train_sampling_strategy="sequential",  # `by_length` has shuffled
         save_steps=SAVE_EVERY,
         save_total_limit=2,
@@ -177,27 +175,29 @@ def _trainer(lesson: Lesson, student: Taught) -> DistillationTrainer:
     if distill.on_prompts:
         train = train.remove_columns("prompt_length").add_column("prompt_length", [0] * len(train))
     return DistillationTrainer(
-        model=student,
+        model=draft,
         args=arguments,
-        data_collator=partial(collate, max_length=lesson.limit, sources=sources),
+        data_collator=partial(collate, max_length=inputs.limit, sources=sources),
         train_dataset=train.select(by_length(lengths_of(train), distill.batch_size, config.seed)),
         eval_dataset=heldout.select(range(0, len(heldout), -(-len(heldout) // MEASURED))),
         compute_metrics=partial(summarise, sources=sources),
-        target=target,
+        target=inputs.target,
         fusion_learning_rate=distill.fusion_learning_rate,
     )
 
 
-def _keep_best_share(trainer: DistillationTrainer, config: TrainingConfig, before: Report) -> dict[float, Report]:
+def _keep_best_share(
+    trainer: DistillationTrainer, config: TrainingConfig, before: Report
+) -> tuple[dict[float, Report], float]:
     """Shrink adapter and fusion to the share of their update that is accepted most on the held-out answers.
 
-    What few tokens teach is partly noise. On the way back to the draft as it was, that fades before what was learnt
-    does (Wortsman et al., Robust fine-tuning of zero-shot models, CVPR 2022). For a conditioned draft that may be all
-    of the way: to the fusion that was fitted by least squares. What an earlier run or a layer's own weights have learnt
-    is no such noise, and is kept whole.
+    An update that few tokens taught is partly noise, which a smaller share of the update reduces more than what was
+    learnt (Wortsman et al., Robust fine-tuning of zero-shot models, CVPR 2022). The share may be 0: a conditioned draft
+    then has the fusion that was fitted by least squares. The update is kept whole where a run goes on from an earlier
+    one, or trains a layer's own weights.
 
     Returns:
-        The report of each share, of the numbers as they are stored, in half precision.
+        The report of each share, measured in half precision as weights are stored, and the best share.
     """
     whole = config.trainable.own_layers or config.distill.start_from is not None
     everything = dict(trainer.model.named_parameters())
@@ -212,19 +212,15 @@ def _keep_best_share(trainer: DistillationTrainer, config: TrainingConfig, befor
                 after = torch.lerp(everything[name.replace(TRAINED_COPY, ORIGINAL)], after, share)
             everything[name].copy_(after.to(_stored_dtype(config)))
 
-    reports = {}
+    reports: dict[float, Report] = {}
     for share in SHARES[:1] if whole else (*SHARES, 0.0) if config.trains_module else SHARES:
         keep(share)
         reports[share] = _by_source(trainer.evaluate())
     if not (whole or config.trains_module):
         reports[0.0] = before  # an adapter that changes nothing
-    keep(_best({share: report["all"]["acceptance"] for share, report in reports.items()}))
-    return reports
-
-
-def _best(accepted: dict[Any, float]) -> Any:
-    """The share that is accepted most; of equal ones the smallest, which is listed last."""
-    return max(reversed(accepted), key=accepted.__getitem__)
+    best = max(reversed(reports), key=lambda share: reports[share]["all"]["acceptance"])  # of equal ones the smallest
+    keep(best)
+    return reports, best
 
 
 def _stored_dtype(config: TrainingConfig) -> torch.dtype:
@@ -237,23 +233,23 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # all processes together under FSDP
     if not trainer.is_world_process_zero():
         return
-    student = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    draft = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     if config.trainable.own_layers:
         own = {name.removeprefix(LAYER_PREFIX): tensor for name, tensor in state.items()}
-        tensors = models.own_file(config.kind).tensors(student.model, own, dtype)
-        models.save_own(config.kind, student.model, tensors, config.work)
+        tensors = models.own_file(config.kind).tensors(draft.model, own, dtype)
+        models.save_own(config.kind, draft.model, tensors, config.work)
         return
-    tensors = get_peft_model_state_dict(student, state_dict=state, save_embedding_layers=False)
+    tensors = get_peft_model_state_dict(draft, state_dict=state, save_embedding_layers=False)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     folder, temporary = config.work / ADAPTER_FOLDER, config.work / f"{ADAPTER_FOLDER}.tmp"
     check_finite(tensors, folder)
-    if student.fusion is not None:
+    if draft.fusion is not None:
         own = {name: tensors.pop(name) for name in list(tensors) if FUSION_PREFIX in name}
         own = {name.rpartition(FUSION_PREFIX)[2]: tensor for name, tensor in own.items()}
-        models.save_own(config.kind, student.fusion, own, config.work)
+        models.save_own(config.kind, draft.fusion, own, config.work)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    lora = copy.copy(student.peft_config["default"])
+    lora = copy.copy(draft.peft_config["default"])
     lora.modules_to_save = lora.exclude_modules = None  # the fusion has a file of its own
     lora.save_pretrained(str(temporary))
     save_tensors(tensors, temporary / ADAPTER_FILES[1])
@@ -261,11 +257,8 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     temporary.rename(folder)
 
 
-# Reports -------------------------------------------------------------------------------------------------------------
-
-
 def _by_source(metrics: dict[str, float]) -> Report:
-    """Held-out acceptance, agreement and number of tokens of each source, from what the trainer logs."""
+    """The metrics that Trainer logs, by source: acceptance, agreement and number of tokens."""
     report: Report = {}
     for name, value in metrics.items():
         source, _, metric = name.removeprefix("eval_").rpartition("/")

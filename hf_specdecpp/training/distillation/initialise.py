@@ -1,0 +1,189 @@
+"""What distillation begins with: the models and rollouts (`DistillationInputs`), and the draft (`initial_draft`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+from transformers.utils import logging
+
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.drafts.conditioned import Fusion
+from hf_specdecpp.drafts.eagle3.meeting import meet, usual_reads
+from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
+from hf_specdecpp.drafts.kind import Kind, Loading, Parts
+from hf_specdecpp.drafts.known import kind_of
+from hf_specdecpp.files import Repository
+from hf_specdecpp.hub.repository import ADAPTER_FOLDER, load_config
+from hf_specdecpp.models.adapters import read_adapter
+from hf_specdecpp.models.causal_lm import CausalLM, longest_text
+from hf_specdecpp.models.early_exit import check_layers
+from hf_specdecpp.texts import answers
+from hf_specdecpp.training import models
+from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.distillation import initial_layer, least_squares
+from hf_specdecpp.training.distillation.trainer import AdaptedDraft, DistilledDraft, OwnLayersDraft
+
+logger = logging.get_logger("hf_specdecpp")
+
+FITTED_ON = 128  # answers that the first weights of a draft that reads the target's states are fitted on
+
+
+@dataclass(frozen=True)
+class DistillationInputs:
+    """The models and the rollouts of a distillation.
+
+    Attributes:
+        limit: tokens of a rollout that are read; the rest is cut off.
+        earlier: of a draft with layers of its own, those that training goes on with.
+    """
+
+    config: TrainingConfig
+    target: CausalLM
+    draft: CausalLM
+    train: Dataset
+    heldout: Dataset
+    limit: int
+    earlier: Any = None
+
+    @classmethod
+    def load(cls, config: TrainingConfig) -> DistillationInputs:
+        """Load models and rollouts; `ValueError` if there are none, or they or the draft do not fit the target."""
+        train, heldout = (answers.load(config.work, split) for split in ("train", "heldout"))
+        dtype = torch.bfloat16 if config.distill.bf16 else torch.float32
+        target = models.load(config.target, dtype)
+        draft = models.draft_of(config, target, lambda name: models.load(name, dtype))
+        limit = int(min(config.distill.max_length, longest_text(draft)))
+        train, heldout = (_useful(texts, limit, target, config) for texts in (train, heldout))
+        start = config.distill.start_from if config.trainable.own_layers else None
+        return cls(config, target, draft, train, heldout, limit, start and _layers_from(config.kind, start))
+
+    def texts_to_fit_on(self, what: str) -> Iterator[Tensor]:
+        """At most `FITTED_ON` answers, evenly spaced, with their prompts, `[1, n]` each; `what` is for the log."""
+        logger.info(f"Fitting {what} on {min(len(self.train), FITTED_ON)} answers.")
+        chosen = self.train.select(range(0, len(self.train), -(-len(self.train) // FITTED_ON)))
+        for ids in chosen["input_ids"]:
+            yield torch.tensor([ids[: self.config.distill.max_length]], device=self.target.device)
+
+
+def lengths_of(answers: Dataset) -> list[int]:
+    """Tokens of each prompt with its answer."""
+    return [len(ids) for batch in answers.select_columns("input_ids").iter(1000) for ids in batch["input_ids"]]
+
+
+def _useful(answers: Dataset, limit: int, target: CausalLM, config: TrainingConfig) -> Dataset:
+    """The rollouts whose answers begin within the first `limit` tokens, the others in a warning; `ValueError` if there
+    are none, or another model wrote them."""
+    begins, lengths = np.maximum(answers["prompt_length"], 1), np.minimum(lengths_of(answers), limit)
+    kept = np.flatnonzero(begins < lengths)
+    if len(kept) < len(answers):
+        found = f"{len(answers) - len(kept)} of {len(answers)} rollouts in {config.work} have no answer within the "
+        found += f"first {limit} tokens (prompts have {begins.min()} to {begins.max()})"
+        if len(kept) == 0:
+            raise ValueError(f"{found}, so there is nothing to learn from. Raise distill.max_length.")
+        logger.warning(f"{found} and are left out.")
+    largest, num_ids = len(models.answer_counts(answers, 1)) - 1, target.get_output_embeddings().weight.shape[0]
+    if largest >= num_ids:
+        raise ValueError(
+            f"The rollouts in {config.work} have token id {largest}, and {config.target!r} only {num_ids} ids: another "
+            "model wrote them. Choose another work_dir for this target."
+        )
+    return answers.select(kept)
+
+
+def _layers_from(kind: Kind, start: str) -> Any:
+    """Layers of another run's `work_dir`, or of a repository; errors as in `SpecDecPPAssistant.from_pretrained`."""
+    if Path(start, models.own_file(kind).name).with_suffix(".json").is_file():
+        return models.load_own(kind, Path(start))
+    repository = Repository(start)
+    config = load_config(repository)
+    if (found := kind_of(config)) is not kind:
+        raise ValueError(
+            f"distill.start_from={start!r} has a draft of the kind {found.name}, and {kind.name} is trained. Name the "
+            "work_dir of a run of the same kind, or the repository of such a draft."
+        )
+    return kind.load(config, repository)
+
+
+# The draft ------------------------------------------------------------------------------------------------------------
+
+
+def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> DistilledDraft:
+    """The draft to train, which proposes all tokens or those of `vocab` `[n]`; `ValueError` if what
+    `distill.start_from` names does not fit."""
+    config, distill = inputs.config, inputs.config.distill
+    if config.ready_made is not None:
+        described = SpecDecPPConfig(draft_kind=config.kind.name, draft_id=config.ready_made)
+        draft: Any = config.kind.draft(described, Parts(module=inputs.earlier), Loading(target=inputs.target))
+        return OwnLayersDraft(draft, distill.unroll if draft.blocks_after is None else draft.places)
+    if config.trainable.own_layers:
+        return OwnLayersDraft(Eagle3Drafter(_initial_layer(inputs, vocab), inputs.target), distill.unroll, distill.loss)
+    fusion = _initial_fusion(inputs) if config.trains_module else None
+    lora = LoraConfig(
+        r=distill.rank,
+        lora_alpha=2 * distill.rank,
+        target_modules="all-linear",  # of the decoder: PEFT leaves the LM head out
+        exclude_modules=None if fusion is None else r"fusion\..*",
+        modules_to_save=None if fusion is None else ["fusion"],
+        base_model_name_or_path=inputs.draft.config.name_or_path,
+    )
+    adapted = AdaptedDraft(inputs.draft, lora, vocab, fusion, distill.unroll, distill.loss)
+    if distill.start_from is not None:
+        _copy_weights(adapted, Path(distill.start_from), config.kind)
+    return adapted
+
+
+def _initial_layer(inputs: DistillationInputs, vocab: Tensor | None) -> Eagle3Model:
+    """The earlier layer, or one that begins like the target's last."""
+    config, target = inputs.config, inputs.target
+    if inputs.earlier is not None:
+        meet(inputs.earlier, target, repr(config.distill.start_from), torch.float32)
+        return inputs.earlier
+    reads = usual_reads(models.depth_of(target)) if config.reads is None else config.reads
+    model = initial_layer.untrained(initial_layer.settings_for(target, reads, vocab), target, vocab)
+    initial_layer.fit(model, target, inputs.texts_to_fit_on("the layer's input"))
+    return model
+
+
+def _initial_fusion(inputs: DistillationInputs) -> Fusion:
+    """A fusion that is fitted to the target, unless an earlier one is copied into it (`_copy_weights`)."""
+    config, target = inputs.config, inputs.target
+    fusion = Fusion.untrained(target, models.reads_of(config, target), config.distill.fusion_rank)
+    if config.distill.start_from is None:
+        first = check_layers(models.layers_of(config, target), models.depth_of(target))[0]
+        least_squares.fit(fusion, target, first, inputs.texts_to_fit_on("the fusion"))
+    return fusion
+
+
+@torch.no_grad()
+def _copy_weights(draft: AdaptedDraft, work: Path, kind: Kind) -> None:
+    """Copy the adapter and the fusion of another run into `draft`; `ValueError` if their shapes differ."""
+    if not (work / ADAPTER_FOLDER).is_dir():
+        raise ValueError(f"distill.start_from={str(work)!r} has no trained adapter. Name the work_dir of a run.")
+    theirs = read_adapter(work / ADAPTER_FOLDER).loras
+    ours = {name: m for name, m in draft.get_base_model().named_modules() if hasattr(m, "lora_A")}
+    halves = {name: (m.lora_A["default"].weight, m.lora_B["default"].weight) for name, m in ours.items()}
+    shapes = {name: (ours[name].scaling["default"], a.shape, b.shape) for name, (a, b) in halves.items()}
+    if shapes != {name: (lora.scaling, lora.a.shape, lora.b.shape) for name, lora in theirs.items()}:
+        raise ValueError(
+            f"The adapter in {work} is for {len(theirs)} modules and this draft's for {len(ours)}, or their rank or "
+            "alpha differs. Set layers and distill.rank as in that run."
+        )
+    for name, (a, b) in halves.items():
+        a.copy_(theirs[name].a)
+        b.copy_(theirs[name].b)
+    if draft.fusion is not None:
+        fusion = models.load_own(kind, work)
+        if fusion.to_config() != draft.fusion.to_config():
+            raise ValueError(
+                f"The fusion in {work} is of {fusion.to_config()}, this draft's of {draft.fusion.to_config()}. Set "
+                "reads and distill.fusion_rank as in that run."
+            )
+        draft.fusion.load_state_dict(fusion.state_dict())
