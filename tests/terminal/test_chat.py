@@ -124,10 +124,13 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(target: str, monkeypatch: py
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(_Shown, "on_finalized_text", interrupted)
-    messages: list[Any] = []
-    monkeypatch.setattr(
-        chats, "encoded", lambda words, talk, encode=chats.encoded: messages.append(talk) or encode(words, talk)
-    )
+    messages, encode = list[Any](), chats.encoded
+
+    def encoding(words: Any, talk: Any) -> Any:
+        messages.append(talk)
+        return encode(words, talk)
+
+    monkeypatch.setattr(chats, "encoded", encoding)
     output = chat(target, "w1 w2 w3", "w4").stdout
     assert output.count("\nStopped.\n") == 1
     first, second = re.findall(r"^> .+\n(.*)\n(?:Stopped|\d+ tokens? in )", output, flags=re.MULTILINE)
@@ -292,6 +295,7 @@ def test_a_cache_of_another_text_would_be_seen() -> None:
     talk.answer(MESSAGES[0])
     expected = talk.plainly(MESSAGES[1])
     ids = chats.encoded(talk.tokenizer, [*talk.messages, {"role": "user", "content": MESSAGES[1]}])
+    assert talk._cache is not None
     talk._held = ids[: chats.num_rows(talk._cache)]
     talk.answer(MESSAGES[1])
     assert talk.read[1] > 0

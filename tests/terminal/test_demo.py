@@ -112,8 +112,16 @@ def test_nothing_is_learned_from_the_same_answer_before(target: str, monkeypatch
 def test_copies_of_weights_are_waited_for_first(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     warm_up, answer = AssistantModel.warm_up, demo.Demo._answer
-    monkeypatch.setattr(AssistantModel, "warm_up", lambda self, n: (order.append("warm up"), warm_up(self, n))[1])
-    monkeypatch.setattr(demo.Demo, "_answer", lambda self, *rest: (order.append("answer"), answer(self, *rest))[1])
+
+    def noted(name: str, method: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            order.append(name)
+            return method(*arguments)
+
+        return call
+
+    monkeypatch.setattr(AssistantModel, "warm_up", noted("warm up", warm_up))
+    monkeypatch.setattr(demo.Demo, "_answer", noted("answer", answer))
     show(target, *ARGUMENTS)
     assert order == ["warm up"] + ["answer"] * 10
 
