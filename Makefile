@@ -29,25 +29,25 @@ install: $(VENV)/.installed  ## Create .venv (with PYTHON=python3) and install t
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): takes a minute or two the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,demo]"
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e ".[dev,demo]"
 	@touch $@
 
 $(FLOOR)/.installed: pyproject.toml constraints-floor.txt
 	@echo "Installing into $(FLOOR): takes a minute or two the first time"
 	@test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
-	@$(FLOOR)/bin/python -m pip install --quiet -c constraints-floor.txt -e ".[test]"
+	@$(FLOOR)/bin/python -m pip install -qq -c constraints-floor.txt -e ".[test]"
 	@touch $@
 
 # On Linux the newest torch comes with gigabytes of CUDA libraries. Remove the folder to install again.
 $(NEWEST)/.installed: pyproject.toml
 	@echo "Installing the newest versions into $(NEWEST): takes some minutes"
 	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
-	@$(NEWEST)/bin/python -m pip install --quiet --upgrade -e ".[test]"
+	@$(NEWEST)/bin/python -m pip install -qq --upgrade -e ".[test]"
 	@touch $@
 
 $(QUANTS)/.installed: $(VENV)/.installed
 	@echo "Installing into $(QUANTS): torchao and bitsandbytes"
-	@$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(QUANTS) torchao bitsandbytes
+	@$(BIN)/python -m pip install -qq --upgrade --no-deps -c constraints.txt --target $(QUANTS) torchao bitsandbytes
 	@touch $@
 
 # Without its dependencies, which would bring an older transformers; most are in the environment anyway. It needs Python
@@ -56,20 +56,20 @@ $(FORMATS)/.installed: $(VENV)/.installed
 	@echo "Installing into $(FORMATS): speculators"
 	@mkdir -p $(FORMATS)
 	@! $(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
-		$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(FORMATS) \
+		$(BIN)/python -m pip install -qq --upgrade --no-deps -c constraints.txt --target $(FORMATS) \
 		speculators hs-connectors loguru pydantic-settings python-dotenv
 	@touch $@
 
 # What they import, without what would change versions of ours. The tests of TRL need Python 3.11, as it does.
 $(INTEGRATIONS)/.installed: $(VENV)/.installed
 	@echo "Installing into $(INTEGRATIONS): lm-eval, TRL and smolagents"
-	@$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(INTEGRATIONS) \
+	@$(BIN)/python -m pip install -qq --upgrade --no-deps -c constraints.txt --target $(INTEGRATIONS) \
 		lm_eval sacrebleu portalocker tabulate colorama lxml trl smolagents python-dotenv
 	@touch $@
 
 $(SPACE)/.installed: $(VENV)/.installed
 	@echo "Installing into $(SPACE): gradio"
-	@$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(SPACE) \
+	@$(BIN)/python -m pip install -qq --upgrade --no-deps -c constraints.txt --target $(SPACE) \
 		gradio gradio_client groovy hf-gradio httpx httpcore orjson pydub pytz python-multipart safehttpx \
 		semantic-version tomlkit brotli 'audioop-lts; python_version >= "3.13"'
 	@touch $@
@@ -80,18 +80,18 @@ $(SERVING)/.installed: $(VENV)/.installed
 	@mkdir -p $(SERVING)/sources
 	@if ! command -v c++ > /dev/null; then echo "There is no C++ compiler, so the tests with llama.cpp are skipped"; exit; fi; \
 		echo "Building llama.cpp into $(SERVING): takes about three minutes"; \
-		$(BIN)/python -m pip download --quiet --no-deps --no-binary llama-cpp-python -c constraints.txt \
+		$(BIN)/python -m pip download -qq --no-deps --no-binary llama-cpp-python -c constraints.txt \
 			--dest $(SERVING) llama-cpp-python; \
 		tar --extract --directory $(SERVING)/sources --strip-components=1 --file $(SERVING)/llama_cpp_python-*.tar.gz; \
 		sed 's/set(LLAMA_BUILD_COMMON ON/set(LLAMA_BUILD_COMMON OFF/' $(SERVING)/sources/CMakeLists.txt > $(SERVING)/edited; \
 		mv $(SERVING)/edited $(SERVING)/sources/CMakeLists.txt; \
 		export CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF $(foreach language,C CXX,-DCMAKE_$(language)_FLAGS_RELEASE='-O1 -DNDEBUG')"; \
 		SKBUILD_BUILD_TARGETS=llama CMAKE_BUILD_PARALLEL_LEVEL=1 \
-			$(BIN)/python -m pip install --quiet --upgrade --no-deps -c constraints.txt --target $(SERVING) \
+			$(BIN)/python -m pip install -qq --upgrade --no-deps -c constraints.txt --target $(SERVING) \
 			$(SERVING)/sources diskcache sentencepiece
 	@touch $@
 
-demo: install  ## Run README's SmolLM2-135M with a trained layer and lookups, with or without the Hugging Face Hub
+demo: install  ## Compare SmolLM2-135M with and without an assistant (a trained layer and lookups), in two minutes
 	@target="$$($(BIN)/python examples/prepare_smollm2.py --output $(MODELS)/smollm2 | tail -n 1)"; \
 	OMP_NUM_THREADS=1 $(BIN)/specdecpp demo --target "$$target" \
 		--assistant hub_cards/specdecpp-smollm2-135m-instruct --lookup $(ARGS)

@@ -62,15 +62,15 @@ def main(
 @app.command()
 @options_of(DemoConfig)
 def demo(**options: Any) -> None:
-    """Answer prompts with and without the assistant, and compare both.
+    """Answer questions with and without the assistant, and compare both.
 
-    The tokens have to be equal; the times are measured.
+    The texts have to be equal; speeds are compared in seconds of the processor.
     """
     from hf_specdecpp.models.loading import quiet_loading
     from hf_specdecpp.terminal.demo import run
 
     with _failing(), quiet_loading():
-        run(settings_from(DemoConfig, options))
+        run(settings_from(DemoConfig, options), _console())
 
 
 @app.command()

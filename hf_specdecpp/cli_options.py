@@ -168,17 +168,15 @@ class DemoConfig(DraftChoice):
     """A demonstration.
 
     Args:
-        tree: draft token trees.
+        tree: draft token trees, and print the most branched one.
         max_new_tokens (tokens): length of an answer.
-        prompt: what to ask; may be repeated; three of ours by default.
-        sample: draw tokens (seeded) instead of taking the likeliest.
-        svg: file for a picture of the last answer, written with and without.
+        prompt: a question; may be repeated; by default four of several kinds.
+        svg: file for an animated picture of the last answer, written with and without the assistant.
     """
 
     tree: bool = False
-    max_new_tokens: int = _at_least_one(64)
+    max_new_tokens: int = _at_least_one(48)
     prompt: list[str] = field(default_factory=list)
-    sample: bool = False
     svg: Path | None = field(default=None, metadata={"metavar": "FILE"})
 
 
@@ -187,18 +185,12 @@ class ChatConfig(DraftChoice):
     """A conversation.
 
     Args:
-        tree: draft token trees.
         max_new_tokens (tokens): longest answer.
         temperature: 0 takes the likeliest tokens; by default as the model's config says.
-        system: what the model is told before the first message.
-        device: of the target; by default an accelerator if there is one.
     """
 
-    tree: bool = False
     max_new_tokens: int = _at_least_one(512)
     temperature: float | None = field(default=None, metadata={"min": 0.0})
-    system: str | None = None
-    device: str | None = None
 
 
 @dataclass

@@ -180,14 +180,14 @@ def test_export_says_why_not(tmp_path: Path, folder: Path) -> None:
 
 def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[cli_options.DemoConfig] = []
-    monkeypatch.setattr(demo, "run", told.append)
+    monkeypatch.setattr(demo, "run", lambda config, _: told.append(config))
     assert run("demo", "--target", "a", "--max_new_tokens", "7").exit_code == 0
     options = ["--assistant", "b", "--layers", "0,2", "--max-new-tokens", "5", "--prompt", "c", "--prompt", "d"]
-    options += ["--sample", "--tree", "--lookup", "--svg", "x.svg"]
+    options += ["--tree", "--lookup", "--svg", "x.svg"]
     assert run("demo", "--target", "a", *options).exit_code == 0
     assert told == [
         cli_options.DemoConfig("a", max_new_tokens=7),
-        cli_options.DemoConfig("a", "b", [0, 2], True, False, True, 5, ["c", "d"], True, Path("x.svg")),
+        cli_options.DemoConfig("a", "b", [0, 2], True, False, True, 5, ["c", "d"], Path("x.svg")),
     ]
     assert_error(run("demo", "--target", "a", "--assistant", "b", "--mtp"), "--mtp takes no assistant")
 
@@ -199,7 +199,7 @@ NOWHERE = "There is no folder '/nowhere"
     (["demo", "--layers", "9"], "must be a number from 1 to 2"),
     (["demo", "--layers", "four"], "must be a number such as 4 or a list such as 0,1,2,29"),
     (["demo", "--assistant", "/nowhere/at/all"], f"{NOWHERE}/at/all', and it cannot be"),
-    (["demo", "--svg", "/nowhere/at/all.svg"], f"{NOWHERE}/at' for the picture 'all.svg'"),
+    (["demo", "--svg", "/nowhere/at/all.svg"], "The picture '/nowhere/at/all.svg' cannot be written"),
     (["demo", "--svg", "/"], "The picture '/' cannot be written"),
     (["chat", "--assistant", "/nowhere"], NOWHERE),
     (["chat", "--target", "/nowhere"], NOWHERE),

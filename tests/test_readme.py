@@ -73,6 +73,13 @@ def test_the_demo_runs_the_setting_of_a_row() -> None:
     assert "OMP_NUM_THREADS=1" in recipe
 
 
+def test_a_package_index_that_warns_does_not_fill_the_first_screen() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    commands = re.findall(r"-m pip (?:install|download) (\S+)", makefile)
+    assert len(commands) > 5
+    assert set(commands) == {"-qq"}
+
+
 def test_names_exist() -> None:
     for name in re.findall(r"SpecDecPPAssistant\.(\w+)", README):
         assert hasattr(SpecDecPPAssistant, name)

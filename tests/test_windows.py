@@ -211,9 +211,8 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.takes(2)
 def test_a_terminal_without_the_signs(spoken: str) -> None:
     settings = ("--target", spoken, "--layers", 1, "--max-new-tokens", 8)
-    assert "?" in run("demo", *settings, "--prompt", "w1 w1")
-    said = run("chat", *settings, "--tree", says="w1 w1\n/tree\n/stats\n/quit\n")
-    assert "\n`- '?'   a=" in said
+    assert "\n`- '?'   a=" in run("demo", *settings, "--prompt", "w1 w1", "--tree")
+    assert "?" in run("chat", *settings, says="w1 w1\n/stats\n/quit\n")
     run("--help")
     run("train", "--help")
 

@@ -22,13 +22,11 @@ from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, until_end
 from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.encoding import padded
+from hf_specdecpp.texts.parting import explain_parting
 from hf_specdecpp.throughput.known_costs import forget_costs, without_known_costs
 
 WARM_UP_TOKENS = 8
 MOST_WAITING = 0.05  # share of a run that its threads may wait for a processor before it counts as disturbed
-# How far apart two logits may be, relative to the largest, for rounding to decide between them: four times the spacing
-# of the type's numbers. A pass over several tokens rounds differently from a pass over one.
-ROUNDING = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 Row = dict[str, Any]
 Answers = list[list[int]]
 
@@ -237,22 +235,3 @@ def mismatches(
                 texts = [None if token is None else decode(token) for token in parting["tokens"]]
                 found.append({**names, **parting, "texts": texts})
     return found
-
-
-@torch.no_grad()
-def explain_parting(target: CausalLM, prompt: list[int], plain: list[int], other: list[int]) -> Row:
-    """How a greedy answer came to part from that of plain generation, from which it differs.
-
-    Returns:
-        `place`, the first that differs; the `tokens` there (`None`: the text had ended); `gap`, the difference of their
-        logits relative to the largest logit; `near_tie`, whether both are within rounding of the largest, which excuses
-        half precision only.
-    """
-    pairs = enumerate(zip(plain, other, strict=False))
-    place = next((place for place, (a, b) in pairs if a != b), min(len(plain), len(other)))
-    tokens = [text[place] if place < len(text) else None for text in (plain, other)]
-    logits = target(torch.tensor([prompt + plain[:place]], device=target.device)).logits[0, -1].float()
-    largest, scale = float(logits.max()), float(logits.abs().max())
-    gaps = [(largest - float(logits[token])) / scale for token in tokens if token is not None]
-    near = len(gaps) == 2 and max(gaps) <= ROUNDING.get(target.dtype, -1.0)
-    return {"place": place, "tokens": tokens, "gap": max(gaps), "near_tie": near}

@@ -1,82 +1,140 @@
-"""`specdecpp chat`: reads messages, shows answers as they come, and what the assistant did for them."""
+"""`specdecpp chat`: a loop that reads messages and shows answers as they come."""
 
 from __future__ import annotations
 
-import signal
+import copy
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from rich.console import Console
 from rich.text import Text
+from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers.cache_utils import Cache
 
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.caches.text import num_rows
 from hf_specdecpp.choosing import as_told
-from hf_specdecpp.cli_options import ChatConfig
+from hf_specdecpp.cli_options import ChatConfig, DraftChoice
 from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
 from hf_specdecpp.models.loading import load_model, load_tokenizer
-from hf_specdecpp.terminal.conversation import Answer, Conversation, Stop
 from hf_specdecpp.terminal.listener import without_controls
 
 HELP = """A line is a message. Commands:
 /reset  begin a new conversation
-/tree   how the last answer came about: its most branched token tree, or its chains
 /stats  tokens, candidates and time of the answers so far, and whether the assistant pays
 /quit   end, as Ctrl-D does
-Ctrl-C stops an answer; what was said by then stays in the conversation."""
+Ctrl-C stops an answer; the text that was shown by then stays in the conversation."""
 
 
 def run(config: ChatConfig, console: Console) -> None:
     """Load the target and its assistant, and talk until the messages end; errors as of `assist`."""
     with console.status(f"loading {config.target}"):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        model = load_model(config.target, device=config.device or accelerator or "cpu")
-        tokenizer = load_tokenizer(config.target)
-        helper = as_told(model, config, default=True, tree=config.tree)
-        limits = config.max_new_tokens, config.temperature, config.system
-        conversation = Conversation(model, tokenizer, helper, *limits)
-        conversation.warm_up()
-    chat = Chat(conversation, console)
-    chat.say("target   ", f"  {config.target} ({str(model.dtype)[6:]} on {model.device})")
-    chat.say("assistant", f"  {config.assistant or describe(helper.config)}")
-    if helper.stats.refusal is not None:
-        chat.say("note     ", f"  Answers are plain ones, without the assistant: {helper.stats.refusal}")
+        model, tokenizer = load_model(config.target, device=accelerator or "cpu"), load_tokenizer(config.target)
+        assistant = as_told(model, config, default=True)
+    chat = Chat(model, tokenizer, assistant, config, console)
+    chat.say(facts(model, assistant, config))
     if tokenizer.chat_template is None:
-        chat.say("note     ", "  This model has no chat template: it continues what is typed.")
-    chat.say("", "Type a message, or /help. Ctrl-C stops an answer, Ctrl-D ends the chat.")
+        chat.say("This model has no chat template: it continues the messages.")
+    chat.say("Type a message, or /help. Ctrl-C stops an answer, Ctrl-D ends the chat.")
     chat.talk()
-    chat.close(f"specdecpp bench --target {config.target} {config.flags(helper.kind.name)} --quick")
+    if chat.stats is not None:
+        chat.say(f"\n{chat.stats.verdict}")
+        draft = config.flags(assistant.kind.name)
+        chat.say(f"Measure more: specdecpp bench --target {config.target} {draft} --quick")
 
 
 class Chat:
-    """The terminal's side of a conversation."""
+    """A conversation with a model, whose default assistant drafts.
 
-    def __init__(self, conversation: Conversation, console: Console) -> None:
-        self.conversation, self.console = conversation, console
-        self.stats: list[SpeculationStats] = []  # of all answers, those before a /reset, too
+    The cache of the conversation is carried on: an answer reads only the text that was added since the last one. Where
+    the chat template changes earlier text, such as thoughts that it drops, everything is read again.
+    """
+
+    def __init__(
+        self, model: CausalLM, tokenizer: PreTrainedTokenizerBase, assistant: SpecDecPPAssistant, config: ChatConfig,
+        console: Console,
+    ) -> None:  # fmt: skip
+        self.model, self.tokenizer, self.assistant, self.console = model, tokenizer, assistant, console
+        self.max_new_tokens, self.how = config.max_new_tokens, copy.deepcopy(model.generation_config)
+        self.how.return_dict_in_generate = True
+        if config.temperature is not None:
+            self.how.do_sample, self.how.temperature = config.temperature > 0, config.temperature or 1.0
+        self.stats: SpeculationStats | None = None  # of all answers, those before a /reset, too
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages: list[dict[str, str]] = []
+        self._cache: Cache | None = None
+        self._held: list[int] = []  # tokens that the cache holds
 
     def talk(self) -> None:
-        """Until the messages end, or /quit."""
+        """Answer messages and obey commands until the messages end, or `/quit`."""
         for message in self._messages():
-            first = message.split()[0]
-            if first == "/quit":
+            command = message.split()[0]
+            if command == "/quit":
                 return
-            if first.startswith("/"):
-                self._obey(first)
+            if command == "/reset":
+                self.reset()
+                self.say("A new conversation.")
+            elif command == "/stats":
+                self.say(str(self.stats or "There is no answer yet: type a message first."))
+            elif command.startswith("/"):
+                self.say(HELP if command == "/help" else f"There is no command {command}. /help shows the commands.")
             else:
-                self._answer(message)
+                self.answer(message)
 
-    def say(self, heading: str, text: str = "", style: str = "bold") -> None:
-        """A line, without markup: names, texts and tokens may hold brackets."""
-        self.console.print(Text.assemble((heading, style), without_controls(text)), soft_wrap=True)
+    def say(self, text: str, style: str = "") -> None:
+        """Print lines without markup or control characters: names, texts and tokens may hold both."""
+        self.console.print(Text(without_controls(text), style), soft_wrap=True)
 
-    def close(self, measure: str) -> None:
-        """The verdict, and what to do next."""
-        if self.stats:
-            self.say("\nverdict   ", f"  {self._total().verdict}")
-            self.say("measure it", f"  {measure}")
+    def answer(self, message: str) -> None:
+        """Show the answer to a message and its speed, or why there is none. Both become part of the conversation; of an
+        answer that Ctrl-C stops the text that was shown."""
+        begin, shown = time.perf_counter(), _Shown(self.tokenizer, self.console)
+        messages = [*self.messages, {"role": "user", "content": message}]
+        try:
+            count = self._generate(encoded(self.tokenizer, messages), shown)
+        except ValueError as error:
+            self.say(f"Error: {' '.join(str(error).split())}", "red")
+            return
+        except KeyboardInterrupt:
+            shown.end()
+            self.say("Stopped.", "dim")
+        else:
+            stats, seconds = self.assistant.stats, time.perf_counter() - begin
+            self.stats = stats if self.stats is None else self.stats + stats
+            by = f"{stats.tokens_per_pass:.2f} tokens per target pass"
+            by = by if stats.refusal is None else f"plain generate(): {stats.refusal}"
+            self.say(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s, {by}", "dim")
+        self.messages = [*messages, {"role": "assistant", "content": shown.text}]
+
+    def _generate(self, ids: list[int], shown: TextStreamer) -> int:
+        """Show an answer to the tokens `ids`; its number of tokens."""
+        longest = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", float("inf"))
+        if len(ids) >= longest:
+            raise ValueError(
+                f"The conversation is {len(ids)} tokens long, and the model reads {longest}. /reset begins a new one."
+            )
+        self.how.max_new_tokens = int(min(self.max_new_tokens, longest - len(ids)))
+        cache, held, self._cache, self._held = self._cache, self._held, None, []
+        fits = cache is not None and num_rows(cache) == len(held) and ids[: len(held)] == held != ids
+        input_ids = torch.tensor([ids], device=input_device(self.model))
+        output: Any = self.model.generate(
+            input_ids, attention_mask=torch.ones_like(input_ids), generation_config=self.how, streamer=shown,
+            **{CACHE: cache} if fits else {},
+        )  # fmt: skip
+        sequence = output.sequences[0].tolist()
+        if self.how.cache_implementation is None:
+            self._cache, self._held = cache_among(output), sequence[:-1]  # the last token has not been read
+        return len(sequence) - len(ids)
 
     def _messages(self) -> Iterator[str]:
         """Lines that are not empty, from the keyboard or a pipe."""
@@ -91,84 +149,47 @@ class Chat:
                 self.console.print()
                 return
             except KeyboardInterrupt:
-                self.say("\nTo end the chat type /quit, or Ctrl-D.", style="dim")
+                self.say("\nTo end the chat type /quit, or Ctrl-D.", "dim")
                 continue
             if line.strip():
                 if not is_typed:
-                    self.say("", line)
+                    self.say(line)
                 yield line.strip()
 
-    def _answer(self, message: str) -> None:
-        stop = Stop()
-        try:
-            with first_interrupt(stop.ask):
-                answer = self.conversation.answer(message, stop, self._stream)
-        except KeyboardInterrupt:
-            self.say("\nStopped, and left out of the conversation. Say it again, or something else.", style="dim")
-            return
-        except ValueError as error:
-            self.say("Error: ", " ".join(str(error).split()), style="red")
-            return
-        self.stats.append(answer.stats)
-        self.say(f"\n{summary(answer)}{', stopped' if stop.is_asked else ''}", style="dim")
 
-    def _stream(self, text: str) -> None:
-        self.console.print(Text(without_controls(text)), end="", soft_wrap=True)
+class _Shown(TextStreamer):
+    """Prints the text of an answer as it comes, and keeps it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.console, self.text = console, ""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        self.console.print(Text(without_controls(text)), end="\n" if stream_end else "", soft_wrap=True)
         self.console.file.flush()
 
-    def _obey(self, command: str) -> None:
-        answers = self.conversation.answers
-        if command == "/help":
-            self.say("", HELP)
-        elif command == "/reset":
-            self.conversation.reset()
-            self.say("", "A new conversation.")
-        elif command not in ("/tree", "/stats"):
-            self.say("", f"There is no command {command}. /help shows those that there are.")
-        elif not (answers if command == "/tree" else self.stats):
-            self.say("", "There is no answer yet: type a message first.")
-        elif command == "/stats":
-            self.say("", str(self._total()))
-        else:
-            self.console.print(drawing(answers[-1], self._decode), soft_wrap=True)
 
-    def _total(self) -> SpeculationStats:
-        return sum(self.stats[1:], self.stats[0])
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self.conversation.tokenizer.decode(tokens))
+def facts(model: CausalLM, assistant: SpecDecPPAssistant, config: DraftChoice) -> str:
+    """Two lines: the target and where it computes, and the assistant."""
+    draft = config.assistant or describe(assistant.config)
+    lookups = ", and lookups" if assistant.speculation.lookup and assistant.kind.rests_on != "nothing" else ""
+    return f"target     {config.target} ({where(model)})\nassistant  {draft}{lookups}"
 
 
-@contextmanager
-def first_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Within, the first Ctrl-C only calls `stop`, so that what runs can end in order; a second one interrupts it."""
+def where(model: CausalLM) -> str:
+    """Such as "bfloat16 on cpu, 1 thread"."""
+    count = torch.get_num_threads()
+    threads = f", {count} thread{'s' * (count > 1)}" if model.device.type == "cpu" else ""
+    return f"{str(model.dtype)[6:]} on {model.device.type}{threads}"
 
-    def note(*_: Any) -> None:
-        signal.signal(signal.SIGINT, before)
-        stop()
 
-    before = signal.signal(signal.SIGINT, note)
+def encoded(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+    """The tokens of a conversation, up to where the next answer begins; `ValueError` if its template refuses it."""
+    if tokenizer.chat_template is None:
+        return tokenizer("\n".join(message["content"] for message in messages)).input_ids
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def summary(answer: Answer) -> str:
-    """Such as "64 tokens in 1.2 s, 53.3 tokens/s, 2.40 tokens per target pass"."""
-    count, passes = len(answer.tokens), len(answer.passes)
-    carried = f", {answer.carried} tokens carried over" if answer.carried else ""
-    return (
-        f"{count} token{'s' * (count != 1)} in {answer.seconds:.1f} s, {count / answer.seconds:.1f} tokens/s, "
-        f"{count / max(passes, 1):.2f} tokens per target pass{carried}"
-    )
-
-
-def drawing(answer: Answer, decode: Callable[[list[int]], str]) -> Text:
-    """The most branched token tree of an answer; of chains the whole answer, in brackets what each target pass gave."""
-    if (tree := answer.stats.branched_tree) is not None:
-        return Text(tree.text(lambda token: repr(decode([token]))))
-    text = Text("In brackets what each pass of the target gave: candidates that it accepted, and a token of its own.\n")
-    for tokens in answer.passes:
-        text.append(f"[{without_controls(decode(tokens))}]", style="green" if len(tokens) > 1 else "")
-    return text
+        found: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    except TemplateError as error:
+        raise ValueError(f"The model's chat template refuses this conversation: {error}.") from None
+    return found["input_ids"]

@@ -1,219 +1,157 @@
-"""`specdecpp demo`: the same answers with and without the assistant, streamed, compared token by token and timed."""
+"""`specdecpp demo`: plain `generate()` and the assistant answer questions in turn; texts and speeds are compared."""
 
 from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import typer
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import as_told
 from hf_specdecpp.cli_options import DemoConfig
-from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.files import save_text
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model, load_tokenizer
-from hf_specdecpp.terminal.conversation import encoded
-from hf_specdecpp.terminal.listener import Answer, Listener, picture
-from hf_specdecpp.texts.prompts import EXAMPLES, REPEATING
-from hf_specdecpp.trees.drawing import DrawnTree
+from hf_specdecpp.terminal.chat import encoded, facts, where
+from hf_specdecpp.terminal.listener import Answer, Listener, coloured, picture
+from hf_specdecpp.texts.parting import explain_parting
+from hf_specdecpp.texts.prompts import BY_KIND
 
-PICTURE = "tree.png"
+TURNS = 2
+WARM_UP_TOKENS = 8
+COLUMNS = "tokens", "tokens per target pass", "times as fast", "by the clock"
+INTRODUCTION = """
+Each question is answered four times in turn: plain generate(), assistant, plain generate(), assistant.
+Green tokens were guessed by the assistant, and the model confirmed several of them in one pass.
+Speeds are compared in seconds of the processor, which other programs hardly change."""
 
-# Without markup: prompts, names and tokens may hold brackets, such as "[/INST]".
-console = Console(highlight=False, soft_wrap=True, markup=False)
 
+@dataclass(frozen=True)
+class Comparison:
+    """A question with the answers of plain `generate()` and of the assistant, and the latter's latest statistics."""
 
-@dataclass
-class Pair:
-    """A question, answered without and with the assistant, whose statistics are compared with the plain answer."""
-
+    kind: str
     question: str
-    plain: Answer
-    assisted: Answer
+    plain: list[Answer]
+    assisted: list[Answer]
     stats: SpeculationStats
-    differs: bool = False
 
 
-def run(config: DemoConfig) -> None:
-    """Load target and assistant, answer every prompt twice, and print both; exit code 1 if greedy texts differ."""
-    _check_writable(config.svg)  # before minutes of work
+def gain(compared: list[Comparison], clock: str = "seconds") -> float:
+    """How many times as fast as plain `generate()` the assistant was, by the sums of these seconds of the answers."""
+    plain = sum(getattr(each, clock) for one in compared for each in one.plain)
+    return plain / sum(getattr(each, clock) for one in compared for each in one.assisted)
+
+
+def run(config: DemoConfig, console: Console) -> None:
+    """Load target and assistant, answer every question, and print the comparison; exit code 1 if a text is wrong."""
+    file = config.svg
+    if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise PermissionError(f"The picture {str(file)!r} cannot be written. Name a file in a folder that is yours.")
     with console.status(f"loading {config.target}"):
         model, tokenizer = load_model(config.target), load_tokenizer(config.target)
-    _print("target   ", f"  {config.target} ({str(model.dtype)[6:]} on {model.device}, {_threads()})")
-    helper = as_told(model, config, tree=config.tree)
-    untrained = ", untrained, no head" if helper.config.draft_layers is not None and config.assistant is None else ""
-    note = " (without --assistant or --layers)" if config.is_by_default else untrained
-    _print("assistant", f"  {config.assistant or describe(helper.config)}{note}\n")
-    demo = Demo(model, tokenizer, helper, config)
-    demo.warm_up()
-    pairs = demo.ask_all()
-    total = sum((each.stats for each in pairs[1:]), pairs[0].stats)
-    _report(total, pairs, config.sample)
-    if config.svg is not None:
-        save_text(_picture(pairs[-1], model), config.svg)
-        console.print(f"Picture of the last answer: {config.svg}")
-    if total.branched_tree is not None:
-        _show_tree(total.branched_tree, tokenizer)
-    elif config.tree:
-        console.print(f"\nNo tree to show: no round of rule={helper.speculation.rule!r} was worth a candidate.")
-    if differing := sum(each.differs for each in pairs):
-        _print(f"{differing} answers differ: please report this.", style="bold red")
+        assistant = as_told(model, config, tree=config.tree)
+        demo = Demo(model, tokenizer, assistant, config.max_new_tokens, console)
+        demo.warm_up()
+    console.print(facts(model, assistant, config), INTRODUCTION, sep="\n", soft_wrap=True)
+    asked = {f"question {number}": question for number, question in enumerate(config.prompt, 1)} or BY_KIND
+    compared = [demo.ask(kind, question) for kind, question in asked.items()]
+    if config.tree:
+        drawn = sum((each.stats for each in compared[1:]), compared[0].stats).branched_tree
+        tree = "" if drawn is None else drawn.text(lambda token: repr(tokenizer.decode([token])))
+        console.print(f"\nThe most branched tree\n{tree or 'No round was worth a tree.'}", soft_wrap=True)
+    if file is not None:
+        save_text(_picture(compared[-1], model), file)
+        console.print(f"Picture of the last answer: {file}", soft_wrap=True)
+    if demo.wrong:
+        console.print(f"{demo.wrong} answers differ: please report this.", style="bold red")
         raise typer.Exit(1)
-    _show_next(config, helper)
+    table = Table(Column("answer", no_wrap=True), *(Column(name, justify="right") for name in COLUMNS), box=None)
+    for each in compared:
+        values = each.stats.tokens_per_pass, gain([each]), gain([each], "by_clock")
+        table.add_row(each.kind, str(len(each.plain[0].ids)), *(f"{value:.2f}" for value in values))
+    console.print("", table, "", sep="\n")
+    draft = config.flags(assistant.kind.name)
+    console.print(f"Measure more: specdecpp bench --target {config.target} {draft} --quick", soft_wrap=True)
+    said = f"{gain(compared):.2f} times as fast as plain generate(), in seconds of the processor"
+    console.print(said, style="bold", soft_wrap=True)
 
 
 @dataclass
 class Demo:
-    """A model with its assistant, and what to ask."""
+    """A model with its assistant, and where their answers are shown. `wrong`: the number of wrong texts so far."""
 
     model: CausalLM
     tokenizer: PreTrainedTokenizerBase
     assistant: SpecDecPPAssistant
-    config: DemoConfig
+    max_new_tokens: int
+    console: Console
+    wrong: int = 0
 
     def warm_up(self) -> None:
-        """Generate a few tokens: before its first text an assistant measures what passes cost."""
+        """Wait for copies of weights, and generate a few tokens: the first calls import modules and measure passes."""
+        ids = encoded(self.tokenizer, [{"role": "user", "content": "Hello"}])
+        with suppress(ValueError):  # this processor takes no copies
+            self.assistant.warm_up(len(ids) + WARM_UP_TOKENS)
         for helper in (None, self.assistant):
-            inputs = self._encode("Hello")
-            self.model.generate(**inputs, max_new_tokens=8, do_sample=False, assistant_model=helper)
+            self._answer(ids, helper, WARM_UP_TOKENS)
 
-    def ask_all(self) -> list[Pair]:
-        """Answer every question twice, and show it."""
-        looks_up = not self.config.prompt and (self.config.lookup or self.assistant.kind.rests_on == "nothing")
-        if looks_up:
-            _print("prompts  ", "  answers that repeat their prompt, which suits lookups; --prompt asks others\n")
-        questions = self.config.prompt or list(REPEATING if looks_up else EXAMPLES)
-        pairs = []
-        for number, question in enumerate(questions, 1):
-            _print(f"{number}/{len(questions)}  {question}", style="bold cyan")
-            inputs = self._encode(question)
-            plain, assisted = (self._answer(inputs, helper) for helper in (None, self.assistant))
-            stats = _against_measured(self.assistant.stats, plain)
-            pairs.append(Pair(question, plain, assisted, stats))
-            if not self.config.sample:
-                pairs[-1].differs = _differ(plain.ids, assisted.ids, self.tokenizer)
-            console.print()
-        return pairs
+    def ask(self, kind: str, question: str) -> Comparison:
+        """Answer a question in turns; show the question, the answer and its speeds, and where texts differ."""
+        self.console.print(Text.assemble((f"\n{kind}: ", "bold cyan"), question), "", sep="\n", soft_wrap=True)
+        ids = encoded(self.tokenizer, [{"role": "user", "content": question}])
+        plain, assisted = list[Answer](), list[Answer]()
+        with self.console.status("generating"):
+            for _ in range(TURNS):
+                plain.append(self._answer(ids, None, self.max_new_tokens))
+                assisted.append(self._answer(ids, self.assistant, self.max_new_tokens))
+        self.console.print(coloured(assisted[-1]), "", sep="\n", soft_wrap=True)
+        for text in {tuple(each.ids) for each in assisted}:
+            self._compare(ids, list(plain[0].ids), list(text))
+        self.console.print(f"plain {plain[-1].rate}; assisted {assisted[-1].rate}", style="dim", soft_wrap=True)
+        return Comparison(kind, question, plain, assisted, self.assistant.stats)
 
-    def _answer(self, inputs: dict[str, Tensor], assistant: SpecDecPPAssistant | None) -> Answer:
-        _print("plain" if assistant is None else "assisted")
-        torch.manual_seed(0)
-        listener = Listener(TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True))
+    def _answer(self, ids: list[int], assistant: SpecDecPPAssistant | None, length: int) -> Answer:
+        self.assistant.memory.clear()  # or the second answer would gain from the first one, which is the same
+        input_ids = torch.tensor([ids], device=self.model.device)
+        begin, listener = time.perf_counter(), Listener(clock=time.process_time)
         output = self.model.generate(
-            **inputs, max_new_tokens=self.config.max_new_tokens, do_sample=self.config.sample,
+            input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=length, do_sample=False,
             assistant_model=assistant, streamer=listener,
         )  # fmt: skip
-        seconds = time.perf_counter() - listener.begin
+        seconds, clock = time.process_time() - listener.begin, time.perf_counter() - begin
         said = listener.tokens(self.tokenizer, None if assistant is None else assistant.stats)
-        answer = Answer(said, seconds, output[0, inputs["input_ids"].shape[1] :].tolist())
-        _print(answer.rate, style="dim")
-        return answer
+        return Answer(said, seconds, clock, output[0, len(ids) :].tolist())
 
-    def _encode(self, prompt: str) -> dict[str, Tensor]:
-        ids = torch.tensor([encoded(self.tokenizer, [{"role": "user", "content": prompt}])], device=self.model.device)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def _check_writable(file: Path | None) -> None:
-    if file is None:
-        return
-    if not file.parent.is_dir():
-        raise FileNotFoundError(
-            f"There is no folder {str(file.parent)!r} for the picture {file.name!r}. Make it first."
-        )
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise PermissionError(f"The picture {str(file)!r} cannot be written. Name another file with --svg.")
+    def _compare(self, prompt: list[int], plain: list[int], assisted: list[int]) -> None:
+        """Print whether the texts are equal, and whether rounding explains a difference."""
+        if plain == assisted:
+            self.console.print(f"equal: all {len(plain)} tokens", style="green")
+            return
+        found = explain_parting(self.model, prompt, plain, assisted)
+        texts = ["the end" if token is None else repr(self.tokenizer.decode([token])) for token in found["tokens"]]
+        said = f"different from token {found['place']} on: plain {texts[0]}, assisted {texts[1]}"
+        tied = f", nearly tied, and {str(self.model.dtype)[6:]} rounds either way" if found["near_tie"] else ""
+        self.console.print(said + tied, style="yellow" if tied else "red", soft_wrap=True)
+        self.wrong += not tied
 
 
-def _against_measured(stats: SpeculationStats, plain: Answer) -> SpeculationStats:
-    """Statistics that are compared with the plain answer that was timed, and not with single passes."""
-    tokens = len(plain.said) - 1  # the prompt's pass gives the first one
-    if stats.plain_pass_seconds is None or stats.same_pass_seconds is None or tokens < 1:
-        return stats
-    measured = (plain.seconds - stats.prompt_seconds) / tokens
-    same = measured * stats.same_pass_seconds / stats.plain_pass_seconds
-    return replace(stats, plain_pass_seconds=measured, same_pass_seconds=same)
-
-
-def _differ(plain: list[int], assisted: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Print whether the answers are the same; True if they differ."""
-    if plain == assisted:
-        _print(f"equal: all {len(plain)} tokens", style="green")
-        return False
-    pairs = enumerate(zip(plain, assisted, strict=False))
-    agree = next((place for place, (one, other) in pairs if one != other), min(len(plain), len(assisted)))
-    texts = [repr(tokenizer.decode(each[agree : agree + 1])) for each in (plain, assisted)]
-    note = f"plain {texts[0]}, assisted {texts[1]} (in half precision a near-tie can do this)"
-    _print(f"different from token {agree} on: {note}", style="red")
-    return True
-
-
-def _picture(pair: Pair, model: CausalLM) -> str:
-    """The SVG of an answer, with what was measured where below it."""
-    stats, name = pair.stats, Path(str(model.config.name_or_path)).name
-    where = f"{name}, {str(model.dtype)[6:]} on {model.device.type}, {_threads()}"
-    ratio = pair.plain.seconds / pair.assisted.seconds
-    gain = f"{ratio:.2f} times as fast; {stats.tokens_per_pass:.2f} tokens per target pass"
-    if stats.has_products and stats.plain_pass_seconds is not None and stats.same_pass_seconds is not None:
-        products = stats.plain_pass_seconds / stats.same_pass_seconds
-        gain += f"; the faster CPU products alone would give {products:.2f}"
-    made = f"specdecpp demo --svg, {where}; written here as fast as there"
-    return picture(pair.question, pair.plain, pair.assisted, notes=(gain, made))
-
-
-def _report(stats: SpeculationStats, pairs: list[Pair], sample: bool) -> None:
-    plain, assisted = (sum(getattr(each, name).seconds for each in pairs) for name in ("plain", "assisted"))
-    _print("Statistics of all answers", f"\n{stats}\n")
-    _print(
-        "Measured",
-        f"  plain {plain:.1f} s, assisted {assisted:.1f} s, prompts included: {plain / assisted:.2f} times the speed "
-        "of plain generate().",
+def _picture(last: Comparison, model: CausalLM) -> str:
+    """The SVG of the last answers to a question, at the speed of their seconds of the processor."""
+    plain, assisted = last.plain[-1], last.assisted[-1]
+    gains = (
+        f"{plain.seconds / assisted.seconds:.2f} times as fast, {last.stats.tokens_per_pass:.2f} tokens a target pass"
     )
-    if sample:
-        console.print("Sampled answers differ from run to run; their distribution is the target's in both.")
-
-
-def _show_next(config: DemoConfig, helper: SpecDecPPAssistant) -> None:
-    """What to type next: it is measured, an assistant is trained where none was given, and how this one is used."""
-    draft = repr(config.assistant or helper.kind.name)
-    if config.assistant is None and helper.config.draft_layers is not None:
-        draft = f"SpecDecPPAssistant.from_early_exit(model, layers={config.layers})"
-    flags = config.flags(helper.kind.name)
-    _print("\nmeasure it", f"  specdecpp bench --target {config.target} {flags} --quick")
-    if config.assistant is None:
-        _print("train one ", f"  specdecpp train --target {config.target} --data FILE --output DIR")
-    _print("use it    ", f"  assist(model, {draft}); model.generate(...)")
-
-
-def _show_tree(drawn: DrawnTree, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print a tree with its tokens as text, and save it as a picture where matplotlib is installed."""
-
-    def decode(token: int) -> str:
-        return repr(tokenizer.decode([token]))
-
-    _print("\nThe most branched tree", f"\n{drawn.text(decode)}")
-    try:
-        drawn.save(PICTURE, decode)
-    except ImportError:
-        console.print("No picture: it needs matplotlib. Install the extra: pip install 'hf-specdecpp[train]'.")
-    else:
-        console.print(f"Picture: {PICTURE}")
-
-
-def _print(heading: str, text: str = "", style: str = "bold") -> None:
-    console.print(Text.assemble((heading, style), text))
-
-
-def _threads() -> str:
-    count = torch.get_num_threads()
-    return f"{count} thread{'s' if count > 1 else ''}"
+    name = Path(str(model.config.name_or_path)).name
+    made = f"specdecpp demo --svg, {name}, {where(model)}; at the speed of seconds of the processor"
+    return picture(last.question, plain, assisted, notes=(gains, made))

@@ -1,5 +1,4 @@
-"""Who chose each token of an answer, and when (`Listener`): a streamer, so any `generate()` call can be asked; and two
-answers as they are written, as an animated picture (`picture`)."""
+"""Notes who chose each token of an answer, and when (`Listener`); draws two answers as they are written (`picture`)."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ import io
 import re
 import time
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.bar import Bar
@@ -37,11 +36,12 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of an answer, the seconds that it took, the prompt's pass included, and the tokens' ids."""
+    """The tokens of an answer, its seconds with the prompt's pass, seconds by another clock, and the tokens' ids."""
 
     said: Sequence[Token]
     seconds: float
-    ids: list[int] = field(default_factory=list)
+    by_clock: float = 0.0
+    ids: Sequence[int] = ()
 
     @property
     def rate(self) -> str:
@@ -51,17 +51,24 @@ class Answer:
 
 
 class Listener(BaseStreamer):
-    """Notes what each target pass of one `generate()` call adds, and tells another streamer. Make it right before the
-    call. `passes`: of each, in order, seconds from the beginning to its tokens, and the tokens."""
+    """A streamer that notes which tokens each target pass of one `generate()` call adds, and when.
 
-    def __init__(self, onward: BaseStreamer | None = None) -> None:
-        self.onward = onward
+    Make it right before the call. `passes` has for each pass, in order, the seconds from the beginning to its tokens,
+    and the tokens.
+
+    Args:
+        onward: another streamer, which gets the same tokens.
+        clock: a function that returns seconds, such as `time.process_time`, which other processes do not disturb.
+    """
+
+    def __init__(self, onward: BaseStreamer | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.onward, self.clock = onward, clock
         self.passes: list[tuple[float, list[int]]] = []
         self._has_prompt = False
-        self.begin = time.perf_counter()
+        self.begin = clock()
 
     def put(self, value: Tensor) -> None:
-        seconds = time.perf_counter() - self.begin
+        seconds = self.clock() - self.begin
         if self._has_prompt:
             self.passes.append((seconds, value.reshape(-1).tolist()))
         self._has_prompt = True  # `generate()` begins with it
@@ -111,6 +118,12 @@ def without_controls(text: str) -> str:
     return "".join(c for c in text if c in "\t\n" or unicodedata.category(c) != "Cc")
 
 
+def coloured(answer: Answer) -> Text:
+    """The text of an answer, its accepted candidates green."""
+    styles = ((without_controls(token.text), "green" if token.accepted else "") for token in answer.said)
+    return Text.assemble(*styles)
+
+
 COLUMNS, GAP = 48, 3  # characters a line of an answer, and between the two
 PAUSE = 4.0  # seconds for which both answers stand there before they are written again
 CHOSEN, GUESSED = (0xC0, 0xC0, 0xC0), (0x40, 0xD0, 0x60)  # the target's own tokens, and candidates that it accepted
@@ -123,13 +136,9 @@ def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str]
     """The SVG of a question with both answers, for telephones one above the other, and lines of small print."""
     longest, shown = max(plain.seconds, assisted.seconds), dict[str, float]()
     panes = [
-        Group(
-            Text(title, "bold"),
-            Text(each.rate, "dim"),
-            Bar(longest, 0.0, each.seconds, width=COLUMNS),
-            _written(each, shown),
-        )
+        Group(Text(title, "bold"), Text(each.rate, "dim"), Bar(longest, 0, each.seconds, width=COLUMNS), text)
         for title, each in (("plain generate()", plain), ("with the assistant", assisted))
+        for text in [_written(each, shown)]
     ]
     table = Table.grid(*(Column(width=COLUMNS) for _ in range(1 if is_narrow else 2)), padding=(0, GAP, 1, 0))
     for row in [[each] for each in panes] if is_narrow else [panes]:

@@ -19,35 +19,44 @@ logger = logging.get_logger(__name__)
 COLUMNS = ("prompt", "instruction", "messages", "question")
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
-# What `demo` and `bench` ask where no prompts are given.
+# Asked by `bench` where no prompts are given.
 EXAMPLES = (
     "Explain in three sentences why the sky is blue.",
     "Write a Python function that returns the n-th Fibonacci number.",
     "A train travels 60 km in 45 minutes. What is its average speed in km/h?",
 )
 
-# The same for lookups: answers that repeat their prompts.
-REPEATING = (
-    """Rewrite this function so that the variable `total` is called `result`. Answer with the whole function.
+# The same for `demo`, by kind: answers that repeat their prompts, for which lookups are made, and one that does not.
+BY_KIND = {
+    "code to edit": """Rename the class to Deck and write the whole code again:
 
-def mean_of_even(numbers):
-    total = 0
-    count = 0
-    for number in numbers:
-        if number % 2 == 0:
-            total = total + number
-            count = count + 1
-    if count == 0:
-        return None
-    return total / count""",
-    """Turn this list into a Markdown table with the columns Name, City and Year.
+```python
+class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        return self.items.pop()
+
+    def __len__(self):
+        return len(self.items)
+```""",
+    "a table": """Turn this list into a Markdown table with the columns Name, City and Year.
 
 Ada Lovelace, London, 1843
 Grace Hopper, New York, 1952
 Katherine Johnson, Hampton, 1962
 Margaret Hamilton, Boston, 1969""",
-    EXAMPLES[0],
-)
+    "a question with a text": """Octopuses have three hearts. Two of them pump blood through the gills, the third pumps
+blood through the rest of the body. The third heart stops while an octopus swims, so octopuses tire quickly and
+prefer to crawl. Their blood is blue because it carries oxygen with copper instead of iron.
+
+Why do octopuses prefer to crawl?""",
+    "a question": EXAMPLES[0],
+}
 
 
 @dataclass

@@ -29,7 +29,6 @@ from hf_specdecpp.benchmark.live import (
     LiveBenchmark,
     _watched,
     answer,
-    explain_parting,
     mismatches,
     noted_passes,
 )
@@ -38,6 +37,7 @@ from hf_specdecpp.benchmark.report import describe_mismatch
 from hf_specdecpp.benchmark.summary import comparable, summarise
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.texts.parting import explain_parting
 from hf_specdecpp.throughput import known_costs
 
 SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]

@@ -1,6 +1,7 @@
-"""`specdecpp chat`, driven through its standard input; and its conversation, which reads only what is new and says what
-plain generation says after the whole of it."""
+"""`specdecpp chat`, driven through its standard input. Answers read only the text that is new, and are those of plain
+generation after the whole conversation."""
 
+import io
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support.models import quiet_later_layers, tiny
 from support.mutants import accept_everything
 from support.repos import chat_tokenizer, save_chat_model, tokenizer
@@ -20,9 +22,10 @@ from typer.testing import CliRunner, Result
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.cli import app
-from hf_specdecpp.terminal import conversation as conversations
-from hf_specdecpp.terminal.chat import Chat, without_controls
-from hf_specdecpp.terminal.conversation import Conversation, Stop
+from hf_specdecpp.cli_options import ChatConfig
+from hf_specdecpp.terminal import chat as chats
+from hf_specdecpp.terminal.chat import Chat, _Shown
+from hf_specdecpp.terminal.listener import without_controls
 
 FIXED = SpeculationConfig("fixed", num_tokens=3)
 
@@ -65,22 +68,19 @@ def plain(target: str, *messages: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("tree", [(), ("--tree",)], ids=["chains", "trees"])
 @pytest.mark.parametrize("kind", ["lookups", "assistant"])
-def test_a_conversation(kind: str, tree: tuple[str, ...], target: str, assistant: str) -> None:
+def test_a_conversation(kind: str, target: str, assistant: str) -> None:
     given = ("--assistant", assistant) if kind == "assistant" else ()
-    result = chat(target, "w1 w2 w3", "", "w4 w5", options=(*given, *tree))
+    result = chat(target, "w1 w2 w3", "", "w4 w5", options=given)
     assert answers_of(result) == plain(target, "w1 w2 w3", "w4 w5")
     output = result.stdout
-    assert output.startswith(f"target     {target} (float32 on cpu)\nassistant  ")
-    assert f"assistant  {assistant}\n" in output or kind == "lookups"
+    drafts = assistant if given else "text that was seen before"
+    assert re.match(rf"target     {target} \(float32 on cpu, \d+ threads?\)\nassistant  {drafts}\n", output)
     assert "Type a message, or /help." in output
     assert re.search(r"12 tokens in \d+\.\d s, \d+\.\d tokens/s, \d\.\d\d tokens per target pass$", output, re.M)
-    assert re.search(r"tokens per target pass, \d+ tokens carried over$", output, re.M)
-    *_, verdict, measure = output.splitlines()
-    assert verdict.startswith("verdict     ")
+    *_, measure = output.splitlines()
     how = f"--assistant {assistant}" if kind == "assistant" else "--lookup"
-    assert measure == f"measure it  specdecpp bench --target {target} {how} --quick"
+    assert measure == f"Measure more: specdecpp bench --target {target} {how} --quick"
 
 
 def test_a_wrong_verification_would_be_seen(target: str, assistant: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,32 +89,20 @@ def test_a_wrong_verification_would_be_seen(target: str, assistant: str, monkeyp
 
 
 def test_commands(target: str, assistant: str) -> None:
-    lines = ("/tree", "/stats", "w1 w2 w3", "/tree", "/stats", "/nonsense now", "/help", "/reset", "/tree", "/stats",
-             "w1 w2 w3", "/quit", "w9")  # fmt: skip
+    lines = ("/stats", "w1 w2 w3", "/stats", "/nonsense now", "/help", "/reset", "/stats", "w1 w2 w3", "/quit", "w9")
     output = chat(target, *lines, options=("--assistant", assistant)).stdout
-    before, first, drawn, stats, unknown, helped, *_ = output.split("\n> ")[2:]
+    before, first, stats, unknown, helped, reset, after, again = output.split("\n> ")[1:9]
     said = plain(target, "w1 w2 w3")[0]
     assert "There is no answer yet: type a message first." in before
-    assert said in first
-    assert drawn.splitlines()[1].startswith("In brackets what each pass of the target gave")
-    passes = drawn.splitlines()[2]
-    assert passes.strip("[]").replace("][", " ").split() == [word for word in said.split() if word]
-    assert max(len(some.split()) for some in passes.split("][")) > 1
-    assert "tokens generated" in stats
+    assert f"\n{said}\n" in first
+    assert "tokens generated      12 in" in stats
     assert re.search(r"^verdict +\S", stats, flags=re.MULTILINE)
-    assert "There is no command /nonsense. /help shows those that there are." in unknown
-    for name in ("/reset", "/tree", "/stats", "/quit", "Ctrl-C"):
-        assert name in helped
-    assert "A new conversation." in output
-    assert output.count("There is no answer yet") == 3  # what was said before a /reset still counts in /stats
-    assert output.count(f"\n{said}\n") == 2
+    assert "There is no command /nonsense. /help shows the commands." in unknown
+    assert all(name in helped for name in ("/reset", "/stats", "/quit", "Ctrl-C"))
+    assert "A new conversation." in reset
+    assert "tokens generated      12 in" in after  # answers before a /reset count, too
+    assert f"\n{said}\n" in again
     assert "w9" not in output
-
-
-def test_the_last_tree(target: str, assistant: str) -> None:
-    output = chat(target, "w1 w2 w3", "/tree", options=("--assistant", assistant, "--tree")).stdout
-    assert re.search(r"^'w\d+'   \(\d+ candidates, depth \d+, width \d", output, flags=re.MULTILINE)
-    assert "└─" in output
 
 
 @pytest.fixture(autouse=True)
@@ -125,37 +113,31 @@ def heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupting(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Ctrl-C so many times while the first answer is written."""
-    left, stream = [times], Chat._stream
+def test_ctrl_c_stops_an_answer_and_not_the_program(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The conversation goes on with the text that was shown."""
+    pieces, print_piece = list[str](), _Shown.on_finalized_text
 
-    def interrupted(self: Chat, text: str) -> None:
-        stream(self, text)
-        while left[0]:
-            left[0] -= 1
+    def interrupted(self: _Shown, text: str, stream_end: bool = False) -> None:
+        print_piece(self, text, stream_end)
+        pieces.append(text)
+        if len(pieces) == 3:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Chat, "_stream", interrupted)
+    monkeypatch.setattr(_Shown, "on_finalized_text", interrupted)
+    messages, encode = list[Any](), chats.encoded
 
+    def encoding(words: Any, talk: Any) -> Any:
+        messages.append(talk)
+        return encode(words, talk)
 
-def test_ctrl_c_stops_an_answer_and_not_the_program(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, whole = signal.getsignal(signal.SIGINT), plain(target, "w1 w2 w3")[0]
-    interrupting(monkeypatch, times=1)
+    monkeypatch.setattr(chats, "encoded", encoding)
     output = chat(target, "w1 w2 w3", "w4").stdout
-    assert re.search(r"tokens per target pass, stopped$", output, flags=re.MULTILINE)
-    first, second = re.findall(r"^> .+\n(.*)\n\d+ tokens? in ", output, flags=re.MULTILINE)
-    assert whole.startswith(first)
-    assert 0 < len(first) < len(whole)
+    assert output.count("\nStopped.\n") == 1
+    first, second = re.findall(r"^> .+\n(.*)\n(?:Stopped|\d+ tokens? in )", output, flags=re.MULTILINE)
+    assert plain(target, "w1 w2 w3")[0].startswith(first.strip())
+    assert 0 < len(first) < len(plain(target, "w1 w2 w3")[0])
+    assert messages[1][1] == {"role": "assistant", "content": first}
     assert second
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_ctrl_c_twice_leaves_the_answer_out(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupting(monkeypatch, times=2)
-    result = chat(target, "w1 w2 w3", "/stats", "w4 w5")
-    assert "Stopped, and left out of the conversation." in result.stdout
-    assert "There is no answer yet" in result.stdout
-    assert answers_of(result) == plain(target, "w4 w5")
 
 
 def test_ctrl_c_between_answers(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +174,8 @@ def test_it_says_where_no_assistant_helps(tmp_path: Path) -> None:
     model.generation_config.use_cache = False
     model.save_pretrained(folder)
     result = chat(folder, "w1 w2 w3")
-    assert "note       Answers are plain ones, without the assistant: use_cache=False" in result.stdout
-    assert "verdict     The call was a plain one, without its assistant" in result.stdout
+    assert re.search(r"tokens/s, plain generate\(\): use_cache=False", result.stdout)
+    assert "\nThe call was a plain one, without its assistant" in result.stdout
     assert answers_of(result) == plain(folder, "w1 w2 w3")
 
 
@@ -201,7 +183,7 @@ def test_a_model_without_a_chat_template(target: str) -> None:
     tokenizer().save_pretrained(target)
     (Path(target) / "chat_template.jinja").unlink()
     result = chat(target, "w1 w2", "w3")
-    assert "This model has no chat template: it continues what is typed." in result.stdout
+    assert "This model has no chat template: it continues the messages." in result.stdout
     assert len(answers_of(result)) == 2
 
 
@@ -222,10 +204,9 @@ def test_in_a_pipe(target: str) -> None:
 
 
 MESSAGES = ["w1 w2 w3", "w4 w5 w6 w7", "w8", "w9 w1 w2"]
-FIXED = SpeculationConfig("fixed", num_tokens=3)
 RECURRENT = ("granitemoehybrid", "falcon_h1", "mamba2")  # layers of either kind, of both at once, of states alone
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in RECURRENT[1:]]
-FORGETS = (  # the first three words of each answer, its thoughts, say
+FORGETS = (  # the first three words of each answer, its thoughts
     "{% for message in messages %}{% set words = message['content'].split() %}"
     "{{ (words[3:] if message['role'] == 'assistant' else words) | join(' ') }} {% endfor %}"
 )
@@ -238,131 +219,114 @@ def model_of(family: str) -> Any:
     return model
 
 
-def conversation(model: Any, tree: bool = False, template: str | None = None, **how: Any) -> Conversation:
-    words = chat_tokenizer()
-    words.chat_template = template or words.chat_template
-    if model.config.model_type in RECURRENT:
-        assistant = assist(model, "lookup", speculation=FIXED, default=True)
-    else:
-        own = SpeculationConfig("fixed", tree="dyspec", tree_budget=6) if tree else FIXED
-        assistant = SpecDecPPAssistant.from_early_exit(model, 2, speculation=own, default=True)
-    return Conversation(model, words, assistant, **{"max_new_tokens": 14, "temperature": 0.0, **how})
+class Talk(Chat):
+    """A conversation without a terminal. `read`: how many tokens the cache held when each answer began."""
+
+    def __init__(self, model: Any, template: str | None = None, temperature: float | None = 0.0) -> None:
+        words, self.read, self.answers = chat_tokenizer(), list[int](), list[list[int]]()
+        words.chat_template = template or words.chat_template
+        if model.config.model_type in RECURRENT:
+            assistant = assist(model, "lookup", speculation=FIXED, default=True)
+        else:
+            assistant = SpecDecPPAssistant.from_early_exit(model, 2, speculation=FIXED, default=True)
+        config = ChatConfig("", max_new_tokens=14, temperature=temperature)
+        super().__init__(model, words, assistant, config, Console(file=io.StringIO()))
+        generate = model.generate
+
+        def noted(ids: torch.Tensor, **how: Any) -> Any:
+            self.read.append(len(self.held) if how.get(chats.CACHE) is not None else 0)
+            output = generate(ids, **how)
+            self.answers.append(output.sequences[0, ids.shape[1] :].tolist())
+            return output
+
+        model.generate = noted
+
+    def answer(self, message: str) -> None:
+        self.held = self._held
+        super().answer(message)
+
+    def plainly(self, message: str) -> list[int]:
+        """The answer of plain generation to a message, after reading the whole conversation."""
+        ids = torch.tensor([chats.encoded(self.tokenizer, [*self.messages, {"role": "user", "content": message}])])
+        with self.assistant.paused():
+            output = type(self.model).generate(
+                self.model, ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=14
+            )
+        return output[0, ids.shape[1] :].tolist()
+
+    def ask_all(self) -> list[int]:
+        """How many tokens each answer took over, while each is that of plain generation."""
+        for message in MESSAGES:
+            expected = self.plainly(message)
+            self.answer(message)
+            assert self.answers[-1] == expected
+            assert self.messages[-1]["content"] == self.tokenizer.decode(expected, skip_special_tokens=True)
+        return self.read
 
 
-def said(talk: Conversation, message: str, stop: Stop | None = None) -> tuple[list[int], str]:
-    """An answer's tokens, and what of it was shown."""
-    shown: list[str] = []
-    return talk.answer(message, stop or Stop(), shown.append).tokens, "".join(shown)
-
-
-def plainly(talk: Conversation, message: str) -> list[int]:
-    """What plain generation says to a message, after reading all of the conversation."""
-    messages = [*talk.messages, {"role": "user", "content": message}]
-    how: dict[str, Any] = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-    inputs: Any = talk.tokenizer.apply_chat_template(messages, **how)
-    with talk.assistant.paused():
-        output = talk.model.generate(**inputs, do_sample=False, max_new_tokens=14)
-    return output[0, inputs["input_ids"].shape[1] :].tolist()
-
-
-def carried_of(talk: Conversation) -> list[int]:
-    """How many tokens each answer took over, while each is what plain generation says."""
-    for message in MESSAGES:
-        expected = plainly(talk, message)
-        tokens, shown = said(talk, message)
-        assert tokens == expected
-        assert shown == talk.tokenizer.decode(tokens, skip_special_tokens=True) == talk.messages[-1]["content"]
-    return [answer.carried for answer in talk.answers]
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_the_cache_is_carried_on(family: str, tree: bool) -> None:
-    """All of the text but the last token of each answer; mistral's windows have dropped most of it."""
-    talk = conversation(model_of(family), tree)
-    carried = carried_of(talk)
-    lengths = [len(talk.tokenizer(message["content"]).input_ids) for message in talk.messages]
-    ended = [answer.tokens[-1] == 47 for answer in talk.answers]
-    assert carried == [0, *(sum(lengths[: 2 * n]) - (not ended[n - 1]) for n in (1, 2, 3))]
-    assert sum(answer.stats.accepted for answer in talk.answers) > 0
-    assert all(answer.stats.refusal is None for answer in talk.answers)
-
-
-@pytest.mark.parametrize("family", ["granitemoehybrid", *SLOW])
-def test_states_that_cannot_drop_tokens_are_carried_on(family: str) -> None:
-    """Where the cache knows how many tokens it has read: Mamba2's does not."""
-    carried = carried_of(conversation(model_of(family)))
+@pytest.mark.parametrize("family", ["llama", "mistral", "granitemoehybrid", *SLOW])
+def test_the_cache_is_carried_on(family: str) -> None:
+    """It holds the whole text but the last token of each answer, also where windows or states have dropped most of it.
+    Mamba2's does not tell how many tokens it has read, so the conversation is read again."""
+    talk = Talk(model_of(family))
+    read = talk.ask_all()
     if family == "mamba2":
-        assert set(carried) == {0}
-    else:
-        assert carried[0] == 0 < carried[1] < carried[2] < carried[3]
+        assert read == [0] * 4
+        return
+    lengths = [len(talk.tokenizer(message["content"]).input_ids) for message in talk.messages]
+    ended = [answer[-1] == 47 for answer in talk.answers]
+    carried = [0, *(sum(lengths[: 2 * n]) - (not ended[n - 1]) for n in (1, 2, 3))]
+    assert all(after - before in (0, 1) for before, after in zip(read, carried, strict=True))
+    assert read == carried or family in RECURRENT  # whose states may stand a token before the end of the text
+    assert talk.stats is not None
+    assert talk.stats.refusal is None
+    assert talk.stats.accepted > 0 or family in RECURRENT
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("family", ["llama", "mistral", "granitemoehybrid", SLOW[0]])
+@pytest.mark.parametrize("family", ["llama", "granitemoehybrid"])
 def test_a_template_that_drops_earlier_thoughts(family: str) -> None:
-    """The text is another one from there on: what a cache cannot drop is read anew."""
-    talk = conversation(model_of(family), template=FORGETS)
-    carried, first = carried_of(talk), len(talk.tokenizer(MESSAGES[0]).input_ids)
-    assert carried[1] == (first if family == "llama" else 0)
+    """The text before the new message is another one, so all of it is read again."""
+    assert Talk(model_of(family), FORGETS).ask_all() == [0] * 4
 
 
-def test_rows_that_stay_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant takes nothing back, though the text is another one."""
-    monkeypatch.setattr(conversations, "roll_back", lambda cache, kept: None)
-    with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)):
-        carried_of(conversation(model_of("llama"), template=FORGETS))
+def test_a_cache_of_another_text_would_be_seen() -> None:
+    """The mutant takes the cache of the text before it was changed for one of the text now."""
+    talk = Talk(model_of("llama"), FORGETS)
+    talk.answer(MESSAGES[0])
+    expected = talk.plainly(MESSAGES[1])
+    ids = chats.encoded(talk.tokenizer, [*talk.messages, {"role": "user", "content": MESSAGES[1]}])
+    assert talk._cache is not None
+    talk._held = ids[: chats.num_rows(talk._cache)]
+    talk.answer(MESSAGES[1])
+    assert talk.read[1] > 0
+    assert talk.answers[1] != expected
 
 
-def test_an_answer_that_is_stopped_stays_as_far_as_it_was_said() -> None:
-    talk, stop = conversation(model_of("llama"), max_new_tokens=40), Stop()
-    whole = plainly(talk, MESSAGES[0])
-    shown: list[str] = []
-
-    def show(text: str) -> None:
-        shown.append(text)
-        if len(shown) == 3:
-            stop.ask()
-
-    tokens = talk.answer(MESSAGES[0], stop, show).tokens
-    assert stop.is_asked
-    assert tokens == whole[: len(tokens)]
-    assert 3 <= len(tokens) < len(whole)
-    assert talk.messages[-1]["content"] == talk.tokenizer.decode(tokens, skip_special_tokens=True)
-    expected = plainly(talk, MESSAGES[1])
-    assert said(talk, MESSAGES[1])[0][:14] == expected
-    assert talk.answers[-1].carried > 0
-
-
-def test_reset_and_system() -> None:
-    talk = conversation(model_of("llama"), system="w40 w41")
-    first = said(talk, MESSAGES[0])
-    said(talk, MESSAGES[1])
+def test_reset() -> None:
+    talk = Talk(model_of("llama"))
+    talk.answer(MESSAGES[0])
+    talk.answer(MESSAGES[1])
     talk.reset()
-    assert talk.messages == [{"role": "system", "content": "w40 w41"}]
-    assert said(talk, MESSAGES[0]) == first
-    assert talk.answers[-1].carried == 0
+    talk.answer(MESSAGES[0])
+    assert talk.answers[2] == talk.answers[0]
+    assert talk.read[2] == 0
 
 
 def test_temperature_and_the_models_own_config() -> None:
     model = model_of("llama")
     model.generation_config.do_sample, model.generation_config.temperature = True, 0.7
-    own, greedy, hot = (conversation(model, temperature=given).config for given in (None, 0.0, 1.5))
-    assert (own.do_sample, own.temperature) == (True, 0.7)
-    assert greedy.do_sample is False
-    assert (hot.do_sample, hot.temperature) == (True, 1.5)
-    talk = conversation(model, temperature=1.5)
-    torch.manual_seed(0)
-    said(talk, "w1")
-    assert talk.assistant.stats.generated > 0
+    own, greedy, hot = (Talk(model, temperature=given) for given in (None, 0.0, 1.5))
+    assert (own.how.do_sample, own.how.temperature) == (True, 0.7)
+    assert greedy.how.do_sample is False
+    assert (hot.how.do_sample, hot.how.temperature) == (True, 1.5)
 
 
 def test_a_cache_of_the_models_own_choice_is_not_carried() -> None:
     model = model_of("llama")
     model.generation_config.cache_implementation = "static"
-    talk = conversation(model)
-    said(talk, MESSAGES[0])
-    said(talk, MESSAGES[1])
-    assert [answer.carried for answer in talk.answers] == [0, 0]
-    assert all(answer.stats.refusal is None for answer in talk.answers)
+    talk = Talk(model)
+    talk.answer(MESSAGES[0])
+    talk.answer(MESSAGES[1])
+    assert talk.read == [0, 0]
+    assert talk.stats is not None
+    assert talk.stats.refusal is None
