@@ -1,8 +1,8 @@
-"""One table of tokens per target pass from runs of `specdecpp bench`, the best of each column marked.
+"""One table of tokens per target pass from runs of `rounds.py` (in `examples/replay`) or `specdecpp bench`.
 
     python examples/tokens_per_pass.py bench/trees-smollm2 bench/trees-qwen --page docs/benchmarks/trees/report.md
 
-Replayed trees (`--replay_rounds`) are shown where a run has them, live generations otherwise. A count, not a time: it
+Of a replay its rounds are shown, of a benchmark the live generations. A count, not a time: it
 depends on models, prompts and settings, and on no machine. Below the table: by how much one tree leads another on the
 same texts, with a 95 % interval over the texts. The tables replace what stands between the marks of the page.
 """
@@ -27,7 +27,7 @@ LEADS = [
 def cells(results: dict) -> tuple[dict, int, str]:
     """Tokens a pass by contestant and (temperature, set), the number of texts in a cell, and where they are from."""
     found: dict[str, dict] = {}
-    if not (rows := results["round_replays"]):
+    if not (rows := results.get("round_replays", [])):
         rows = [row for row in results["summary"] if row["set"] != "all" and row["contestant"] != "plain"]
         for row in rows:
             found.setdefault(row["contestant"], {})[row["temperature"], row["set"]] = row["tokens_per_pass"]
@@ -81,7 +81,7 @@ def table(folder: Path) -> str:
     )
     facts += f"\n\n```console\n{results['command']}\n```"
     parts = [facts, markdown_table(["", *names, "mean"], lines)]
-    return "\n\n".join([*parts, leads(results["round_replays"])] if results["round_replays"] else parts)
+    return "\n\n".join([*parts, leads(results["round_replays"])] if "round_replays" in results else parts)
 
 
 def main(folders: list[Path], page: Path | None) -> None:
@@ -98,6 +98,6 @@ def main(folders: list[Path], page: Path | None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="output folders of specdecpp bench")
+    parser.add_argument("folders", nargs="+", type=Path, help="output folders of rounds.py or specdecpp bench")
     parser.add_argument("--page", type=Path)
     main(**vars(parser.parse_args()))

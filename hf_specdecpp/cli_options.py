@@ -237,14 +237,8 @@ class BenchmarkConfig(DraftChoice):
         threads (threads): number of torch's threads.
         seed: seed of the choice of prompts and of all draws.
         cpu_products: `"auto"` or `"off"`; by default as the assistant says.
-        costs: costs that replays reckon with: `measured`, `paper`, a ratio t_draft / t_target, a JSON file; may be
-            repeated.
-        rollouts: work folder of `specdecpp train`: replays take the target's answers from there.
-        live: time generations.
-        replay: compare all rules on recorded texts; by default where the draft allows it.
-        replay_rounds: count the tokens per target pass of trees and chains along the texts.
+        live: time single prompts.
         batch_size (prompts): also time several prompts in one generate(): sizes such as 1,4,8.
-        draws (records): the number made of each sampled text.
         attempts (generations): the most tries of one that other load disturbs; the quietest is kept.
         quick: take a few contestants, prompts and tokens: about a minute with a small model on a quiet CPU.
         card: file for the speeds as a model card shows them.
@@ -262,20 +256,15 @@ class BenchmarkConfig(DraftChoice):
     threads: int | None = _at_least_one(None)
     seed: int = 0
     cpu_products: str | None = None
-    costs: list[str] = field(default_factory=lambda: ["measured", "paper"])
-    rollouts: Path | None = field(default=None, metadata={"metavar": "WORK_DIR"})
     live: bool = True
-    replay: bool | None = None
-    replay_rounds: bool = False
     batch_size: list[int] = _parsed([], parse_sizes)
-    draws: int = _at_least_one(1)
     attempts: int = _at_least_one(3)
     quick: bool = False
     card: Path | None = field(default=None, metadata={"metavar": "FILE"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_new_tokens", "draws", "attempts"):
+        for name in ("max_new_tokens", "attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if any(temperature < 0.0 for temperature in self.temperatures) or not self.temperatures:
@@ -286,11 +275,6 @@ class BenchmarkConfig(DraftChoice):
             raise ValueError(
                 "--lookup takes neither --mtp nor an assistant: with a draft, `lookup`, `lookup + draft` and "
                 "`lookup + trees` are among the contestants."
-            )
-        if self.rollouts is not None and not (self.rollouts / "rollouts").is_dir():
-            raise ValueError(
-                f"--rollouts {self.rollouts} has no folder `rollouts`. Give the work folder of a `specdecpp train`, "
-                "such as my-assistant-work."
             )
 
 

@@ -26,7 +26,7 @@ from hf_specdecpp.trees.verification import ending_chances
 pytestmark = pytest.mark.apart
 
 FOLDER = Path(__file__).parents[1] / "examples"
-EXAMPLES = sorted(FOLDER.glob("*.py"))
+EXAMPLES = sorted(FOLDER.rglob("*.py"))
 
 
 @pytest.fixture
@@ -51,13 +51,15 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str, **constants
 
 def test_imports_exist_and_docstrings_say_how_to_run_them() -> None:
     for file in EXAMPLES:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        source = file.read_text(encoding="utf-8")
+        tree = ast.parse(source)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_specdecpp"):
                 module = importlib.import_module(str(node.module))
                 for alias in node.names:
                     assert hasattr(module, alias.name) or find_spec(f"{node.module}.{alias.name}"), file
-        assert f"python examples/{file.name}" in (ast.get_docstring(tree) or ""), file
+        if file.parent == FOLDER or "__main__" in source:  # the other files of a folder are parts of its programs
+            assert f"python examples/{file.relative_to(FOLDER).as_posix()}" in (ast.get_docstring(tree) or ""), file
 
 
 def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

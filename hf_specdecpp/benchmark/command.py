@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,8 @@ import torch
 from rich.console import Console
 
 from hf_specdecpp.benchmark import report
-from hf_specdecpp.benchmark.live import LiveBenchmark, mismatches, neutralise
-from hf_specdecpp.benchmark.loading import RESULTS, ROUNDS, Benchmark, RunLog, environment
-from hf_specdecpp.benchmark.replay.record import text_sets
-from hf_specdecpp.benchmark.replay.rounds import replay_rounds
-from hf_specdecpp.benchmark.replay.sweep import PAPER, read_costs, replay
+from hf_specdecpp.benchmark.live import LiveBenchmark, mismatches
+from hf_specdecpp.benchmark.loading import RESULTS, Benchmark, RunLog, environment
 from hf_specdecpp.benchmark.summary import busy_elsewhere, comparable, next_step, overall, speed_table, summarise
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.files import save_text
@@ -26,7 +22,6 @@ from hf_specdecpp.provenance import command
 
 def run(config: BenchmarkConfig, console: Console) -> bool:
     """Benchmark, write and print the report; whether all greedy texts of ours were those of plain generation."""
-    read_costs(config.costs, lambda: PAPER)  # a mistake is found now, not after an hour of generations
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     benchmark = Benchmark.load(config)
@@ -60,7 +55,7 @@ def write(results: dict[str, Any], folder: Path) -> None:
 
 
 def _results(benchmark: Benchmark, log: RunLog) -> dict[str, Any]:
-    """What was measured of what was asked now, summed up, and the replays."""
+    """What was measured of what was asked now, summed up."""
     config, settings, target = benchmark.config, benchmark.settings, benchmark.target
     wanted = {
         (*question.key, temperature, contestant.name)
@@ -75,21 +70,14 @@ def _results(benchmark: Benchmark, log: RunLog) -> dict[str, Any]:
     busy = busy_elsewhere(rows)
     load = f", other processes keeping {busy:.1f} of {where['processors']} processors busy" if busy else ""
     facts = {"command": command(), "device": where["device"] + load, "dtype": settings["dtype"]}
-    results = {
+    return {
         "command": command(), "environment": where, "pictures": find_spec("matplotlib") is not None,
         "settings": {
-            **settings, "temperatures": config.temperatures, "rollouts": config.rollouts is not None,
+            **settings, "temperatures": config.temperatures,
             "products": benchmark.assistant.setup().described_products(target),
         },
         "ours": [contestant.name for contestant in benchmark.contestants if contestant.ours],
         "summary": summary, "speeds": speed_table(summary, facts),
         "mismatches": mismatches(rows, benchmark.asked, target, load_tokenizer(config.target).decode),
-        "costs": {}, "replays": [], "round_replays": [], "runs": rows,
+        "runs": rows,
     }  # fmt: skip
-    if config.replay:
-        results |= replay(benchmark, log.rows)
-    if config.replay_rounds:
-        neutralise(target)
-        sets = chain.from_iterable(text_sets(benchmark, log.rows, temperature) for temperature in config.temperatures)
-        results["round_replays"] = replay_rounds(benchmark, RunLog(config.output, settings, ROUNDS), sets)
-    return results

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants, without_draft
 from hf_specdecpp.choosing import as_told
 from hf_specdecpp.cli_options import BenchmarkConfig
-from hf_specdecpp.drafts.known import describe, kind_of
+from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.files import differences, read_json, save_text
 from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -33,8 +32,7 @@ from hf_specdecpp.version import __version__
 
 logger = logging.get_logger("hf_specdecpp")
 
-RUNS, ROUNDS, TEXTS, RECORDS = "runs.jsonl", "rounds.jsonl", "texts.jsonl", "records.jsonl"
-SETTINGS, RESULTS = "settings.json", "results.json"
+RUNS, SETTINGS, RESULTS = "runs.jsonl", "settings.json", "results.json"
 QUICK_PROMPTS, QUICK_TOKENS = 3, 32  # about a minute of one core with SmolLM2-135M
 
 
@@ -68,15 +66,11 @@ class Benchmark:
         if config.quick:
             config = replace(
                 config, max_prompts=min(config.max_prompts or QUICK_PROMPTS, QUICK_PROMPTS), temperatures=[0.0],
-                max_new_tokens=min(config.max_new_tokens, QUICK_TOKENS), replay=False, attempts=1,
+                max_new_tokens=min(config.max_new_tokens, QUICK_TOKENS), attempts=1,
             )  # fmt: skip
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         target = load_model(config.target, dtype=config.dtype, device=config.device or accelerator or "cpu")
         assistant = _assistant(config, target)
-        reason = kind_of(assistant.config).cannot.get("replays")
-        if config.replay and reason is not None:
-            logger.warning(f"--replay does nothing: {reason}. --replay_rounds does.")
-        config = replace(config, replay=config.replay is not False and reason is None)
         contestants = choose(_contestants(config, target, assistant), config.contestants)
         return cls(config, target, assistant, contestants, _questions(config))
 
@@ -199,7 +193,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 class RunLog:
-    """The generations so far, or what was made of them: one line each, written when it is finished.
+    """The generations so far: one line each, written when it is finished.
 
     A run with the same settings goes on, as another session: speeds are only compared within one. Other settings are a
     `ValueError`.
@@ -219,16 +213,7 @@ class RunLog:
         if lines[-1]:  # killed within a line
             save_text("".join(line + "\n" for line in lines[:-1]), self.path)
         self.rows = [json.loads(line) for line in lines[:-1]]
-        self._known: dict[tuple[Any, ...], dict[str, Any]] | None = None
         self.session = 1 + max((row["session"] for row in self.rows), default=0)
-
-    def once(self, where: dict[str, Any], make: Callable[[], Any]) -> Any:
-        """The row with the values `where`, of the same fields in all calls; made if it is not there yet."""
-        if self._known is None:
-            self._known = {tuple(row[name] for name in where): row for row in self.rows}
-        if (key := tuple(where.values())) not in self._known:
-            self._known[key] = self.add({**where, **make()})
-        return self._known[key]
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
         """Keep a row, which is returned with its session."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,12 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN, SAME_PASSES
-from hf_specdecpp.benchmark.replay.sweep import FIXED, INFORMED
-from hf_specdecpp.benchmark.summary import FIRST, best_of_families, busy_elsewhere, grouped, overall, too_close, verdict
-from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, save
+from hf_specdecpp.benchmark.summary import FIRST, best_of_families, busy_elsewhere, overall, too_close, verdict
+from hf_specdecpp.figures import COLOURS, new_figure, save
 
 WIDTH = 100
-STEPS = (0.05, 0.19)  # prices of a draft pass, in target passes, that replayed rounds are compared at
 _BATCHES = (
     "Several prompts in one `generate()`, padded on the left. Both baselines are plain `generate()` on the same batch, "
     "and tokens/pass is of a row."
@@ -148,10 +145,7 @@ def markdown(results: dict[str, Any]) -> str:
 
     parts = ["# Benchmark", *notes(results), f"Made by\n\n```console\n{results['command']}\n```"]
     versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "hf_specdecpp"))
-    texts = f"up to {settings['max_new_tokens']} new tokens"
-    if settings["rollouts"] and not results["runs"]:
-        texts = "texts of the rollouts"
-    parts.append(f"{versions}; seed {settings['seed']}, {texts}.")
+    parts.append(f"{versions}; seed {settings['seed']}, up to {settings['max_new_tokens']} new tokens.")
     for temperature in settings["temperatures"]:
         here = [row for row in summary if row["temperature"] == temperature]
         if rows := [row for row in here if not row["batch"]]:
@@ -159,15 +153,7 @@ def markdown(results: dict[str, Any]) -> str:
             parts += [f"## {mode(temperature)}, measured", said, *picture("speed-up", temperature), _live_table(rows)]
         if rows := [row for row in here if row["batch"]]:
             parts += [f"## {mode(temperature)}, batches", _BATCHES, _live_table(rows)]
-    parts += _checks(results)
-    for each in results["replays"]:
-        parts.append(f"## {each['set']}, {mode(each['temperature'])}, replayed")
-        parts.append(f"{each['texts']} texts, {each['tokens']} tokens.")
-        parts += picture(f"pareto-{each['set']}", each["temperature"])
-        parts += [_replay_table(name, each["best"][name], results["costs"][name]) for name in results["costs"]]
-    if rows := results["round_replays"]:
-        parts += ["## Rounds, replayed", round_table(rows)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, *_checks(results)]) + "\n"
 
 
 def _live_table(rows: Sequence[Row]) -> str:
@@ -193,47 +179,6 @@ def _checks(results: dict[str, Any]) -> list[str]:
     return ["## Checks", "\n".join(lines)]
 
 
-def _replay_table(name: str, best: Sequence[Row], costs: dict[str, Any]) -> str:
-    price = costs["draft"] / costs["verify"][0]
-    title = f"Costs **{name}**: a draft step takes {costs['draft'] * 1e3:.4g} ms, {price:.3f} target passes."
-    if costs["verify"] == [1.0]:
-        title = f"Costs **{name}**: a draft step takes {price:g} target passes, which are the unit of time."
-    header = ("rule", "best setting", "tokens/s", "speed-up", "over best fixed", "95 % interval", "of informed bound",
-              "of the oracle", "discard rate", "verification rate")  # fmt: skip
-    lines = []
-    for row in best:
-        low, high = row["interval"]
-        setting = "none" if row["setting"] is None else f"{row['setting']:g}"
-        lines.append(
-            (row["family"], setting, f"{row['tokens_per_second']:.2f}", f"{row['speedup']:.2f}",
-             f"{row['gain_over_fixed']:+.1%}", f"{low:+.1%} to {high:+.1%}", f"{row['of_informed']:.1%}",
-             f"{row['of_oracle']:.1%}", f"{row['discard_rate']:.3f}", f"{row['verification_rate']:.4f}")
-        )  # fmt: skip
-    return f"{title}\n\n{markdown_table(header, lines)}"
-
-
-def round_table(rows: Sequence[Row]) -> str:
-    """Replayed rounds by set and of all sets, contestant by contestant; `rows` are `replay_rounds`'."""
-    header = ("set", "decoding", "contestant", "tokens/pass (95 %)", "token by token", "lead of the block (95 %)",
-              *(f"x plain, step {price:g}" for price in STEPS), "candidates/round", "draft passes/round",
-              "texts")  # fmt: skip
-    lines = []
-    for (name, temperature, contestant), group in grouped(rows).items():
-        rounds, drafted, passes, accepted, by_token = (
-            [row[field] for row in group] for field in ("rounds", "drafted", "draft_passes", "accepted", "by_token")
-        )
-        tokens, tokens_by_token = ([a + b for a, b in zip(rounds, each, strict=True)] for each in (accepted, by_token))
-        mean, lead = ratio_of_sums(tokens, rounds), ratio_of_sums(tokens, tokens_by_token)
-        a_round = sum(rounds)
-        speeds = (f"{mean[0] / (1.0 + price * sum(passes) / a_round):.3f}" for price in STEPS)
-        gain, low, high = (f"{each - 1.0:+.1%}" for each in lead)
-        said = "" if temperature == 0.0 else f"{gain} ({low} to {high})"
-        lines.append((name, mode(temperature), contestant, ratio(mean), f"{sum(tokens_by_token) / a_round:.2f}", said,
-                      *speeds, f"{sum(drafted) / a_round:.1f}", f"{sum(passes) / a_round:.1f}",
-                      len(group)))  # fmt: skip
-    return markdown_table(header, sorted(lines))
-
-
 def markdown_table(header: Sequence[object], lines: Sequence[Sequence[object]]) -> str:
     table = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in table)
@@ -248,9 +193,6 @@ def plot_all(results: dict[str, Any], folder: Path) -> None:
     for temperature in results["settings"]["temperatures"]:
         if rows := overall(results["summary"], temperature):
             plot_speeds(rows, folder / f"speed-up-{temperature:g}.png", mode(temperature))
-    for each in results["replays"]:
-        title = f"{each['set']}, {mode(each['temperature'])}"
-        plot_pareto(each["rows"], folder / f"pareto-{each['set']}-{each['temperature']:g}.png", title)
 
 
 def plot_speeds(rows: Sequence[dict[str, Any]], path: Path, how: str) -> None:
@@ -267,28 +209,4 @@ def plot_speeds(rows: Sequence[dict[str, Any]], path: Path, how: str) -> None:
     axes.set_yticks(range(len(best)), [row["contestant"] for row in best])
     axes.set(xlabel="relative speed, median of prompts", title=f"Best setting of each rule ({how})")
     figure.legend(frameon=False, loc="outside lower center", ncols=2)
-    save(figure, path)
-
-
-def plot_pareto(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Discard over verification rate, a line a rule, and the front of all rules (SpecDec++, figure 4)."""
-    families: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in rows:
-        if row["setting"] is not None:
-            families[row["family"]].append((row["verification_rate"], row["discard_rate"]))
-    front: list[tuple[float, float]] = []  # the points that no other is below and left of
-    for point in sorted(point for family, points in families.items() if family != INFORMED for point in points):
-        if not front or point[1] < front[-1][1]:
-            front.append(point)
-    figure, axes = new_figure(7.5, 5.5)
-    for number, (family, points) in enumerate(families.items()):
-        style: dict[str, Any] = {"color": COLOURS[number % 8], "marker": MARKERS[number % 8], "markersize": 4}
-        how = "--" if family in (FIXED, INFORMED) else "-"
-        axes.plot(*zip(*points, strict=True), linestyle=how, label=family, **style)
-    axes.grid(alpha=0.3)
-    axes.plot(*zip(*front, strict=True), color="#BBBBBB", linewidth=6, zorder=0, label="front of all rules")
-    axes.set(xlabel="verification rate: target passes per generated token", title=f"Where to stop drafting ({title})")
-    axes.set_ylabel("discard rate: discarded candidates per generated token")
-    axes.set_ylim(0, min(axes.get_ylim()[1], 2.5))
-    axes.legend(frameon=False, title="down and left is better")
     save(figure, path)

@@ -18,11 +18,7 @@ from hf_specdecpp.models.quantised import sizes_of
 from hf_specdecpp.models.target_states import StateReader
 
 FUSION = "fusion.safetensors"
-# What drafts cannot do that read the target's states.
-NO_REPLAYS = (
-    "a recorded text has one q a place, but that of a draft that reads the target's states depends on where the round "
-    "began"
-)
+# Why a draft that reads the target's states cannot have a head that judges "after".
 NO_LATE_VERDICTS = (
     "reads a text that mixes the draft's tokens in, where a draft that reads the target's states finds none"
 )
@@ -124,5 +120,4 @@ CONDITIONED = Kind(
             "late verdicts": NO_LATE_VERDICTS,
         }
     ),
-    cannot={"replays": NO_REPLAYS},
 )

@@ -197,8 +197,7 @@ class Kind:
         unserved: why there is no such form, and what to do instead, in whole sentences. `{draft}`, `{target}` and
             `{output}` stand for what is described, its target and the folder.
         trainable: how it is trained; `None` where it is not.
-        cannot: what cannot be done with it, with the reason: `"replays"` (of texts that were recorded once), and
-            `"training"` where it is not `trainable`.
+        untrainable: why it is not trained, and what to do instead; empty where it is `trainable`.
     """
 
     name: str
@@ -211,7 +210,7 @@ class Kind:
     export: Callable[[SpecDecPPConfig, Parts, Destination], Exported] | None = None
     unserved: str = ""
     trainable: Trainable | None = None
-    cannot: Mapping[Literal["replays", "training"], str] = field(default_factory=dict)
+    untrainable: str = ""
 
     def own_of(self, config: SpecDecPPConfig) -> OwnFile | None:
         """The draft's file in the assistant's repository, if it has one there: what others publish stays elsewhere."""

@@ -126,8 +126,5 @@ LOOKUP = Kind(
     describe=lambda *_: "text that was seen before",
     unserved="This assistant looks its candidates up and has no draft, so there is nothing to export. Engines look "
     "candidates up by themselves, such as vLLM with the method ngram.",
-    cannot={
-        "replays": "a recorded text has a q a place, and where nothing drafts there is none",
-        "training": "there is nothing to train where all candidates are looked up",
-    },
+    untrainable="there is nothing to train where all candidates are looked up",
 )

@@ -1,7 +1,7 @@
 """Chains that the draft would propose at many places of one text, and the target's probabilities of their candidates.
 
 The text and the chains that branch off it are one token tree (`trees/attention.py`): the draft reads one level of all
-chains a pass, the target many chains a pass. Stopping rules can then be compared on the record, without either model.
+chains a pass, the target many chains a pass.
 
 For example, with `ids` of 10 tokens, `starts` 4 and 7 and `length` 3, the draft reads the first 7 tokens once, and then
 two candidates a pass, three times: those at depth 0 of both chains, at depth 1 and at depth 2. A candidate of the first
@@ -91,7 +91,6 @@ def draft_chains(
     starts: Tensor,
     length: int,
     drawing: Drawing,
-    first: tuple[Tensor, Tensor] | None = None,
 ) -> DraftedChains:
     """Draft `length` candidates after `text.ids[:start]` for every start, whatever they are (an end of text, too).
 
@@ -99,7 +98,6 @@ def draft_chains(
 
     Args:
         starts: `[c]` int64, ascending, each at least 1, for a block at least 2; one group of `together`.
-        first: the first candidate of each chain `[c]` and its scalars `[c, 6]`, where they are not to be drawn.
     """
     if drafter.blocks_after is not None:
         return _draft_blocks(drafter, text, starts, length, drawing)
@@ -109,8 +107,7 @@ def draft_chains(
     hidden, tokens, scalars = [branching.states[starts - 1]], [], []
     one_level = torch.eye(count, dtype=torch.bool, device=device)
     for depth in range(length):
-        known = first if depth == 0 else None
-        token, row = known or drawing.candidates(drafter, hidden[-1])
+        token, row = drawing.candidates(drafter, hidden[-1])
         tokens.append(token)
         scalars.append(row)
         below = one_level.repeat(1, depth + 1)

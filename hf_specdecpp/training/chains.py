@@ -1,8 +1,8 @@
 """Chains drafted at places of the held-out texts, with the chance that the verifier accepts each candidate.
 
 Features (`features.py`) are all at the first position of a round. Calibration and evaluation need later positions, too,
-and candidates after one that would be rejected. Unlike the rounds of `benchmark/replay`, which follow one another with
-their coins as in a live run, chains begin at places spread over a text and are judged by expectation: little noise.
+and candidates after one that would be rejected. Chains begin at places spread over a text and are judged by
+expectation, without coins: little noise.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class TrainingConfig(Section):
     def trainable(self) -> Trainable:
         """What training asks of that kind; `ValueError` if it is not trained, with the reason."""
         if (trainable := self.kind.trainable) is None:
-            raise ValueError(f"draft={self.draft!r}: {self.kind.cannot['training']}.")
+            raise ValueError(f"draft={self.draft!r}: {self.kind.untrainable}.")
         return trainable
 
     @property

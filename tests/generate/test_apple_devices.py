@@ -1,5 +1,5 @@
 """On Apple's devices, pretended: no float64, and the operations alone that torch has kernels for there. Texts are those
-of plain generation, and what training and replays compute is what the host computes. Every kind of draft is tried in
+of plain generation, and what training computes is what the host computes. Every kind of draft is tried in
 `tests/drafts/test_contract.py`."""
 
 from pathlib import Path
@@ -21,8 +21,6 @@ from torch.testing import assert_close
 from transformers import Trainer
 
 from hf_specdecpp import SpecDecPPAssistant, assist
-from hf_specdecpp.benchmark.replay.record import Text, record
-from hf_specdecpp.benchmark.replay.rounds import RoundReplay
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.randomness import draw_rows, widest
 from hf_specdecpp.texts.sampling import Sampling
@@ -115,7 +113,7 @@ def test_a_hybrid_target_and_lookups(draft: list[Any]) -> None:
     assert (stats.drafted > 0, stats.refusal) == (True, None)
 
 
-# Training and replays -------------------------------------------------------------------------------------------------
+# Training -------------------------------------------------------------------------------------------------------------
 
 KINDS = ["independent", "conditioned"]
 
@@ -134,14 +132,6 @@ def numbers(kind: str, what: Any, place: Any) -> list[Tensor]:
     """What a stage makes of a text with models at a place."""
     assistant, target = pair(kind, place)
     ids, sampling, generator = prompt(14), Sampling(0.8), torch.Generator().manual_seed(0)
-    if what == "record":
-        assistant = pair("independent", place)[0]
-        made: Any = record(Text(ids[0].tolist(), 5, 20), assistant, target, sampling, 0, length=3)
-        return [torch.tensor(made[name], dtype=torch.float64) for name in ("stands", "on_text", "off_text")]
-    if what == "replay":
-        told(assistant, **TREES["dyspec"])
-        replay = RoundReplay(Text(ids[0].tolist(), 8, 20), assistant, target, sampling, 0)
-        return [torch.tensor([each.accepted for each in replay.rounds(assistant.setup())]).isfinite()]
     if what == "chains":
         recorder = chains.Recorder(assistant, target, sampling, "before")
         return list(recorder.of_text(ids[0].tolist(), [6, 9], generator).values())
@@ -163,8 +153,8 @@ def check_numbers(kind: str, what: str) -> None:
 
 @pytest.mark.every(3, takes=3)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", ["before", "after", "chains", "record", "replay", "fusion"])
-def test_what_training_and_replays_compute(kind: str, what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["before", "after", "chains", "fusion"])
+def test_what_training_computes(kind: str, what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers as on the host, drawn from the same seeds."""
     monkeypatch.setattr(chains, "MAX_TOKENS", 3)
     check_numbers(kind, what)
@@ -255,7 +245,6 @@ WIDE = {  # where float64 on the device is a fault, and what finds it
     "trees.verification": lambda: test_every_rule_and_tree(TREES["dyspec"], SAMPLED),
     "trees.attention": lambda: test_every_rule_and_tree(TREES["dyspec"], OPTIONS),
     "sampling.randomness": lambda: check_numbers("independent", "before"),
-    "benchmark.replay.record": lambda: check_numbers("independent", "record"),
 }
 
 

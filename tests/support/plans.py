@@ -1,11 +1,23 @@
 """What `rule="throughput"` reckons with in tests."""
 
-from hf_specdecpp.benchmark.replay.chains import Drawn
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.trees import TreePlan
+
+
+@dataclass
+class Drawn:
+    """A round's candidates, of which only the number is known."""
+
+    num_drawn: int
+
+    def drawn(self, path: Sequence[int]) -> Sequence[int]:
+        return path
 
 
 def chain_plan(costs: Costs, most: int, lag: int = 0) -> ChainPlan:

@@ -139,5 +139,4 @@ DFLASH = Kind(
             "the repository of a published DFlash draft, or train draft='conditioned' or draft='eagle3'",
         },
     ),
-    cannot={"replays": "a recorded text has one q a place, but a block's depends on where the round began"},
 )

@@ -10,7 +10,7 @@ import torch
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import LAYER
 from hf_specdecpp.drafts.checkpoints import own_reader, target_of
-from hf_specdecpp.drafts.conditioned import NO_LATE_VERDICTS, NO_REPLAYS
+from hf_specdecpp.drafts.conditioned import NO_LATE_VERDICTS
 from hf_specdecpp.drafts.eagle3 import checkpoint
 from hf_specdecpp.drafts.eagle3.checkpoint import FLAGS, OF_QWEN3, build, tensors_of
 from hf_specdecpp.drafts.eagle3.meeting import GOOD, TEXT, better, compare, meanings, meet, usual_reads
@@ -188,5 +188,4 @@ EAGLE3 = Kind(
             "late verdicts": NO_LATE_VERDICTS,
         },
     ),
-    cannot={"replays": NO_REPLAYS},
 )

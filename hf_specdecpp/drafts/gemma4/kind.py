@@ -195,8 +195,5 @@ GEMMA4 = Kind(
         served_by="engines that serve such assistants read its own repository",
     ),
     is_named=True,
-    cannot={
-        "replays": "a recorded text has one q a place, but an assistant's depends on where the round began",
-        "training": "Gemma 4 assistants are loaded, not trained: load one, or train with draft: eagle3",
-    },
+    untrainable="Gemma 4 assistants are loaded, not trained: load one, or train with draft: eagle3",
 )

@@ -16,7 +16,6 @@ from hf_specdecpp.config.checks import CURE, OF_TARGET, Bounds, check_fields
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.checkpoints import mapping, renamed
-from hf_specdecpp.drafts.conditioned import NO_REPLAYS
 from hf_specdecpp.drafts.kind import Format, Kind, Loading, Parts, pinned
 from hf_specdecpp.drafts.mtp.model import POST_NORM, MtpDraft, one_layer
 from hf_specdecpp.files import Repository, check_finite
@@ -193,9 +192,6 @@ MTP = Kind(
         cure="Name a repository that has them: assist(model, 'mtp', source=ID).",
     ),
     is_named=True,
-    cannot={
-        "replays": NO_REPLAYS,
-        "training": "multi-token layers are those of the target's checkpoint: take them as they are (assist), or "
-        "train with draft: eagle3",
-    },
+    untrainable="multi-token layers are those of the target's checkpoint: take them as they are (assist), or train "
+    "with draft: eagle3",
 )

@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from rounds import RoundReplay, ends_at, replay_rounds, round_table
 from support.exact_distribution import Replay, exact_distribution
 from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny, told
 from support.repos import head_for
 from support.toy_rounds import Models
 from support.toy_trees import ToyTree
 from support.tree_generation import sharp
+from texts import Text
 
 from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.benchmark.contestants import Contestant
-from hf_specdecpp.benchmark.loading import ROUNDS, Benchmark, RunLog
-from hf_specdecpp.benchmark.replay.record import Text
-from hf_specdecpp.benchmark.replay.rounds import RoundReplay, ends_at, replay_rounds
-from hf_specdecpp.benchmark.report import round_table
+from hf_specdecpp.benchmark.loading import Benchmark, RunLog
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.sampling.verification import Verification
@@ -155,7 +154,7 @@ def test_rows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def count(names: list[Contestant]) -> list[dict[str, Any]]:
         benchmark = Benchmark(config, target, assistant, names, [])
-        return replay_rounds(benchmark, RunLog(tmp_path, {}, ROUNDS), [("set", {"one": text}, Sampling(0.0))])
+        return replay_rounds(benchmark, RunLog(tmp_path, {}, "rounds.jsonl"), [("set", {"one": text}, Sampling(0.0))])
 
     first = count(contestants[:2])
     monkeypatch.setattr(RoundReplay, "rounds", None)

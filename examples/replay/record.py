@@ -24,30 +24,18 @@ rules that are compared on one record share their luck. In greedy decoding p and
 hold, and nothing is left to chance.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
-from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+from texts import Text
 from torch import Tensor
-from transformers.utils import logging
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.benchmark.contestants import PLAIN
-from hf_specdecpp.benchmark.live import answer
-from hf_specdecpp.benchmark.loading import TEXTS, Benchmark, Question, RunLog
-from hf_specdecpp.cli_options import BenchmarkConfig
+from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.estimation.estimators import scalar_features
-from hf_specdecpp.models.causal_lm import CausalLM, eos_ids
 from hf_specdecpp.models.reader import Reader
-from hf_specdecpp.sampling.randomness import draw_rows, seed_of, uniform, widest
+from hf_specdecpp.sampling.randomness import draw_rows, uniform
 from hf_specdecpp.texts import branches
-from hf_specdecpp.texts.prompts import sample_prompts
 from hf_specdecpp.texts.sampling import Sampling
 
 MAX_TOKENS = 20  # candidates a round, the paper's largest
@@ -57,18 +45,15 @@ KNOWN = ("token", "q_of_token", "entropy", "label", "log_odds")
 
 
 @dataclass
-class Text:
-    """A text of the target: prompt and answer, which would have ended at `max_length` at the latest."""
+class Leaving:
+    """Draws the candidates of chains, but for the first of each, which are known: tokens and scalars."""
 
-    ids: list[int]
-    prompt_length: int
-    max_length: int
-    eos: frozenset[int] = frozenset()
+    drawing: branches.Drawing
+    first: tuple[Tensor, Tensor] | None
 
-    @property
-    def first(self) -> int:
-        """The first place for a candidate: the answer's first token comes from the pass over the prompt."""
-        return self.prompt_length + 1
+    def candidates(self, drafter: Any, states: Tensor) -> tuple[Tensor, Tensor]:
+        known, self.first = self.first, None
+        return self.drawing.candidates(drafter, states) if known is None else known
 
 
 class Record(TypedDict):
@@ -87,7 +72,7 @@ class Record(TypedDict):
 
 @torch.no_grad()
 def record(
-    text: Text, assistant: SpecDecPPAssistant, target: CausalLM, sampling: Sampling, seed: int, length: int = MAX_TOKENS
+    text: Text, assistant: SpecDecPPAssistant, target: Any, sampling: Sampling, seed: int, length: int = MAX_TOKENS
 ) -> Record:
     """Record a text, as the target wrote it under `sampling`, for rules with rounds of up to `length` candidates.
 
@@ -122,8 +107,8 @@ def record(
     leaving = places[~stands]
     for group in branches.together(leaving, drafter.model, reader.model):
         here = torch.isin(places, group)
-        first = rejected[here], rejected_scalars[here]
-        chains = branches.draft_chains(drafter, branches.ReadText(text.ids), group, length, drawing, first)
+        own: Any = Leaving(drawing, (rejected[here], rejected_scalars[here]))
+        chains = branches.draft_chains(drafter, branches.ReadText(text.ids), group, length, own)
         label = branches.target_probabilities(reader, text.ids, group, chains.tokens, sampling.p, vocab_size)
         label = label.to(q.device)
         if not sampling.greedy:
@@ -135,8 +120,8 @@ def record(
 
 def known_of(tokens: Tensor, scalars: Tensor, label: Tensor, log_odds: Tensor) -> Tensor:
     """`[..., 5]`, `KNOWN` of candidates `[...]` with `scalar_features` `[..., 6]`."""
-    columns, dtype = (tokens, scalars[..., 0], scalars[..., 1], label, log_odds), widest(tokens.device)
-    known = torch.stack([column.to(dtype) for column in columns], dim=-1)
+    columns = (tokens, scalars[..., 0], scalars[..., 1], label, log_odds)
+    known = torch.stack([column.double() for column in columns], dim=-1)
     known[..., 1].exp_()
     return known
 
@@ -164,64 +149,9 @@ def coupling(p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         `[n]`, chance that x was the candidate; `[n]`, chance that the candidate x is accepted; `[n, vocab]`,
         distribution of the candidate if it was another (q itself where no other is possible).
     """
-    p_of, q_of = (probs.gather(-1, x[:, None])[:, 0].to(widest(x.device)) for probs in (p, q))
+    p_of, q_of = (probs.gather(-1, x[:, None])[:, 0].double() for probs in (p, q))
     accept = torch.where(q_of >= p_of, 1.0, q_of / p_of)
     label = torch.where(p_of >= q_of, 1.0, p_of / q_of)
     left = (q - p).clamp_min(0.0)
     mass = left.sum(-1, keepdim=True)
     return accept, label, torch.where(mass > 0.0, left / mass, q)
-
-
-# Whose texts are recorded ---------------------------------------------------------------------------------------------
-
-Texts = dict[str, Text]  # by prompt
-
-
-def text_sets(
-    benchmark: Benchmark, runs: Sequence[dict[str, Any]], temperature: float
-) -> Iterator[tuple[str, Texts, Sampling]]:
-    """Name, texts, and how they were sampled, for each set."""
-    config, eos = benchmark.config, eos_ids(benchmark.target.generation_config)
-    if config.rollouts is not None:
-        yield from _rollouts(config, config.rollouts, temperature, eos)
-        return
-    log = RunLog(config.output, benchmark.settings, TEXTS)
-    written = {
-        (row["set"], row["prompt"]): row["answers"][0]
-        for row in runs
-        if row["contestant"] == PLAIN.name and row["temperature"] == temperature and not row["batch"]
-    }
-    for name, group in groupby(benchmark.questions, key=lambda question: question.set):
-        texts = {}
-        for question in logging.tqdm(list(group), desc=f"texts of {name} at temperature {temperature:g}", unit="text"):
-            [prompt] = question.ids
-            said = written.get(question.key)
-            if said is None:
-                where = {"set": question.set, "prompt": question.prompt, "temperature": temperature}
-                said = log.once(where, partial(_write, benchmark, question, temperature))["answer"]
-            texts[question.prompt] = Text(prompt + said, len(prompt), len(prompt) + config.max_new_tokens, eos)
-        yield name, texts, Sampling(temperature, 0)
-
-
-def _write(benchmark: Benchmark, question: Question, temperature: float) -> dict[str, Any]:
-    seed = seed_of(benchmark.config.seed, *question.key, temperature)
-    options = {"max_new_tokens": benchmark.config.max_new_tokens}
-    return {"answer": answer(benchmark.target, question.ids, temperature, seed, options)[0]}
-
-
-def _rollouts(
-    config: BenchmarkConfig, work: Path, temperature: float, eos: frozenset[int]
-) -> Iterator[tuple[str, Texts, Sampling]]:
-    """The answers to test sets that `specdecpp train` has had the target write."""
-    from hf_specdecpp.texts import answers  # needs the extra `train`
-
-    settings = answers.record(work)["settings"]
-    for name in answers.test_sets(work):
-        rows = list(answers.written_at(answers.load(work, name), temperature))
-        chosen: list[Any] = sample_prompts(rows, config.max_prompts, config.seed)
-        texts = {}
-        for row in chosen:
-            ids, length = row["input_ids"], row["prompt_length"]
-            most = len(ids) if not row["finished"] else length + settings["max_new_tokens"]
-            texts[f"{row['prompt_id']}-{row['sample']}"] = Text(ids, length, most, eos)
-        yield name, texts, Sampling(temperature, settings["top_k"])

@@ -1,6 +1,7 @@
 """Chains that are replayed: text and rounds are distributed as live ones are, by enumeration on toy models; greedy ones
 are the live rounds; and no rule is faster than the oracle."""
 
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -9,21 +10,23 @@ from typing import Any
 
 import pytest
 import torch
+from chains import BASELINES, AdaEDL, ChainReplay, Outcomes, Seen, oracle, recorded_estimator
+from record import KNOWN, Record, coupling, known_of, record
 from support.exact_distribution import Probs, Replay, Tokens, exact_distribution
 from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny, told
 from support.plans import tell
+from support.stopping_rules import decides, distribution_of, make_step
 from support.toy_rounds import RULES, Models, ToyRound, draft_chain
+from sweep import PAPER, sweep
+from texts import Text
 from torch import Tensor
 
 from hf_specdecpp import AcceptanceHead
-from hf_specdecpp.benchmark.replay.chains import BASELINES, ChainReplay, Outcomes, Seen, oracle, recorded_estimator
-from hf_specdecpp.benchmark.replay.record import KNOWN, Record, Text, coupling, known_of, record
-from hf_specdecpp.benchmark.replay.sweep import PAPER, sweep
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.estimation.acceptance_head import Calibration
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import scalar_features
+from hf_specdecpp.estimation.estimators import DraftStep, scalar_features
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.texts.sampling import Sampling
@@ -305,3 +308,48 @@ def test_oracle_drafts_exactly_what_stands_where_passes_cost_the_same() -> None:
 def test_pauses_cost_the_draft_its_reading() -> None:
     outcomes = Outcomes([[(0, 0, 5), (0, 0, 6), (2, 1, 7), (2, 2, 1), (1, 0, 2)]], [8])
     assert float(outcomes.seconds(Costs(1.0, (10.0,), read=0.5))[0]) == 5 * 10.0 + 5 * 1.0 + 3.5
+
+
+# The rules of others, each against its formula ------------------------------------------------------------------------
+
+
+STEPS = [make_step(seed) for seed in range(50)]
+
+
+def entropy_of(step: DraftStep) -> float:
+    return -sum(q * math.log(q) for q in distribution_of(step))
+
+
+# Each rule's bounds, and when it stops after a candidate.
+FORMULAS: dict[str, tuple[tuple[float, ...], Callable[[DraftStep, float], bool]]] = {
+    "confidence": ((0.05, 0.2, 0.5), lambda step, bound: distribution_of(step)[int(step.token)] < bound),
+    "svip": ((0.3, 0.4), lambda step, bound: math.sqrt(0.15 * entropy_of(step)) > bound),
+    "adaedl": ((0.4, 0.6), lambda step, bound: 1.0 - math.sqrt(0.2 * entropy_of(step)) < bound),
+}
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_rule_stops_by_its_formula(name: str) -> None:
+    bounds, stops = FORMULAS[name]
+    for bound in bounds:
+        answers = [decides(BASELINES[name](bound, 20), step) for step in STEPS]
+        assert (answers, {True, False}) == ([stops(step, bound) for step in STEPS], set(answers))
+
+
+def test_a_certain_q_has_no_entropy() -> None:
+    certain = DraftStep(0, torch.tensor([0.0, -math.inf]), torch.zeros(2), lambda each: each, token=torch.tensor(0))
+    for rule in BASELINES.values():
+        assert not decides(rule(0.4, 20), certain)
+
+
+def test_adaedl_follows_the_acceptance_rate() -> None:
+    rule, bound, rate = AdaEDL(0.4, 20), 0.4, 0.9
+    moves = set()
+    for drafted, accepted in [(4, 4), (4, 4), (5, 0), (3, 1), (1, 1), (2, 2), (2, 2), (2, 2), (2, 2)]:
+        tell(rule, drafted, accepted)
+        rate = 0.5 * rate + 0.5 * accepted / drafted
+        wanted = bound + 0.01 if rate < 0.9 else bound - 0.01
+        before, bound = bound, 0.9 * bound + 0.1 * wanted
+        moves.add(bound > before)
+        assert rule.bound == pytest.approx(bound)
+    assert moves == {True, False}

@@ -5,20 +5,19 @@ comes out with this text, from their exact distribution (`record.py`): the draw 
 decisions fall as the record's coins and tokens say.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
+from record import Record
+from texts import Text
 from torch import Tensor
 
-from hf_specdecpp.benchmark.replay.record import Record, Text
+from hf_specdecpp import AcceptanceHead
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import Proposal, StoppingRule
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability, DraftStep, Estimator
 from hf_specdecpp.figures import Floats
 

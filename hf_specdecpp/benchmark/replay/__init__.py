@@ -1,1 +1,0 @@
-"""Rules and trees compared on recorded texts."""
