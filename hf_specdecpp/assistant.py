@@ -88,8 +88,8 @@ class LoadingOptions(TypedDict, total=False):
 class SpecDecPPAssistant(AssistantModel):
     """Drafts for a target: `model.generate(**inputs, assistant_model=assistant)`.
 
-    `assist` makes one and attaches it, which is faster, measures more and handles everything that `generate()` offers;
-    unattached, transformers' own assisted generation runs it. The output is the target's in both cases.
+    A call that names one attaches it to its model (`attach`); `assist` makes one and attaches it at once, so that the
+    first call waits for nothing. The output is the target's.
     `from_pretrained` loads one; the other constructors make one of a draft in memory or of the target's own layers.
     """
 

@@ -60,7 +60,6 @@ class AssistantModel(PreTrainedModel):
     config_class = SpecDecPPConfig
     speculation: SpeculationConfig
     base_model_prefix = ""
-    main_input_name = "input_ids"
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -253,8 +252,7 @@ class AssistantModel(PreTrainedModel):
         if self.drafter is None:
             raise ValueError(
                 f"This assistant drafts with {draft_name(self.config)}, so it must be attached to it: "
-                "assist(model, repo), or assistant.attach(model). In a pipeline pass the assistant object made in this "
-                "way, not its name."
+                "assist(model, repo), or assistant.attach(model)."
             )
         return self.drafter
 
