@@ -110,7 +110,7 @@ class SpecDecPPAssistant(AssistantModel):
             repo_or_folder: Hub id (`org/repo`, or `org/repo/folder`) or local folder, as written by `save_pretrained`
                 or `specdecpp train`; or an EAGLE-3 or DFlash draft that others trained, in the original dialect or that
                 of `speculators`, or a Gemma 4 assistant.
-            target: attach to this model. A draft that rests on the target needs it here or in a later `attach`.
+            target: attach to this model. Without it the first call attaches, or a later `attach`.
             speculation: replaces the repository's defaults.
             default: make it the target's default assistant, which calls without one use, too (`attach`).
             loading: how files are found and read (`LoadingOptions`).

@@ -69,7 +69,7 @@ class KnownCosts:
         if costs is None:
             raise ValueError(
                 "rule='throughput' has to know what a round costs, and there is no target here whose rounds could say. "
-                "Attach the assistant: assistant.attach(model), or give SpeculationConfig(costs=...)."
+                "Give SpeculationConfig(costs=...)."
             )
         return cls(form(Costs.from_dict(costs)), follows=False)
 

@@ -1,4 +1,4 @@
-"""`generate(assistant_model=assistant)` of a model that the assistant is not attached to attaches it, as `attach` would."""
+"""`generate(assistant_model=assistant)` attaches an assistant that is not attached to the model, as `attach` would."""
 
 import copy
 import gc
@@ -14,6 +14,7 @@ from support.models import assistant_for, assistant_of, prompt, tiny, told
 from support.pretend_graph import pretend_graphs
 from support.repos import WORDS, save_model
 from support.snapshots import has_our_methods, of_own_class, snapshot
+from support.watchers import heard
 from transformers import GenerationMixin
 
 from hf_specdecpp import SpecDecPPAssistant
@@ -88,13 +89,13 @@ def test_attaching_it_says_so() -> None:
     assistant = unmet("independent", target)
     generate(target, assistant_model=assistant)
     assistant.attach(target, default=True)
-    for named in ({}, {"assistant_model": assistant}, {}):
-        generate(target, **named)
+    for named in (None, assistant, None):
+        generate(target, assistant_model=named)
         assert (assistant.stats.decided["attached"], assistant.stats.generated) == ("before", 20)
     assert "default of" in repr(assistant)
 
 
-# What `attach` raises, the call raises, and nothing is attached. -------------------------------------------------------
+# What `attach` raises, the call raises, and nothing is attached. ------------------------------------------------------
 
 
 def other_layers(target: CausalLM) -> SpecDecPPAssistant:
@@ -102,7 +103,7 @@ def other_layers(target: CausalLM) -> SpecDecPPAssistant:
 
 
 def too_many_layers(target: CausalLM) -> SpecDecPPAssistant:
-    assistant = SpecDecPPAssistant.from_early_exit(tiny("llama"), 3)
+    assistant = SpecDecPPAssistant.from_early_exit(tiny("llama", num_hidden_layers=4), 3)
     assistant.detach()
     return assistant
 
@@ -159,7 +160,7 @@ def test_layers_of_another_model() -> None:
         assert torch.equal(generate(copy.deepcopy(second), assistant_model=unmet(kind, second)), plains[1])
 
 
-# Ways to a call. -------------------------------------------------------------------------------------------------------
+# Ways to a call. ------------------------------------------------------------------------------------------------------
 
 
 def test_by_position() -> None:
@@ -189,7 +190,7 @@ def test_a_recipe_of_others(tmp_path: Path) -> None:
     (tmp_path / "custom_generate").mkdir()
     recipe = "def generate(model, **arguments):\n    return model.generate(**arguments)\n"
     (tmp_path / "custom_generate" / "generate.py").write_text(recipe, encoding="utf-8")
-    how = {"custom_generate": str(tmp_path), "trust_remote_code": True, "assistant_model": assistant}
+    how: dict[str, Any] = {"custom_generate": str(tmp_path), "trust_remote_code": True, "assistant_model": assistant}
     assert torch.equal(generate(target, **how), plain)
     assert assistant.stats.drafted > 0
 
@@ -205,7 +206,7 @@ def test_in_inference_mode() -> None:
     assert not any(tensor.is_inference() for tensor in parts)
 
 
-# Lives and threads. ----------------------------------------------------------------------------------------------------
+# Lives and threads. ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,7 +242,7 @@ def test_transformers_has_its_own_methods_without_assistants(monkeypatch: pytest
 
 def together(*acts: Any) -> list[Any]:
     """What each returns or raises, all at once in threads of their own."""
-    start, found = threading.Barrier(len(acts), timeout=60), [None] * len(acts)
+    start, found = threading.Barrier(len(acts), timeout=60), list[Any](acts)
 
     def work(place: int) -> None:
         start.wait()
@@ -262,8 +263,7 @@ def test_calls_of_one_target_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is attached once, and one that becomes the default meanwhile stays it."""
     target = tiny("llama")
     plain, assistant, made = generate(target), unmet("early_exit", target), []
-    make = type(assistant)._make_draft
-    monkeypatch.setattr(type(assistant), "_make_draft", lambda *args: (made.append(1), make(*args)))
+    heard(monkeypatch, type(assistant), "_make_draft", lambda *_: made.append(1))
     acts = [lambda: generate(target, assistant_model=assistant)] * 3
     texts = together(*acts, lambda: assistant.attach(target, default=True))
     assert all(torch.equal(text, plain) for text in texts[:3])

@@ -23,8 +23,8 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 CHAINS = SpeculationConfig("fixed", num_tokens=4)
 # A draft that knows the text, in chains, and these captured as far as a CPU can pretend; one of the target's own family
-# in chains and trees; and looking up, in a second text, what the first one was. A batch is one for each of these but the
-# latter two.
+# in chains and trees; and looking up, in a second text, what the first one was. A batch is one for each of these but
+# the latter two.
 DOORS = ("told", "captured", "chain", "tree", "lookup", "batch")
 # Families that nothing can be done for.
 REFUSED = {
