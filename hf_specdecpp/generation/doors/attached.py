@@ -47,14 +47,14 @@ from hf_specdecpp.models.checks import check_target
 
 @dataclass
 class Attached:
-    """The assistants of a target, each with what is called when it is deleted.
+    """The assistants of a target.
 
     Attributes:
         default: drafts for calls without an assistant. It is held as long as the target lives: an assistant knows parts
             of its target, never the target.
     """
 
-    assistants: WeakKeyDictionary[nn.Module, finalize[Any, Any]] = field(default_factory=WeakKeyDictionary)
+    assistants: WeakSet[nn.Module] = field(default_factory=WeakSet)
     default: Any = None
 
 
@@ -63,6 +63,7 @@ class Attached:
 _attached: WeakKeyDictionary[CausalLM, Attached] = WeakKeyDictionary()
 NOTHING = Attached()  # to targets that have never had an assistant
 _assistants: WeakSet[Any] = WeakSet()  # all that calls may name
+_changed: list[type[Any]] = []  # classes that have methods of ours
 _paused: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many `paused` contexts an assistant is in
 _lock = RLock()
 # A target and the default of its calls in this thread, in the place of its own.
@@ -77,22 +78,19 @@ def answer_calls(assistant: Assistant) -> None:
     """From now on `generate(assistant_model=assistant)` of a model that it is not attached to attaches it."""
     with _lock:
         _assistants.add(assistant)
-        finalize(assistant, _take_off, GenerationMixin).atexit = False
+        finalize(assistant, _take_off).atexit = False
         _put_on(GenerationMixin)
 
 
 def attach(assistant: nn.Module, target: CausalLM) -> None:
     """Let `target.generate(assistant_model=assistant)` run our loop; `ValueError` if it cannot be assisted."""
     check_reading(target)
-    kind = type(target)
     with _lock:
         if (found := _attached.get(target)) is None:
             found = _attached[target] = Attached()
-            finalize(target, _take_off, kind).atexit = False
-        if assistant not in found.assistants:
-            found.assistants[assistant] = deleted = finalize(assistant, _take_off, kind)
-            deleted.atexit = False
-        _put_on(kind)
+            finalize(target, _take_off).atexit = False
+        found.assistants.add(assistant)
+        _put_on(type(target))
 
 
 def check_reading(target: CausalLM) -> None:
@@ -107,8 +105,8 @@ def detach(assistant: nn.Module, target: CausalLM) -> None:
     with _lock:
         if is_attached(assistant, target):
             set_default(assistant, target, False)
-            _attached[target].assistants.pop(assistant).detach()
-            _take_off(type(target))
+            _attached[target].assistants.discard(assistant)
+            _take_off()
 
 
 def is_attached(assistant: Any, target: CausalLM) -> bool:
@@ -196,20 +194,20 @@ def _put_on(kind: type[Any]) -> None:
         owner = next(each for each in kind.__mro__ if name in vars(each))
         if not isinstance(vars(owner)[name], Method):
             setattr(owner, name, Method(owner, name, ours))
+            _changed.append(owner)
 
 
-def _take_off(kind: type[Any]) -> None:
-    """Give a class, and those that it is made of, their own methods back where no assistant needs ours any more."""
+def _take_off() -> None:
+    """Give classes their own methods back where no assistant needs ours any more."""
     with _lock:
-        used = [type(target) for target, found in _attached.items() if list(found.assistants)]
+        used: list[type[Any]] = [type(target) for target, found in _attached.items() if list(found.assistants)]
         if list(_assistants):
             used.append(GenerationMixin)
-        for each in kind.__mro__:
-            if any(issubclass(one, each) for one in used):
-                return
+        for kind in [each for each in _changed if not any(issubclass(one, each) for one in used)]:
+            _changed.remove(kind)
             for name in METHODS:
-                if isinstance(method := vars(each).get(name), Method):
-                    setattr(each, name, method.original)
+                if isinstance(method := vars(kind).get(name), Method):
+                    setattr(kind, name, method.original)
 
 
 def _is_assistant(named: Any) -> bool:
@@ -295,7 +293,6 @@ def _assisted_decoding(
             reason, is_model_s = own_speculation(generation_config, target)
             _leave_out(default, target, reason, kwargs.get("streamer"), says=is_model_s)
         return original(*given, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
-    check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
     try:
         decode = decoding_of(Call.of(target, *given[1:], **kwargs), assistant_model, input_ids)
     except PlainCallError as refusal:
