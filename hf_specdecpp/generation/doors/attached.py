@@ -63,7 +63,7 @@ class Attached:
 _attached: WeakKeyDictionary[CausalLM, Attached] = WeakKeyDictionary()
 NOTHING = Attached()  # to targets that have never had an assistant
 _assistants: WeakSet[Any] = WeakSet()  # all that calls may name
-_changed: list[type[Any]] = []  # classes that have methods of ours
+_changed: set[type[Any]] = set()  # classes that have methods of ours
 _paused: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many `paused` contexts an assistant is in
 _lock = RLock()
 # A target and the default of its calls in this thread, in the place of its own.
@@ -194,7 +194,7 @@ def _put_on(kind: type[Any]) -> None:
         owner = next(each for each in kind.__mro__ if name in vars(each))
         if not isinstance(vars(owner)[name], Method):
             setattr(owner, name, Method(owner, name, ours))
-            _changed.append(owner)
+            _changed.add(owner)
 
 
 def _take_off() -> None:
@@ -204,7 +204,7 @@ def _take_off() -> None:
         if list(_assistants):
             used.append(GenerationMixin)
         for kind in [each for each in _changed if not any(issubclass(one, each) for one in used)]:
-            _changed.remove(kind)
+            _changed.discard(kind)
             for name in METHODS:
                 if isinstance(method := vars(kind).get(name), Method):
                     setattr(kind, name, method.original)
