@@ -31,10 +31,10 @@ def hooks_of(target: CausalLM) -> int:
 
 
 def of_own_class(target: CausalLM) -> CausalLM:
-    """The target, of a class that no other test's models are of, with methods of its own for us to put ours over."""
+    """The target, of a class that no other test's models are of, with a method of its own for us to put ours over."""
     kind = type(target)
-    own = {name: unwrap(getattr(kind, name)) for name in ("_validate_generation_mode", "_assisted_decoding")}
-    target.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **own})
+    own = {"__module__": kind.__module__, "_validate_generation_mode": unwrap(kind._validate_generation_mode)}
+    target.__class__ = type(kind.__name__, (kind,), own)
     return target
 
 
