@@ -4,7 +4,7 @@ python examples/agent.py "How many prime numbers are below 100?"   # Qwen2.5-Cod
 python examples/agent.py QUESTION TARGET ASSISTANT                 # Hub ids or folders of yours
 
 It needs pip install smolagents. `TransformersModel` loads the model itself, so the assistant is attached afterwards, as
-the default one of all calls. An unattached one also works among the arguments, `TransformersModel(target,
+the default one of all calls. An assistant also works among the arguments, `TransformersModel(target,
 assistant_model=assistant)`, but such a model, and its agent, cannot be saved: it would be part of their JSON.
 """
 

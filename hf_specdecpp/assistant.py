@@ -88,8 +88,8 @@ class LoadingOptions(TypedDict, total=False):
 class SpecDecPPAssistant(AssistantModel):
     """Drafts for a target: `model.generate(**inputs, assistant_model=assistant)`.
 
-    `assist` makes one and attaches it, which is faster, measures more and handles everything that `generate()` offers;
-    unattached, transformers' own assisted generation runs it. The output is the target's in both cases.
+    A call that names one attaches it to its model (`attach`); `assist` makes one and attaches it at once, so that the
+    first call waits for nothing. The output is the target's.
     `from_pretrained` loads one; the other constructors make one of a draft in memory or of the target's own layers.
     """
 
@@ -110,7 +110,7 @@ class SpecDecPPAssistant(AssistantModel):
             repo_or_folder: Hub id (`org/repo`, or `org/repo/folder`) or local folder, as written by `save_pretrained`
                 or `specdecpp train`; or an EAGLE-3 or DFlash draft that others trained, in the original dialect or that
                 of `speculators`, or a Gemma 4 assistant.
-            target: attach to this model. A draft that rests on the target needs it here or in a later `attach`.
+            target: attach to this model. Without it the first call attaches, or a later `attach`.
             speculation: replaces the repository's defaults.
             default: make it the target's default assistant, which calls without one use, too (`attach`).
             loading: how files are found and read (`LoadingOptions`).

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
-from weakref import ref
+from threading import RLock
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from hf_specdecpp.drafts.known import describe, draft_name, kind_of
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.rehearsal import warm_up
-from hf_specdecpp.generation.doors import attached, unattached
-from hf_specdecpp.generation.doors.unattached import AssistantGenerationConfig, DraftState, Round, check_loop
+from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.models import causal_lm
@@ -61,7 +60,6 @@ class AssistantModel(PreTrainedModel):
     config_class = SpecDecPPConfig
     speculation: SpeculationConfig
     base_model_prefix = ""
-    main_input_name = "input_ids"
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -84,6 +82,8 @@ class AssistantModel(PreTrainedModel):
         self.copies, self.int8 = WeightCopies(measured_copy), WeightCopies(quantise)
         if head is not None and isinstance(drafter, Drafter):
             check_head(head, drafter, draft_name(config))
+        self._attaching, self._met_in_calls = RLock(), WeakSet[Any]()
+        attached.answer_calls(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SpeculationConfig.__dataclass_fields__:
@@ -105,7 +105,8 @@ class AssistantModel(PreTrainedModel):
     # Using one -------------------------------------------------------------------------------------------------------
 
     def attach(self, target: CausalLM, default: bool = False) -> None:
-        """Make `target.generate(assistant_model=self)` use our decoding loop. May be called for several targets.
+        """Draft for a target from now on, and prepare what can be: `target.generate(assistant_model=self)` does it by
+        itself where it has not been done. May be called for several targets.
 
         Nothing else about the target changes, and `detach` restores it exactly.
 
@@ -119,7 +120,18 @@ class AssistantModel(PreTrainedModel):
             TypeError: the target is no model.
             ValueError: it cannot be assisted, or speaks other tokens than the draft.
         """
-        target = causal_lm.base_model(target)
+        with self._attaching:
+            self._attach(causal_lm.base_model(target), default)
+
+    def answer(self, target: CausalLM) -> None:
+        """Attach it to a target whose `generate()` names it, where it is not attached yet; raises what `attach`
+        does."""
+        with self._attaching:
+            if not attached.is_attached(self, target):
+                self._attach(target, default=False)
+                self._met_in_calls.add(target)
+
+    def _attach(self, target: CausalLM, default: bool) -> None:
         check_hash(target, self.config.vocab_hash, self.config.target_id)
         warn_of_drift(target, self.config.target_id, self.config.target_revision)
         if self.kind.rests_on == "target":
@@ -138,6 +150,7 @@ class AssistantModel(PreTrainedModel):
             warn_of_sizes(target, model)
         attached.attach(self, target)
         attached.set_default(self, target, default)
+        self._met_in_calls.discard(target)
         self.config.note_target(target)
         self.setup().products(target)  # copies of weights are made from now on
 
@@ -207,7 +220,7 @@ class AssistantModel(PreTrainedModel):
         tree = f", tree={self.speculation.tree!r}" if self.speculation.tree is not None else ""
         targets = [
             f"{'default of' if attached.is_default(self, each) else 'attached to'} "
-            f"{each.config.name_or_path or type(each).__name__}"
+            f"{each.config.name_or_path or type(each).__name__}{' by a call' if each in self._met_in_calls else ''}"
             for each in attached.targets_of(self)
         ]
         where = ", ".join(targets) or "not attached"
@@ -240,8 +253,7 @@ class AssistantModel(PreTrainedModel):
         if self.drafter is None:
             raise ValueError(
                 f"This assistant drafts with {draft_name(self.config)}, so it must be attached to it: "
-                "assist(model, repo), or assistant.attach(model). In a pipeline pass the assistant object made in this "
-                "way, not its name."
+                "assist(model, repo), or assistant.attach(model)."
             )
         return self.drafter
 
@@ -275,22 +287,20 @@ class AssistantModel(PreTrainedModel):
             copies=self.copies,
             int8=self.int8,
             rates=self.config.acceptance_by_rank,
-            vocab_size=self.config.vocab_size,
             is_independent=self.kind.rests_on == "draft",
             trainable=frozenset(name for name, is_missing in lacks.items() if is_missing and self.kind.trainable),
         )
 
     def start_generation(
         self,
-        target: CausalLM | None,
+        target: CausalLM,
         config: GenerationConfig,
         logits_processor: Sequence[LogitsProcessor] | None = None,
         attention_mask: Tensor | None = None,
         rows: int = 1,
         first: SpecDecPPCandidateGenerator | None = None,
     ) -> SpecDecPPCandidateGenerator:
-        """Begin one `generate()` call of `target`, or of one that this assistant is not attached to (`None`);
-        `ValueError` if the generation cannot be assisted.
+        """Begin one `generate()` call of `target`; `ValueError` if the generation cannot be assisted.
 
         Args:
             rows: how many sequences the call has; each is begun by itself.
@@ -298,41 +308,19 @@ class AssistantModel(PreTrainedModel):
         """
         setup = replace(self.setup(), rows=rows) if first is None else first.setup
         generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)
+        generator.stats.decided["attached"] = "by a call" if target in self._met_in_calls else "before"
         if first is not None:
             generator.share_products(first)
         return generator
 
     # What transformers asks of a model -------------------------------------------------------------------------------
 
-    def generate(
-        self,
-        input_ids: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        max_new_tokens: int | None = None,
-        **kwargs: Any,
-    ) -> unattached.DraftOutput:
-        """Draft one round for transformers' loop, the only caller; `ValueError` where that is impossible."""
-        if input_ids is None or generation_config is None or max_new_tokens is None:
-            raise ValueError(
-                "An assistant does not answer by itself. Pass it to its target: "
-                "model.generate(**inputs, assistant_model=assistant)."
-            )
-        state: DraftState | None = kwargs.get("cache") or kwargs.get("past_key_values")
-        given, mask = kwargs.get("logits_processor"), kwargs.get("attention_mask")
-        start = partial(self.start_generation, None, generation_config, given, mask)
-        least = kwargs.get("min_new_tokens", 0)
-        asked = Round(input_ids, generation_config, list(given or []), least, max_new_tokens)
-        drafted = unattached.draft_round(start, asked, state)
-        if state is None:
-            self.calls.note(drafted.cache.generator.stats, unattached.streamer_of_loop())
-        return drafted
-
-    # A property where models have an attribute: transformers' reading it says that its loop begins.
-    @property
-    def generation_config(self) -> GenerationConfig:  # type: ignore[override]
-        """Read by transformers' loop: the most candidates of a round; `ValueError` where it would answer wrongly."""
-        check_loop(self.ready_drafter)
-        return AssistantGenerationConfig(self.decisions.most_tokens(self.speculation))
+    def generate(self, *_: Any, **__: Any) -> NoReturn:
+        """`ValueError`: an assistant is no model that answers."""
+        raise ValueError(
+            "An assistant does not answer by itself. Pass it to its target: "
+            "model.generate(**inputs, assistant_model=assistant)."
+        )
 
     @property
     def device(self) -> torch.device:
@@ -347,13 +335,6 @@ class AssistantModel(PreTrainedModel):
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """The draft model's own forward, for measuring it."""
         return self.ready_drafter().model(input_ids, **kwargs)
-
-    def get_output_embeddings(self) -> None:
-        """None: an assistant is no causal LM. `ValueError` where transformers would sample with another tokenizer."""
-        check_loop(self.ready_drafter)
-
-    def _supports_logits_to_keep(self) -> bool:
-        return True
 
     # A copy by value would leave the targets behind that this one is attached to. Harnesses copy the arguments of
     # `generate()`, and mean the same assistant; and a pickle goes to a process where there are no such targets.

@@ -76,7 +76,7 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_round_overhead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run("round_overhead.py", monkeypatch, NEW_TOKENS=4, REPETITIONS=1, LENGTHS=(2,))
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split()[:3] == ["attached", "unattached", "stock"]
+    assert head.split()[:2] == ["ours", "stock"]
     assert [row.split(",")[0] for row in rows] == ["greedy", "sampled"]
 
 

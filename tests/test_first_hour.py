@@ -116,11 +116,6 @@ MISTAKES: dict[str, tuple[Callable[[Place], Any], type[Exception], str]] = {
         r"use `model = SpecDecPPAssistant.from_pre",
     ),
     # without its target
-    "target= forgotten": (
-        lambda p: p.generate(p.early()),
-        ValueError,
-        r"drafts with layers 0, 1 of '.*target', so it must be attached to it: assist\(model, repo\)",
-    ),
     "asked itself": (
         lambda p: p.early().generate(PROMPT),
         ValueError,

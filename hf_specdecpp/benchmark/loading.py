@@ -131,8 +131,8 @@ def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPP
     else:
         can_tree, has_rates = _can_tree(target, assistant), bool(assistant.config.acceptance_by_rank)
         contestants = all_contestants(has_head, can_tree, has_rates)
-    # What cannot draft unattached transformers' own loop cannot draft with either.
-    return [each for each in contestants if each.stock is None or "unattached" not in drafter.cannot]
+    # transformers' own loop hands no states over.
+    return [each for each in contestants if each.stock is None or drafter.reads is None]
 
 
 def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:

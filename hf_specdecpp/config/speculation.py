@@ -56,7 +56,7 @@ class SpeculationConfig:
         threshold (probability): SpecDec++'s h for `rule="threshold"`, in [0, 1]. A larger h drafts further.
         num_tokens (candidates): the number drafted in every round of `rule="fixed"`.
         max_tokens (candidates): the most that a round drafts under the other rules (paper: 20).
-        tree: draft a token tree; the assistant must be attached. `"dyspec"`: DySpec's Algorithm 2, a draft pass a
+        tree: draft a token tree. `"dyspec"`: DySpec's Algorithm 2, a draft pass a
             level, under `"throughput"` as large as pays; `"dyspec-exact"`: its Algorithm 1, a draft pass a node;
             `"static"`: the best shape of `tree_budget` candidates for the acceptance rates in the assistant's
             repository; or a shape: children by depth, `[4, 2, 1, 1]`, or a list of nodes by ranks, `[[0], [1], [0,
@@ -69,7 +69,7 @@ class SpeculationConfig:
         reproducible: nothing follows the clock or earlier texts, so a seed repeats a sampled text: every text begins
             with nothing learned, costs are given or assumed of the models' sizes, and matrix products are PyTorch's
             own.
-        cpu_products: on a CPU, for large layers of an attached target and its draft. `"auto"`: matrix products with
+        cpu_products: on a CPU, for large layers of the target and its draft. `"auto"`: matrix products with
             exact float16 copies of the weights, or oneDNN's packed copies of float32 weights that float16 cannot hold,
             where they are at least 1.05 times as fast here and take at most a quarter of the free memory; int8 copies
             of a draft that is a model of its own; attention that copies no shared keys and values. The first two round
@@ -214,10 +214,10 @@ class Decisions:
         lookup_tokens (candidates): the most that a chain looks up; in a tree there are `tree_budget` nodes at most.
         draft_temperature: divides the draft's logits once more where the target samples, before temperature, top-k and
             the like and before the target's successors are mixed in.
-        draft_successors: mix the draft's distribution with what an attached target said lately after the same one to
+        draft_successors: mix the draft's distribution with what the target said lately after the same one to
             three tokens. `None`: in greedy texts, with drafts that read the target's states, where it was measured to
             gain (`docs/drafts.md`), unless whole rounds are captured.
-        verification: of candidates that were drawn, on an attached target (`docs/verification.md`). `"block"` accepts a
+        verification: of candidates that were drawn (`docs/verification.md`). `"block"` accepts a
             chain as a block and a tree from its leaves; `"token"` one candidate after the other, as in the papers, and
             as trees are verified in any case whose rounds are captured whole.
         int8_draft: let the draft read a few tokens with int8 copies of its weights. `None`: drafts that are models of

@@ -22,11 +22,6 @@ from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
-NO_STATES = (
-    "This assistant's draft reads hidden states of the target, which transformers' own loop does not hand over. Attach "
-    "the assistant: assistant.attach(model)."
-)
-
 logger = logging.get_logger("hf_specdecpp")
 
 
@@ -132,7 +127,7 @@ class Draft:
             token ids `[batch, n]`, the target's states there `[batch, n, width]` and the places `[batch, a]` of these
             tokens; `None` where a pass proposes one candidate.
         max_length: tokens of the longest text that it can read.
-        cannot: what this draft cannot do, with the reason: `"unattached"`, `"trees"`, `"batches"`.
+        cannot: what this draft cannot do, with the reason: `"trees"`, `"batches"`.
         suspect: its name, if others trained it and perhaps for another target (`SpeculationStats.verdict`).
         shares_cache: whether its sessions read the target's own cache (`Reading.share`).
         captured: what captured rounds were made of, and the copy of this draft that drafts in them, if one can.
@@ -143,16 +138,13 @@ class Draft:
     places: float = float("inf")
     suspect: str | None = None
     blocks_after: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    cannot: Mapping[str, str] = {}
     shares_cache = False
     captured: tuple[list[Any], Any] | None = None
 
     @property
     def max_length(self) -> float:
         return float("inf")
-
-    @property
-    def cannot(self) -> Mapping[str, str]:
-        return {}
 
     @property
     def device(self) -> torch.device:
@@ -234,20 +226,14 @@ class Draft:
 
 
 class StateDraft(Draft):
-    """A draft on the device of the target that it has met, which reads its states and is no causal LM by itself.
-    `lacks`: what it cannot do beside drafting unattached (`Draft.cannot`)."""
+    """A draft on the device of the target that it has met, which reads its states and is no causal LM by itself."""
 
     model: Any
     draft_vocab = None  # all tokens
-    lacks: Mapping[str, str] = {}
 
     def __init__(self, model: Any, reader: Any, target: CausalLM) -> None:
         check_beside(target)
         self.model, self.reader = model, reader
-
-    @property
-    def cannot(self) -> Mapping[str, str]:
-        return {"unattached": NO_STATES, **self.lacks}
 
     @property
     def device(self) -> Any:

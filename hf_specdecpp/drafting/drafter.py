@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hf_specdecpp.captured.copies import for_capture
 from hf_specdecpp.captured.rooms import num_room_layers, why_not_in_place
-from hf_specdecpp.drafting.draft import NO_STATES, Draft, Reading
+from hf_specdecpp.drafting.draft import Draft, Reading
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.round_steps import ModelSteps
 from hf_specdecpp.drafting.session import BatchSession, DraftSession, RowSession
@@ -19,10 +19,6 @@ from hf_specdecpp.trees.attention import check_tree
 
 class Drafter(DraftModel, Draft):
     """A causal LM as a draft: it proposes one distribution a step. The arguments are those of `DraftModel`."""
-
-    @property
-    def cannot(self) -> Mapping[str, str]:
-        return {"unattached": NO_STATES} if self.fusion is not None else {}
 
     @property
     def reads(self) -> StateReader | None:

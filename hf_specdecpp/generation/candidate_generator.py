@@ -24,7 +24,7 @@ from hf_specdecpp.generation.setup import DraftSetup, looking_up, plan_of, rule_
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.lookup.looking_up import LookingUp
-from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, modules_of
+from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, modules_of, num_logits
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
@@ -36,7 +36,8 @@ from hf_specdecpp.trees.tree import DraftTree
 
 logger = logging.get_logger("hf_specdecpp")
 
-NO_TREES = "This generator drafts trees, which only an attached target verifies. Set tree=None."
+NO_TREES = "This generator drafts trees, which transformers' own loop does not verify. Set tree=None."
+NO_STATES = "This generator's draft reads hidden states of the target, which transformers' own loop does not hand over."
 
 
 class SpecDecPPCandidateGenerator(CandidateGenerator):
@@ -50,7 +51,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         logits_processor: the target's processors; they are applied to the draft's logits too.
         attention_mask: `[1, length]` of the prompt, or `None`. Masked tokens are not shown to the draft.
         randomness: draws the candidates when sampling.
-        target: the model that decides. Trees are drafted only where it is given.
+        target: the model that decides.
 
     Attributes:
         stats: of this generation.
@@ -72,14 +73,15 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         logits_processor: Sequence[LogitsProcessor] | None = None,
         attention_mask: Tensor | None = None,
         randomness: TreeRandomness | None = None,
-        target: CausalLM | None = None,
+        *,
+        target: CausalLM,
     ) -> None:
         setup.speculation.validate()
-        draws_trees = setup.speculation.tree is not None and target is not None
-        for asked, what in ((target is None, "unattached"), (setup.rows > 1, "batches"), (draws_trees, "trees")):
+        draws_trees = setup.speculation.tree is not None
+        for asked, what in ((setup.rows > 1, "batches"), (draws_trees, "trees")):
             if asked and (reason := setup.drafter.cannot.get(what)) is not None:
                 raise ValueError(reason)
-        self.setup, self.vocab_size = setup, setup.width(target) or 0
+        self.setup, self.vocab_size = setup, num_logits(target)
         self._target, self._generation_config = target, generation_config
         session = setup.drafter.row_session if setup.rows > 1 else setup.drafter.session
         self.session: Reading = session(self.vocab_size)
@@ -88,15 +90,13 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         sample = randomness or (TorchRandomness() if setup.drafter.places else AsPlain())
         self.randomness = sample if generation_config.do_sample else None
         self.processing = Processing(logits_processor or [])
-        captures = setup.speculation.graphs == "auto" and target is not None
-        captures = captures and graphs.can_capture(input_device(target))
-        processing = self.processing if target is None else self.processing.for_draft()
-        greedy = self.randomness is None
+        captures = setup.speculation.graphs == "auto" and graphs.can_capture(input_device(target))
+        processing, greedy = self.processing.for_draft(), self.randomness is None
         self.draft_processing, self.successors = setup.draft_processing(processing, target, greedy, captures)
-        at_once = target is not None and self.processing.answers_all
+        at_once = self.processing.answers_all
         verification = "equality" if greedy else setup.decisions.verification if at_once else "token"
         decided = setup.decided(target, verification, self.successors is not None)
-        self.stats = SpeculationStats(suspect=setup.drafter.suspect, remedies=setup.remedies(target), decided=decided)
+        self.stats = SpeculationStats(suspect=setup.drafter.suspect, remedies=setup.remedies, decided=decided)
         if draws_trees:  # before products that round more coarsely than the check allows for
             check_tree(target, "target")
             setup.drafter.check_tree()
@@ -118,7 +118,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.times: RoundTimes | None = None
         if self.plan is not None:
             self.plan.begin_text()
-            if target is not None and self.plan.known.follows:
+            if self.plan.known.follows:
                 self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
         self.rests = False
         self._mask, self._shown = attention_mask, 0  # the latter: tokens of the text that the draft was shown
@@ -141,7 +141,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self._products is None:
             begin = time.perf_counter()
             self._products = self.setup.products(self._target)
-            own = set() if self._target is None else set(modules_of(self._target))
+            own = set(modules_of(self._target))
             self.stats.has_products = any(layer in own for layer in self._products.layers)
             self.stats.decided["products"] = self._described()
             self.stats.preparing_seconds += time.perf_counter() - begin
@@ -156,7 +156,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         # Captured rounds choose by themselves whether to draft, and may want the target's states for that.
         follows = self.lookup is not None or not self.setup.drafter.places or self.round_steps is not None
         self.rests = self.plan is not None and not follows and self.plan.rests(length)
-        if self.rests and self._target is not None:
+        if self.rests:
             self.successors = None
 
     @torch.inference_mode()
@@ -234,8 +234,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Candidates in transformers' form: `[1, length + k]` token ids, and `[1, k, vocab]` logits whose softmax the k
         candidates after `input_ids` `[1, length]` were drawn from (`None` when k is 0)."""
-        if self.draws_trees:
-            raise ValueError(NO_TREES)
+        if self.draws_trees or self.setup.drafter.reads is not None:
+            raise ValueError(NO_TREES if self.draws_trees else NO_STATES)
         chain = self.propose(input_ids)
         if not len(chain):
             return input_ids, None
@@ -261,9 +261,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def learned_rates(self, trees: bool = False) -> AcceptanceRates:
         """What rounds of this target, drawn in this way, have said of estimates."""
-        setup = self.setup
-        owner = setup.drafter if self._target is None else self._target
-        return setup.memory.recall(setup.decisions, owner, setup.estimator, self._generation_config, trees).rates
+        setup, how = self.setup, self._generation_config
+        return setup.memory.recall(setup.decisions, self._target, setup.estimator, how, trees).rates
 
     def note_captured(self, tree: DraftTree, path: list[int], estimates: list[float]) -> None:
         """Learn what became of a round that is over, and what `rule="threshold"` judged its candidates by."""
@@ -279,8 +278,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def _described(self) -> str:
         """How the layers of target and draft multiply now."""
-        in_int8 = self._target is not None and self.setup.drafts_in_int8
-        return f"{self.products.described}{', draft in int8' if in_int8 else ''}"
+        return f"{self.products.described}{', draft in int8' if self.setup.drafts_in_int8 else ''}"
 
     def stop(self) -> None:
         """Draft nothing more in this text, of which the draft has not read all."""

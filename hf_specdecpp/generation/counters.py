@@ -70,12 +70,11 @@ class Counters:
         branched_tree: of these trees the one with the most nodes that have several children, and of such the largest.
         rows: of a batch, each sequence's; everything else here is their sum.
         suspect: a draft that others trained, by its name: it may be for another target, or read in a wrong way.
-        complete: False on an unattached target, where transformers does not report the last round and the
-            target's times.
         refusal: why a target's default assistant was left out of a call, which was a plain one.
         remedies: what could still be done for its speed, of `DraftSetup.remedies`.
         decided: what the package decided, by name: `{"rule": "throughput", "costs": "followed", "verification":
-            "block", "products": "float16, draft in int8", "corrections": "off"}`, where the target multiplies with
+            "block", "products": "float16, draft in int8", "corrections": "off", "attached": "by a call"}`, where the
+            call attached the assistant, or one before it, and not `attach` ("before"); the target multiplies with
             float16 copies of its weights, and the draft reads in int8. Rounds that are captured whole and draft trees
             as well as chains have the verification `"block, of trees token"`.
         has_products: whether any layer computes otherwise than in plain `generate()`.
@@ -113,7 +112,6 @@ class Counters:
     last_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata={OF_TWO: last})
     branched_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata={OF_TWO: most_branched})
     rows: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={OF_TWO: lambda *_: []})
-    complete: bool = field(default=True, metadata={OF_TWO: min})
     suspect: str | None = field(default=None, metadata={OF_TWO: first})
     refusal: str | None = field(default=None, metadata={OF_TWO: first})
     uncaptured: str | None = field(default=None, metadata={OF_TWO: first})
@@ -162,8 +160,8 @@ class Counters:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no call with the assistant is behind them; an unattached target reports no last round."""
-        return self.target_passes == 0 and self.complete
+        """Whether no call with the assistant is behind them."""
+        return self.target_passes == 0
 
     @property
     def tokens_per_pass(self) -> float:

@@ -1,4 +1,4 @@
-"""Assisted decoding of an attached target: the loop that everything else serves (`AssistedDecoding`).
+"""Assisted decoding: the loop that everything else serves (`AssistedDecoding`).
 
 Differences from transformers' `_assisted_decoding`: the prompt gets a forward of its own as in plain `generate()`, so a
 warm cache, chunked prefill and sliding windows behave as they do there. Stopping criteria are asked token by token, and
@@ -41,7 +41,7 @@ class Drafts:
 
 
 class AssistedDecoding:
-    """One `generate()` call of an attached target, for a text or the rows of a batch; `active` have not ended."""
+    """One `generate()` call, for a text or the rows of a batch; `active` have not ended."""
 
     def __init__(self, texts: list[Text], drafts: Drafts, target: TargetSide) -> None:
         self.texts, self.drafts, self.target = texts, drafts, target

@@ -149,15 +149,6 @@ def ends_as_told(criterion: object, config: GenerationConfig) -> bool:
     return type(criterion) is MaxTimeCriteria  # the clock may be read a round late
 
 
-def check_single(input_ids: Tensor) -> None:
-    """Raise `ValueError` for several sequences, which transformers' own loop cannot assist."""
-    if input_ids.shape[0] != 1:
-        raise ValueError(
-            f"A batch of {input_ids.shape[0]} sequences: transformers' own assisted generation takes one at a time. "
-            "Attach the assistant, assistant.attach(model), which takes batches, or call generate() once a sequence."
-        )
-
-
 def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
     """Raise `ValueError` for inputs that cannot be assisted. Runs before the first forward."""
     if model_kwargs.get("inputs_embeds") is not None:

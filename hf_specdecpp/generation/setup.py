@@ -17,7 +17,7 @@ from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, lag_of
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp
 from hf_specdecpp.lookup.text import TextLookup
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_processes
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_logits, num_processes
 from hf_specdecpp.models.cpu.faster_products import FasterProducts, large_layers
 from hf_specdecpp.models.cpu.product_times import ProductTimes, measured_copy, product_times
 from hf_specdecpp.models.cpu.products import has_int8, quantise
@@ -44,7 +44,6 @@ class DraftSetup:
         copies, int8: exact copies of weights and int8 copies of the draft's, which a generation renews.
         rates: `SpecDecPPConfig.acceptance_by_rank`, for the best static tree.
         rows: sequences in the batch, which share the target's passes.
-        vocab_size: width of the target's logits, where no target says it.
         is_independent: whether the draft is a model of its own.
         trainable: what could be trained and is not, of "training" (the draft) and "head".
     """
@@ -58,7 +57,6 @@ class DraftSetup:
     int8: WeightCopies = field(default_factory=lambda: WeightCopies(quantise))
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     rows: int = 1
-    vocab_size: int | None = None
     is_independent: bool = False
     trainable: frozenset[str] = frozenset()
     _found: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # of one target
@@ -71,12 +69,8 @@ class DraftSetup:
     def most_tokens(self) -> int:
         return self.decisions.most_tokens(self.speculation)
 
-    def width(self, target: CausalLM | None) -> int | None:
-        """How many logits the target has."""
-        return self.vocab_size if target is None else target.config.get_text_config().vocab_size
-
     def draft_processing(
-        self, processing: Processing, target: CausalLM | None, greedy: bool, captures: bool
+        self, processing: Processing, target: CausalLM, greedy: bool, captures: bool
     ) -> tuple[Processing, Successors | None]:
         """What makes q of the draft's logits, and what the target said lately, if it is mixed in.
 
@@ -87,39 +81,37 @@ class DraftSetup:
         """
         decisions, temperature = self.decisions, 1.0 if greedy else self.decisions.draft_temperature
         mixes = decisions.mixes(greedy, self.drafter.reads is not None)
-        fits = target is None or (not captures and input_device(target).type == "cpu")
+        fits = not captures and input_device(target).type == "cpu"
         mixes = mixes and (fits or decisions.draft_successors is not None)
-        if mixes and target is not None and self.drafter.places:
-            successors = self.memory.recall_successors(target, self.width(target) or 0, self.drafter.device)
+        if mixes and self.drafter.places:
+            successors = self.memory.recall_successors(target, num_logits(target), self.drafter.device)
             return MixedProcessing(processing, successors, greedy, temperature), successors
         return processing if temperature == 1.0 else processing.cooled(temperature), None
 
-    def remedies(self, target: CausalLM | None) -> frozenset[str]:
+    @property
+    def remedies(self) -> frozenset[str]:
         """What could still be done for the speed (`SpeculationStats.verdict`): `trainable`; "draft", where nothing
         drafts; "throughput", where another rule decides.
         """
-        if target is None:
-            return self.trainable
         is_open = {"draft": not self.drafter.places, "throughput": self.speculation.rule != "throughput"}
         return self.trainable | {name for name, value in is_open.items() if value}
 
-    def uses_copies(self, target: CausalLM | None) -> bool:
-        """Whether large layers may use copies of their weights. Where no target is given, which is the unattached door,
-        nothing would say when they are no longer needed; several processes would have to take them up in step."""
+    def uses_copies(self, target: CausalLM) -> bool:
+        """Whether large layers may use copies of their weights: several processes would have to take them up in
+        step."""
         config = self.speculation
-        is_off = target is None or config.cpu_products == "off" or config.reproducible
-        return not is_off and num_processes(target) == 1
+        return config.cpu_products != "off" and not config.reproducible and num_processes(target) == 1
 
-    def product_times(self, target: CausalLM | None) -> ProductTimes | None:
+    def product_times(self, target: CausalLM) -> ProductTimes | None:
         """What products of the target's large layers take here, where they may use copies of their weights."""
-        if target is None or not self.uses_copies(target):
+        if not self.uses_copies(target):
             return None
         layer = next(large_layers([target]), None)
         return None if layer is None else product_times(layer.weight)
 
     @property
     def drafts_in_int8(self) -> bool:
-        """Whether the draft of an attached target reads a few tokens in int8: a model of its own (`docs/using.md`)."""
+        """Whether the draft reads a few tokens in int8: a model of its own (`docs/using.md`)."""
         wanted = self.decisions.int8_draft
         if wanted is None:
             wanted = self.is_independent and self.speculation.cpu_products == "auto"
@@ -129,15 +121,14 @@ class DraftSetup:
             self._found["int8"] = any(True for _ in large_layers(self.drafter.parts))
         return bool(self._found["int8"])
 
-    def rule(self, target: CausalLM | None) -> Rule:
-        """The stopping rule of a generation: `"threshold"` in the place of `"throughput"` where what passes cost is
-        neither given nor can be learned, as in transformers' own loop, which gives no target, and where a target is
-        spread over processes, which would have to time its passes in step."""
+    def rule(self, target: CausalLM) -> Rule:
+        """The stopping rule of a generation: `"threshold"` in the place of `"throughput"` where costs are not given and
+        a target is spread over processes, which would have to time its passes in step."""
         if self.speculation.rule != "throughput" or self.speculation.costs is not None:
             return self.speculation.rule
-        return "threshold" if target is None or num_processes(target) > 1 else "throughput"
+        return "threshold" if num_processes(target) > 1 else "throughput"
 
-    def decided(self, target: CausalLM | None, verification: str, corrects: bool) -> dict[str, str]:
+    def decided(self, target: CausalLM, verification: str, corrects: bool) -> dict[str, str]:
         """What was decided for a generation (`SpeculationStats.decided`)."""
         config = self.speculation
         costs = "given" if config.costs is not None else "assumed" if config.reproducible else "followed"
@@ -149,22 +140,22 @@ class DraftSetup:
             "corrections": "on" if corrects else "off",
         }
 
-    def described_products(self, target: CausalLM | None) -> str:
+    def described_products(self, target: CausalLM) -> str:
         """Which matrix products passes may take, on which their costs depend: "own", "copies", "copies int8"."""
         copies = "copies" if self.uses_copies(target) else "own"
-        return f"{copies} int8" if target is not None and self.drafts_in_int8 else copies
+        return f"{copies} int8" if self.drafts_in_int8 else copies
 
-    def products(self, target: CausalLM | None) -> FasterProducts:
+    def products(self, target: CausalLM) -> FasterProducts:
         """The context in which target and draft compute as the settings say.
 
         int8 copies of weights are made now, exact ones in the background; those of changed weights are dropped.
         """
-        in_int8, uses_copies = target is not None and self.drafts_in_int8, self.uses_copies(target)
+        in_int8, uses_copies = self.drafts_in_int8, self.uses_copies(target)
         if not in_int8:
             self.int8.clear()
         if not uses_copies:
             self.copies.clear()
-        models = [] if target is None else [target]
+        models = [target]
         if not in_int8 and self.drafter.model is not None:
             models += self.drafter.parts
         return FasterProducts(
@@ -177,31 +168,31 @@ class DraftSetup:
 
 
 def looking_up(
-    setup: DraftSetup, target: CausalLM | None, generation: GenerationConfig, plan: Plan | None
+    setup: DraftSetup, target: CausalLM, generation: GenerationConfig, plan: Plan | None
 ) -> LookingUp | None:
     """The lookups of one generation, if it has any."""
     config, drafter, memory = setup.speculation, setup.drafter, setup.memory
     if not config.lookup:
         return None
-    models = [] if target is None else [target.config, target.config.get_text_config()]
     memory.answers.most = HISTORY if config.lookup == "history" else 0
     earlier = memory.answers.seen if config.lookup == "history" else None
-    text = TextLookup(special_ids(generation, *models), setup.width(target), earlier)
-    learned = memory.recall_lookups(drafter if target is None else target, generation)
+    special = special_ids(generation, target.config, target.config.get_text_config())
+    text = TextLookup(special, num_logits(target), earlier)
+    learned = memory.recall_lookups(target, generation)
     draws, choice = drafter.places > 0, None
     if plan is not None:
         key = str(config.tree), setup.rows, draws, plan.known.is_assumed
         if key not in learned.choices:
             learned.choices[key] = Choice(plan.plain, plan.price if draws else None)
         choice = learned.choices[key]
-    most = config.tree_budget if config.tree is not None and target is not None else setup.decisions.lookup_tokens
+    most = config.tree_budget if config.tree is not None else setup.decisions.lookup_tokens
     return LookingUp(text, learned.rates, most, draws, plan, choice)
 
 
-def plan_of(setup: DraftSetup, target: CausalLM | None, generation: GenerationConfig, captures: bool) -> Plan | None:
+def plan_of(setup: DraftSetup, target: CausalLM, generation: GenerationConfig, captures: bool) -> Plan | None:
     """What `rule="throughput"` knows of the rounds of a generation; `ValueError` if nothing says what they cost."""
     config, drafter = setup.speculation, setup.drafter
-    trees = config.tree is not None and target is not None
+    trees = config.tree is not None
     if setup.rule(target) != "throughput" or (trees and config.tree != "dyspec"):
         return None
     if trees:
@@ -246,16 +237,11 @@ def plan_for(config: SpeculationConfig, estimator: Estimator) -> ChainPlan:
 
 
 def rule_of(
-    setup: DraftSetup, target: CausalLM | None, generation_config: GenerationConfig, plan: Plan | None
+    setup: DraftSetup, target: CausalLM, generation_config: GenerationConfig, plan: Plan | None
 ) -> StoppingRule:
-    """The rule for the chains of one generation; `target` is `None` in transformers' own loop."""
+    """The rule for the chains of one generation."""
     config = replace(setup.speculation, rule=setup.rule(target))
     decisions, estimator = setup.decisions, setup.estimator
-    if config.tree is not None:
-        logger.warning_once(
-            f"tree={config.tree!r}: transformers' own loop verifies chains only, so this assistant drafts chains. "
-            "Attach it to the target for trees: assistant.attach(model)."
-        )
     if config.rule == "threshold" and setup.head is None and not decisions.adapt:
         logger.warning_once(
             "No trained acceptance head: rule='threshold' takes the draft's own probability as the chance of "
@@ -265,6 +251,5 @@ def rule_of(
         return plan.rule(estimator)
     rates: AcceptanceRates | None = None
     if config.rule == "threshold" and decisions.adapt:
-        owner = setup.drafter if target is None else target
-        rates = setup.memory.recall(decisions, owner, estimator, generation_config).rates
+        rates = setup.memory.recall(decisions, target, estimator, generation_config).rates
     return make_rule(config, estimator, rates=rates, min_tokens=decisions.min_tokens)

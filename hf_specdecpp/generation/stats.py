@@ -77,15 +77,11 @@ class SpeculationStats(Counters):
             counts = f"{self.looked_up} of the candidates, {self.accepted_lookups} accepted ({share:.0%})"
             rows.append(("looked up", f"{counts}; {self.lookup_rounds} of {self.rounds} rounds drafted no others"))
         rows.append(("time", self._time_split()))
-        if not self.complete:
-            rows.append(("note", "unattached target: the last round and the target's time are not reported"))
         rows.append(("verdict", self.verdict))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
     def _time_split(self) -> str:
-        if not self.complete:
-            return f"draft {self.draft_seconds:.2f} s"
         beside = f" ({self.compared_passes} passes compared)" if self.compared_passes else ""
         preparing = f"preparing {self.preparing_seconds:.2f} s{beside}, " if self.preparing_seconds >= 0.005 else ""
         return (

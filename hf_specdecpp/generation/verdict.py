@@ -40,11 +40,8 @@ def outcome(stats: Counters) -> str:
             "over several tokens would alter the text."
         )
     if stats.speedup is None or stats.same_pass_speedup is None:
-        attach = "" if stats.complete else ": attach the assistant to the target (assistant.attach(model))"
-        return (
-            f"{stats.tokens_per_pass:.2f} tokens per target pass. The speed relative to plain generate() was not "
-            f"measured{attach}."
-        )
+        said = f"{stats.tokens_per_pass:.2f} tokens per target pass."
+        return f"{said} The speed relative to plain generate() was not measured."
     prepares = stats.preparing_seconds > MUCH * stats.call_seconds
     later = stats.call_seconds / (stats.call_seconds - stats.preparing_seconds) if prepares else 1.0
     # A round takes at least a pass, so what was counted bounds what was timed, which varies on a busy machine.

@@ -238,6 +238,10 @@ def renew_rotary(model: nn.Module, device: torch.device) -> None:
                 setattr(module, name, type(part)(part.config).to(device))
 
 
+def num_logits(target: CausalLM) -> int:
+    return int(target.config.get_text_config().vocab_size)
+
+
 def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
     """All end-of-sequence ids of a generation."""
     prepared = getattr(generation_config, "_eos_token_tensor", None)

@@ -42,10 +42,7 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
         return "does not use a key-value cache of transformers, which candidates need to be verified and taken back"
     if others := [name for name in parameters if name.endswith("_cache") and not name.startswith("use_")]:
         return f"keeps {', '.join(others)} beside its cache, which cannot be taken back when a candidate is rejected"
-    # A method that an attached assistant has put there says whether the class had one of its own.
-    loops = ((each, vars(each).get("_sample")) for each in type(target).__mro__)
-    owners = (each for each, loop in loops if loop is not None and getattr(loop, "is_own", True))
-    if next(owners) is not GenerationMixin:
+    if next(each for each in type(target).__mro__ if "_sample" in vars(each)) is not GenerationMixin:
         return "generates with a loop of its own (_sample), which assisted generation would not run"
     if config.model_type == "prophetnet":
         return "reads one token at a time once it has a cache, so it cannot verify several at once"

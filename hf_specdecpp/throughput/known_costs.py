@@ -69,7 +69,7 @@ class KnownCosts:
         if costs is None:
             raise ValueError(
                 "rule='throughput' has to know what a round costs, and there is no target here whose rounds could say. "
-                "Attach the assistant: assistant.attach(model), or give SpeculationConfig(costs=...)."
+                "Give SpeculationConfig(costs=...)."
             )
         return cls(form(Costs.from_dict(costs)), follows=False)
 
@@ -123,7 +123,6 @@ class Rounds:
     """Rounds whose costs are asked for.
 
     Attributes:
-        target: `None` in transformers' own loop, where costs have to be given.
         most: candidates of the largest.
         trees: whether these are trees, or chains.
         rows: of a batch.
@@ -133,7 +132,7 @@ class Rounds:
         times: what the products of the target's large layers take, if that was measured.
     """
 
-    target: CausalLM | None
+    target: CausalLM
     drafter: Draft
     estimator: Estimator
     most: int
@@ -144,15 +143,10 @@ class Rounds:
     products: str = "own"
     times: ProductTimes | None = None
 
-    @property
-    def owner(self) -> Any:
-        """Whose rounds they are: the target, or the draft where none is given."""
-        return self.drafter if self.target is None else self.target
-
     def formed(self) -> Callable[[Costs], Costs]:
         """Makes costs of passes those that a rule reckons with: of a batch one row's share of passes over all rows."""
         # Read before: what is known of costs must not keep a target alive.
-        is_recurrent, is_filled_up = keeps_recurrent_state(self.owner), self.passes != "growing"
+        is_recurrent, is_filled_up = keeps_recurrent_state(self.target), self.passes != "growing"
         most, rows = self.most, self.rows
 
         def form(costs: Costs) -> Costs:
@@ -172,7 +166,7 @@ class Rounds:
         drafter, estimator = self.drafter, self.estimator
         head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
         return {
-            "target": _describe(self.owner),
+            "target": _describe(self.target),
             "draft": {} if drafter.model is None else _describe(drafter.model),
             **drafter.describe(),
             "head": {name: head[name] for name in ("inputs", "num_blocks", "hidden_size", "rank") if name in head},
@@ -193,7 +187,7 @@ class Rounds:
         verify = tuple(self._assumed_pass(1 + further) for further in range(self.most + 1))
         if not self.drafter.places:
             return Costs(0.0, verify)
-        draft = _num_multiplied(self.drafter.parts) / max(_num_multiplied([self.owner]), 1) + LEAST_STEP
+        draft = _num_multiplied(self.drafter.parts) / max(_num_multiplied([self.target]), 1) + LEAST_STEP
         return Costs(draft, verify, read=AMONG_MANY * draft, branch=AMONG_MANY * draft, block=self.drafter.block)
 
     def _assumed_pass(self, tokens: int) -> float:
@@ -204,7 +198,7 @@ class Rounds:
         """
         further = self.rows * (tokens - 1)
         if self.times is None:
-            return 1.0 + (WIDER_ON_CPU if self.owner.device.type == "cpu" else WIDER) * further
+            return 1.0 + (WIDER_ON_CPU if self.target.device.type == "cpu" else WIDER) * further
         one, many = (self.times.seconds(rows, with_copy=True) for rows in (self.rows, self.rows + further))
         return 1.0 + LAYERS * (many / one - 1.0) + BESIDE * further
 

@@ -124,7 +124,7 @@ class Memory:
     def plan(self, config: SpeculationConfig, decisions: Decisions, rounds: Rounds, how: GenerationConfig) -> Plan:
         """What `rule="throughput"` knows of these rounds; `ValueError` if nothing says what they cost. `rounds`: chains
         of up to `rounds.most` candidates with those that are looked up, or trees."""
-        learned = self.recall(decisions, rounds.owner, rounds.estimator, how, rounds.trees)
+        learned = self.recall(decisions, rounds.target, rounds.estimator, how, rounds.trees)
         known = self._costs(config, rounds)
         most = rounds.most if rounds.trees else int(min(config.max_tokens, rounds.drafter.places))
         settings = known.first if not known.follows else known, most, rounds.rows
@@ -139,7 +139,7 @@ class Memory:
 
     def _costs(self, config: SpeculationConfig, rounds: Rounds) -> KnownCosts:
         """What the rounds cost, which is what rounds say but where costs are given or may not follow the clock."""
-        if config.costs is not None or rounds.target is None:
+        if config.costs is not None:
 
             def form(costs: Costs) -> Costs:
                 costs = costs if rounds.rows == 1 else costs.of_row(rounds.rows, rounds.most)

@@ -230,8 +230,8 @@ FOLLOWING = {"no_repeat_ngram", "bad_words", "sequence_bias"}  # processors of t
 MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], Callable[[Case], bool]] = {
     positions_by_the_mask: lambda case: case.positions != "none" and case.tree == "none",
     tree_at_its_row: lambda case: case.tree != "none",
-    rolled_back_one_short: lambda case: case.door == "attached" and case.tree == "none",
-    not_rolled_back: lambda case: case.door == "attached" and case.tree == "none",
+    rolled_back_one_short: lambda case: case.tree == "none",
+    not_rolled_back: lambda case: case.tree == "none",
     path_kept_in_drawing_order: lambda case: case.tree != "none",
     processors_after_the_text_only: lambda case: case.tree == "none" and bool(FOLLOWING & set(case.processors)),
     stale_copies: lambda case: case.weights not in ("as they are", "copies"),

@@ -1,7 +1,8 @@
 """The q that a verifier is given is the distribution that the candidates were drawn from, whatever processors are set.
 
-Real `generate()` calls through both doors, with an ear at both ends: what the draft draws from, and what the
-verifier is told. The same q is then computed by transformers alone, from the draft and the text before the candidate.
+Real `generate()` calls, in our loop and with our generator in transformers', with an ear at both ends: what the draft
+draws from, and what the verifier is told. The same q is then computed by transformers alone, from the draft and the
+text before the candidate.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from support.models import partly_agreeing, tiny
+from support.stock_rounds import in_their_loop
 from support.watchers import heard
 from torch import Tensor
 from torch.testing import assert_close
@@ -19,7 +21,7 @@ from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, Specul
 from hf_specdecpp.generation import text as verification
 from hf_specdecpp.sampling.randomness import TorchRandomness
 
-VOCAB, DOORS = 24, ["attached", "unattached"]
+VOCAB, LOOPS = 24, ["ours", "transformers'"]
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 8, 5, 6]])
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "pad_token_id": 0}
 
@@ -53,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Ear:
-    """Listens to what the draft draws from and to what the verifier of either door is told about it.
+    """Listens to what the draft draws from and to what the verifier of either loop is told about it.
 
     `rounds`: (the text, candidates, the distributions that they were drawn from, the verifier's q), one a round."""
 
@@ -78,18 +80,20 @@ class Ear:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every candidate's q sees its own prefix: the emitted text, then the candidates before it."""
     target, ear = tiny("llama", vocab_size=VOCAB, num_hidden_layers=1), Ear(monkeypatch)
     draft, speculation = partly_agreeing(target, mix=0.8), SpeculationConfig(rule="fixed", num_tokens=3)
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
-    if door == "unattached":
-        assistant.detach(target)  # it has then seen the target's vocabulary size, which transformers asks for
     torch.manual_seed(1)
     settings = {**SAMPLED, "max_new_tokens": 14, **OPTIONS[name]}
-    assert target.generate(PROMPT, assistant_model=assistant, **settings).shape[1] > PROMPT.shape[1]
+    if loop == "ours":
+        settings["assistant_model"] = assistant
+    else:
+        settings |= in_their_loop(target, assistant)
+    assert target.generate(PROMPT, **settings).shape[1] > PROMPT.shape[1]
     assert len(ear.rounds) >= 3
     assert any(len(candidates) == 3 for _, candidates, _, _ in ear.rounds)
     for text, candidates, distributions, q in ear.rounds:

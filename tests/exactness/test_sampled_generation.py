@@ -82,9 +82,9 @@ def p_value(counts: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...]
 
 @pytest.mark.every(3, takes=6)
 @pytest.mark.parametrize(("kind", "number"), [
-    *((kind, 400) for kind in ("attached", "attached, as on a device", "unattached")),
+    *((kind, 400) for kind in ("attached", "attached, as on a device", "by a call")),
     pytest.param("attached, in order", 400, marks=pytest.mark.slow),
-    *(pytest.param(kind, 2500, marks=pytest.mark.slow) for kind in ("plain", "attached", "unattached")),
+    *(pytest.param(kind, 2500, marks=pytest.mark.slow) for kind in ("plain", "attached")),
 ])  # fmt: skip
 def test_the_texts_follow_the_target(kind: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "attached, as on a device":
@@ -92,7 +92,7 @@ def test_the_texts_follow_the_target(kind: str, number: int, monkeypatch: pytest
             monkeypatch.setattr(module, "waits_for_reads", lambda device: True)
     target = make_target()
     processors = [Unchanging()] if kind == "attached, in order" else []
-    assistant = None if kind == "plain" else make_assistant(target, kind != "unattached")
+    assistant = None if kind == "plain" else make_assistant(target, kind != "by a call")
     counts = sample(target, number, assistant, logits_processor=processors)
     assert p_value(counts, joint_distribution(target)) > SUSPICIOUS
 

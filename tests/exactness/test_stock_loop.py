@@ -1,4 +1,4 @@
-"""The exact distribution of unmodified transformers with our assistant: one verified round, and whole generations.
+"""The exact distribution of transformers' verification with our candidates: one round, and whole generations.
 
 torch's two sources of randomness in that code are replaced by a `Replay`, which enumerates what they could have said.
 """
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import VISIBLE, Replay, Tokens, exact_distribution, worst_error
-from support.stock_rounds import PROMPT, VOCAB, small, target_distribution
+from support.stock_rounds import PROMPT, VOCAB, in_their_loop, small, target_distribution
 from support.whole_generations import assert_exactly_p
 from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers.generation.utils import _speculative_sampling
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 
 # transformers and the drafter turn logits into float32 before anything else, whatever the models' dtype.
 TOLERANCE = 1e-6
@@ -28,25 +28,17 @@ def assistant_for(draft: PreTrainedModel, rule: str, target: PreTrainedModel | N
 
 
 def one_round(assistant: SpecDecPPAssistant, target: PreTrainedModel, reported_temperature: float) -> Tokens:
-    """Draft through `assistant.generate()` as transformers' candidate generator does, verify with transformers."""
+    """Candidates of our generator, which transformers verifies."""
     warpers = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(3)]
-    config = GenerationConfig(do_sample=True, return_dict_in_generate=True, output_scores=True)
-    drafted = assistant.generate(
-        input_ids=PROMPT,
-        attention_mask=torch.ones_like(PROMPT),
-        generation_config=config,
-        logits_processor=warpers,
-        min_new_tokens=0,
-        max_new_tokens=2,
-        use_cache=True,
-    )
-    count = drafted.sequences.shape[1] - PROMPT.shape[1]
+    config = GenerationConfig(do_sample=True)
+    generator = SpecDecPPCandidateGenerator(assistant.setup(), config, warpers, target=target)
+    sequences, q_scores = generator.get_candidates(PROMPT)
+    count = sequences.shape[1] - PROMPT.shape[1]
     with torch.no_grad():
-        scores = target(drafted.sequences).logits[0, -count - 1 :].float()
+        scores = target(sequences).logits[0, -count - 1 :].float()
     for warper in warpers:
         scores = warper(PROMPT, scores)
-    q_scores = torch.stack(drafted.scores, dim=1).double() / reported_temperature
-    tokens, _ = _speculative_sampling(drafted.sequences, q_scores, count, scores[None].double())
+    tokens, _ = _speculative_sampling(sequences, q_scores.double() / reported_temperature, count, scores[None].double())
     return tuple(tokens[0].tolist())
 
 
@@ -80,11 +72,14 @@ def test_another_reported_temperature_is_caught(enumerate_torch: Any) -> None:
 
 @pytest.mark.every(5, takes=3)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("door", ["unattached", "attached"])
-def test_generate_emits_exactly_p(door: str, rule: str, enumerate_torch: Any) -> None:
+@pytest.mark.parametrize("loop", ["ours", "transformers'"])
+def test_generate_emits_exactly_p(loop: str, rule: str, enumerate_torch: Any) -> None:
     """The distribution of a whole `generate()`: several rounds, with the prompt, the caches and their roll-backs.
 
     The penalty on repetitions makes p depend on the candidates before a position also through a processor."""
     target, draft = small(7), small(107)
-    assistant = assistant_for(draft, rule, target if door == "attached" else None)
-    assert assert_exactly_p(target, assistant, enumerate_torch, penalty=1.7) > 2, "few candidates were rejected"
+    assistant = assistant_for(draft, rule, target if loop == "ours" else None)
+    how = None if loop == "ours" else in_their_loop(target, assistant)
+    assert assert_exactly_p(target, assistant, enumerate_torch, penalty=1.7, how=how) > 2, (
+        "few candidates were rejected"
+    )

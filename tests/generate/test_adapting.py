@@ -52,14 +52,6 @@ def test_a_draft_that_is_better_than_it_says_is_believed_more() -> None:
     assert assistant.stats.drafted / assistant.stats.rounds > before + 0.5
 
 
-def test_unattached_assistants_learn_too() -> None:
-    target = tiny("llama")
-    assistant = assistant_for(target, attached=False, **KINDS["threshold"])
-    assert generate(target, assistant) == generate(target, None)
-    (learned,) = assistant.memory.learned[assistant.drafter].values()
-    assert learned.rates.rounds > 5
-
-
 @pytest.mark.usefixtures("assumed_costs")
 def test_a_saved_assistant_keeps_what_was_learned_if_told_to(tmp_path: Path) -> None:
     target, draft = tiny("llama"), tiny("llama", seed=1)

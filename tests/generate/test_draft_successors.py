@@ -117,13 +117,10 @@ def test_every_place_is_learned(target: CausalLM, in_order: bool, shape: str, mo
             assert_close(row.double(), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_transformers_own_loop_and_lookups_go_without(target: CausalLM) -> None:
-    unattached = assistant_for(target, attached=False, **CHAIN, draft_successors=True)
-    assert texts(target, unattached) == texts(target, None)
+def test_lookups_go_without(target: CausalLM) -> None:
     looking = assist(target, "lookup", default=False)
     looking.decisions = Decisions(draft_successors=True)
     assert texts(target, looking) == texts(target, None)
-    assert not len(unattached.memory.successors)
     assert not len(looking.memory.successors)
 
 

@@ -23,9 +23,9 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 CHAINS = SpeculationConfig("fixed", num_tokens=4)
 # A draft that knows the text, in chains, and these captured as far as a CPU can pretend; one of the target's own family
-# in chains, trees and transformers' loop; and
-# looking up, in a second text, what the first one was. A batch is one for each of these but the latter two.
-DOORS = ("told", "captured", "chain", "tree", "lookup", "unattached", "batch")
+# in chains and trees; and looking up, in a second text, what the first one was. A batch is one for each of these but
+# the latter two.
+DOORS = ("told", "captured", "chain", "tree", "lookup", "batch")
 # Families that nothing can be done for.
 REFUSED = {
     "image blip-2", "image hy_v4_vl", "image mistral_large4", "image qwen3_omni_moe_thinker", "image qwen3_vl_moe",
@@ -69,8 +69,7 @@ def assistant_at(door: str, target: CausalLM, text: Tensor) -> SpecDecPPAssistan
         draft = informed_draft(text, target.config.get_text_config(decoder=True).vocab_size)
         return SpecDecPPAssistant.from_draft(draft, target, speculation=CHAINS)
     shape = SpeculationConfig(tree=[2, 2, 1]) if door == "tree" else CHAINS
-    attached = None if door == "unattached" else target
-    return SpecDecPPAssistant.from_draft(partly_agreeing(target), attached, speculation=shape)
+    return SpecDecPPAssistant.from_draft(partly_agreeing(target), target, speculation=shape)
 
 
 def is_right(door: str, target: CausalLM, inputs: dict[str, Tensor], plain: Tensor) -> bool:

@@ -7,7 +7,6 @@ import torch
 from support.models import assistant_for, prompt, tiny
 from support.outputs import NoRepeat, assert_same
 from support.tree_generation import TREES, target_of
-from support.watchers import no_work
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -39,35 +38,12 @@ def test_logits_are_those_of_the_model() -> None:
     assert torch.cat(plain.logits).isinf().any()
 
 
-def test_records_are_refused_without_attaching() -> None:
-    target = tiny("llama", attn_implementation="eager", num_hidden_layers=2)
-    assistant = assistant_for(target, attached=False)
-    arguments: dict[str, Any] = {"return_dict_in_generate": True, "assistant_model": assistant}
-    for wanted in ({"output_hidden_states": True}, {"output_attentions": True}):
-        with pytest.raises(ValueError, match="wrong hidden states and attentions.*Attach"):
-            generate(target, **arguments | wanted)
-    plain = generate(target, return_dict_in_generate=True, output_scores=True, output_logits=True)
-    ours = generate(target, output_scores=True, output_logits=True, **arguments)
-    assert_same(ours.scores, plain.scores)
-    assert_same(ours.logits, plain.logits)
-
-
-@pytest.mark.parametrize("max_new_tokens", [1, 24])  # for one token transformers asks for no candidates
-def test_a_second_turn_is_refused_without_attaching(max_new_tokens: int) -> None:
-    target = tiny("llama", num_hidden_layers=2)
-    first, assistant = generate(target, return_dict_in_generate=True), assistant_for(target, attached=False)
-    arguments: dict[str, Any] = {"past_key_values": first.past_key_values, "max_new_tokens": max_new_tokens}
-    with no_work(target), pytest.raises(ValueError, match="(past_key_values|cache) holds an earlier turn.*Attach"):
-        generate(target, first.sequences, assistant_model=assistant, **arguments)
-
-
-@pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "unattached"])
-def test_a_left_padded_prompt(is_attached: bool) -> None:
+def test_a_left_padded_prompt() -> None:
     target, padded = tiny("gemma3_text"), torch.cat((torch.zeros((1, 5), dtype=torch.long), PROMPT), dim=1)
     mask = torch.cat((torch.zeros((1, 5), dtype=torch.long), torch.ones_like(PROMPT)), dim=1)
     plain = generate(target, padded, attention_mask=mask)
     assert torch.equal(plain[:, 5:], generate(target)), "padding is invisible to plain generate"
-    assistant = assistant_for(target, is_attached)
+    assistant = assistant_for(target)
     assert torch.equal(generate(target, padded, attention_mask=mask, assistant_model=assistant), plain)
     padded_rate = assistant.stats.acceptance_rate
     generate(target, assistant_model=assistant)

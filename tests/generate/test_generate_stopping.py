@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import assistant_for, partly_agreeing, prompt, tiny
-from support.watchers import Recorder, tokenizer
+from support.watchers import Recorder
 from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
@@ -33,39 +33,32 @@ def generate(**arguments: Any) -> Tensor:
     return target().generate(PROMPT, **{"do_sample": False, **arguments})
 
 
-@pytest.fixture(params=[True, False], ids=["attached", "unattached"])
-def assistant(request: pytest.FixtureRequest) -> Any:
-    assistant = assistant_for(target(), attached=request.param)
-    yield assistant
-    assistant.detach()
-
-
 @pytest.fixture
-def attached() -> Any:
+def assistant() -> Any:
     assistant = assistant_for(target())
     yield assistant
     assistant.detach()
 
 
 @pytest.mark.parametrize("scores", [False, True])
-def test_criteria_are_asked_token_by_token(attached: Any, scores: bool) -> None:
+def test_criteria_are_asked_token_by_token(assistant: Any, scores: bool) -> None:
     arguments = {"max_new_tokens": 30, "return_dict_in_generate": scores, "output_scores": scores}
     plain, ours = Recorder(), Recorder()
     generate(stopping_criteria=StoppingCriteriaList([plain]), **arguments)
-    generate(stopping_criteria=StoppingCriteriaList([ours]), assistant_model=attached, **arguments)
+    generate(stopping_criteria=StoppingCriteriaList([ours]), assistant_model=assistant, **arguments)
     assert (len(ours.asked), ours.asked) == (30, plain.asked)
     assert ours.scores == plain.scores
 
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("index", range(1, 12))
-def test_a_criterion_stops_anywhere_in_a_block(attached: Any, index: int) -> None:
+def test_a_criterion_stops_anywhere_in_a_block(assistant: Any, index: int) -> None:
     """A user's, and transformers' own that a user passes."""
     token = greedy()[index]
     for criterion in (Recorder(token), EosTokenCriteria(token), MaxLengthCriteria(LENGTH + index + 1)):
         criteria = StoppingCriteriaList([criterion])
         plain = generate(stopping_criteria=criteria, max_new_tokens=60, pad_token_id=0)
-        ours = generate(stopping_criteria=criteria, assistant_model=attached, max_new_tokens=60, pad_token_id=0)
+        ours = generate(stopping_criteria=criteria, assistant_model=assistant, max_new_tokens=60, pad_token_id=0)
         assert torch.equal(ours, plain)
         assert plain.shape[1] <= LENGTH + index + 1
 
@@ -74,20 +67,7 @@ def test_max_time(assistant: Any) -> None:
     text = generate(assistant_model=assistant, max_new_tokens=1000, max_time=0.05)
     assert LENGTH < text.shape[1] < LENGTH + 1000
     assert text[0, LENGTH:].tolist()[:60] == greedy()[: text.shape[1] - LENGTH]
-    if assistant.stats.complete:  # transformers' loop finishes the round
-        assert generate(assistant_model=assistant, max_new_tokens=1000, max_time=0.0).shape[1] == LENGTH + 1
-
-
-def test_criteria_are_refused_without_attaching() -> None:
-    assistant = assistant_for(target(), attached=False)
-    with pytest.raises(ValueError, match="Recorder: transformers asks stopping criteria once a round.*Attach"):
-        generate(assistant_model=assistant, stopping_criteria=StoppingCriteriaList([Recorder()]), max_new_tokens=5)
-    with pytest.raises(ValueError, match="StopStringCriteria: .*Attach"):
-        generate(assistant_model=assistant, stop_strings=["x"], tokenizer=tokenizer(), max_new_tokens=5)
-    # These two are heeded within a round, but with transformers' own numbers only.
-    for criterion in (MaxLengthCriteria(LENGTH + 3), EosTokenCriteria(greedy()[2])):
-        with pytest.raises(ValueError, match=f"{type(criterion).__name__}: .*Attach"):
-            generate(assistant_model=assistant, stopping_criteria=StoppingCriteriaList([criterion]), max_new_tokens=9)
+    assert generate(assistant_model=assistant, max_new_tokens=1000, max_time=0.0).shape[1] == LENGTH + 1
 
 
 # End of sequence and lengths ------------------------------------------------------------------------------------------
@@ -101,19 +81,18 @@ def test_ids_of_another_type(assistant: Any) -> None:
 
 
 @pytest.mark.every(3)
-@pytest.mark.parametrize("is_attached", [True, False], ids=["attached", "unattached"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_up_to_the_end_of_position_tables(family: str, is_attached: bool) -> None:
+def test_up_to_the_end_of_position_tables(family: str) -> None:
     """The target's, and the draft's own: where that is shorter, the target goes on alone."""
     table = "n_positions" if family == "gpt2" else "max_position_embeddings"
     tables: list[dict[str, Any]] = [{table: 40}, {table: 24}]
     model, shorter = tiny(family, **tables[0]), tiny(family, seed=1, **tables[1])
-    longest = 41 if is_attached else 40  # the last token is read by nobody
+    longest = 41  # the last token is read by nobody
     for draft, length in ((partly_agreeing(model), 10), (shorter, 10), (shorter, 30)):
         speculation, text = SpeculationConfig("fixed", num_tokens=4), prompt(length)
         plain = model.generate(text, max_length=longest, do_sample=False)
         assert plain.shape[1] == longest
-        assistant = SpecDecPPAssistant.from_draft(draft, model if is_attached else None, speculation=speculation)
+        assistant = SpecDecPPAssistant.from_draft(draft, model, speculation=speculation)
         ours = model.generate(text, assistant_model=assistant, max_length=longest, do_sample=False)
         assert torch.equal(ours, plain)
         assert (assistant.stats.drafted > 0) == (length == 10)

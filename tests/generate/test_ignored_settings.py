@@ -39,7 +39,7 @@ def target() -> CausalLM:
 
 
 @pytest.mark.parametrize("where", ["given", "a config", "the model's"])
-@pytest.mark.parametrize("door", ["named", "default", "unattached", "batch"])
+@pytest.mark.parametrize("door", ["named", "default", "batch"])
 @pytest.mark.parametrize(("name", "value", "instead"), [
     ("num_assistant_tokens", 12, "SpeculationConfig(rule='fixed', num_tokens=12)"),
     ("num_assistant_tokens_schedule", "heuristic", "assistant.speculation.rule"),
@@ -50,7 +50,7 @@ def test_said_once(
     door: str, name: str, value: Any, instead: str, where: str, target: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = target.generate(PROMPT, **GREEDY)
-    assistant = assistant_for(target, door != "unattached")
+    assistant = assistant_for(target)
     assistant.attach(target, default=True) if door == "default" else None
     arguments: dict[str, Any] = {} if door == "default" else {"assistant_model": assistant}
     if where == "given":

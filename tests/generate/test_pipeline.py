@@ -85,14 +85,8 @@ def by_name(name: str | Path) -> tuple[Any, Any]:
 def test_name_of_an_early_exit(hub: HubServer, tmp_path: Path, local: bool) -> None:
     name = publish(hub, tmp_path, "early exit")
     assisted, plain = by_name(tmp_path / "head" if local else name)
-    message = (
-        r"drafts with layers 0, 1 of 'org/target', so it must be attached to it.*"
-        r"In a pipeline pass the assistant object made in this way, not its name"
-    )
-    with pytest.raises(ValueError, match=message):
-        say(assisted)
-    assisted.assistant_model.attach(assisted.model)
     assert say(assisted) == say(plain)
+    assert assisted.assistant_model.stats.drafted > 0
 
 
 @pytest.mark.parametrize("rows", [64, 80])

@@ -42,7 +42,7 @@ DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
     "chain": lambda target: SpecDecPPAssistant.from_draft(tiny("llama"), target, speculation=CHAIN),
     "early exit": lambda target: SpecDecPPAssistant.from_early_exit(target, 1, speculation=CHAIN),
     "lookup": lambda target: assist(target, "lookup", speculation=CHAIN, default=False),
-    "unattached": lambda _: SpecDecPPAssistant.from_draft(tiny("llama"), speculation=CHAIN),
+    "by a call": lambda _: SpecDecPPAssistant.from_draft(tiny("llama"), speculation=CHAIN),
 }
 
 
@@ -200,7 +200,7 @@ def test_a_compiled_target_is_attached_behind_its_wrapper() -> None:
     how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
     plain = target.generate(prompt(), **how)
     assert torch.equal(compiled.generate(prompt(), assistant_model=assistant, **how), plain)
-    assert assistant.stats.complete, "our own loop ran"
+    assert assistant.stats.accepted > 0
     assistant.detach(compiled)
     assert not has_our_methods(target)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
 from support.tree_generation import PROMPT, sharp
-from support.watchers import no_work
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -78,13 +77,6 @@ def test_sampled_texts_follow_the_grammar(target: Any, way: str) -> None:
     assert assistant.stats.accepted > 3
 
 
-def test_unattached_chains_end_where_the_draft_can_say_nothing(target: Any) -> None:
-    arguments = {"do_sample": False, "max_new_tokens": 32, "logits_processor": [Grammar()]}
-    plain = target.generate(PROMPT, **arguments)
-    assistant = with_small_vocabulary(target, "fixed", attached=False)
-    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
-
-
 def test_tokens_that_are_suppressed_altogether(target: Any) -> None:
     """`suppress_tokens` may take away all that the draft can say, in every place."""
     arguments = {"do_sample": False, "max_new_tokens": 12, "suppress_tokens": COMMON}
@@ -145,10 +137,3 @@ def test_one_call_for_each_token(shape: str, sampling: dict[str, Any]) -> None:
     torch.testing.assert_close(text.scores, plain.scores)
     assert ours.taken == theirs.taken
     assert 0 < assistant.stats.accepted < assistant.stats.drafted
-
-
-def test_state_is_noticed_without_attaching() -> None:
-    target = tiny("llama", num_hidden_layers=1)
-    assistant = assistant_for(target, attached=False)
-    with no_work(target), pytest.raises(ValueError, match="Matcher: keeps count of its calls.*Attach"):
-        generate(target, Matcher(), assistant_model=assistant)

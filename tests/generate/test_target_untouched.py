@@ -132,10 +132,10 @@ def test_copies_of_an_attached_target_are_ordinary(way: Any) -> None:
     assert type(twin) is original
     assert snapshot(twin)["hooks"] == 0
     assert torch.equal(generate(twin), plain)
-    assert torch.equal(generate(twin, assistant_model=assistant), plain), "as an unattached target"
-    assert not assistant.stats.complete
+    assert torch.equal(generate(twin, assistant_model=assistant), plain), "as a target of its own"
+    assert assistant.stats.decided["attached"] == "by a call"
     assert torch.equal(generate(target, assistant_model=assistant), plain), "and ours is still attached"
-    assert assistant.stats.complete
+    assert assistant.stats.decided["attached"] == "before"
     assistant.detach()
     reading.detach()
 
@@ -146,5 +146,5 @@ def test_a_deep_copy_of_an_assistant_is_the_assistant() -> None:
     plain, assistant = generate(target), assistant_for(target)
     arguments = copy.deepcopy({"assistant_model": assistant, "max_new_tokens": 24})
     assert torch.equal(generate(target, **arguments), plain)
-    assert assistant.stats.complete, "by our own loop"
+    assert assistant.stats.decided["attached"] == "before"
     assistant.detach()

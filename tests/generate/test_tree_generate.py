@@ -1,10 +1,8 @@
 """`generate()` with token trees on an attached target: its exact distribution, its ends and its statistics."""
 
-import re
 from typing import Any
 
 import pytest
-import torch
 from support.exact_distribution import exact_distribution, worst_error
 from support.models import assistant_for, told
 from support.stock_rounds import PROMPT as SHORT
@@ -12,7 +10,6 @@ from support.stock_rounds import small, target_distribution
 from support.tree_generation import ARGUMENTS, TREES, generate, plain_text, target_of
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation import setup
 
 
 @pytest.mark.every(2, takes=2)
@@ -55,20 +52,3 @@ def test_statistics_of_trees() -> None:
     assert all(0.0 <= rate <= 1.0 for rate in stats.acceptance_by_rank)
     assert "trees" in str(stats)
     assert (stats + stats).tree_depths == [2 * count for count in stats.tree_depths]
-
-
-def test_an_unattached_target_gets_chains_and_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(setup.logger, "warning_once", warnings.append)
-    target = target_of("llama")
-    assistant = assistant_for(target, attached=False, mix=0.9, rule="fixed", **TREES["static"])
-    assert torch.equal(generate(target, assistant, **ARGUMENTS), plain_text("llama"))
-    assert assistant.stats.accepted > 0
-    assert not assistant.stats.tree_depths
-    assert assistant.stats.last_tree is None
-    assert len(warnings) == 1
-    assert re.search(r"tree=\[3, 2, 1\].*chains only.*assistant\.attach\(model\)", warnings[0])
-    warnings.clear()
-    assistant.attach(target)
-    generate(target, assistant)
-    assert warnings == []

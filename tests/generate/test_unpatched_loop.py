@@ -1,18 +1,14 @@
-"""`SpecDecPPCandidateGenerator` inside transformers' own assisted decoding, of which nothing is patched.
+"""`SpecDecPPCandidateGenerator` inside transformers' own assisted decoding."""
 
-Only the method that transformers asks for a candidate generator is set, on the instance: the hook for those who bring
-their own loop or generator."""
-
-import types
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from support.models import Rounds, partly_agreeing, prompt, tiny
+from support.models import Rounds, assistant_of, partly_agreeing, prompt, tiny
+from support.stock_rounds import in_their_loop
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
-from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT = prompt(20)
 RULES: dict[str, dict[str, Any]] = {
@@ -20,26 +16,6 @@ RULES: dict[str, dict[str, Any]] = {
     "threshold": {"rule": "threshold", "threshold": 0.8, "max_tokens": 7},
     "throughput": {"rule": "throughput", "costs": {"draft": 0.4, "verify": [1.0]}},  # some rounds draft nothing
 }
-
-
-def with_generator(target: CausalLM, assistant: SpecDecPPAssistant) -> list[SpecDecPPCandidateGenerator]:
-    """Make transformers' loop on `target` draft with our generator; the list collects one a call."""
-    made: list[SpecDecPPCandidateGenerator] = []
-
-    def get(self: Any, **kwargs: Any) -> SpecDecPPCandidateGenerator:
-        assert kwargs["assistant_model"] is assistant
-        made.append(
-            SpecDecPPCandidateGenerator(
-                assistant.setup(),
-                kwargs["generation_config"],
-                kwargs["logits_processor"],
-                kwargs["model_kwargs"].get("attention_mask"),
-            )
-        )
-        return made[-1]
-
-    target._get_candidate_generator = types.MethodType(get, target)
-    return made
 
 
 QUICK = [("llama", "fixed", "independent"), ("gemma3_text", "threshold", "early exit"),
@@ -59,9 +35,8 @@ def test_greedy_equality(family: str, rule: str, kind: str, monkeypatch: pytest.
         assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=speculation)
     else:
         assistant = SpecDecPPAssistant.from_early_exit(target, 2, speculation=speculation)
-        assistant.detach()  # it keeps its draft, and the loop is transformers' again
-    made, rounds = with_generator(target, assistant), Rounds(monkeypatch)
-    assert torch.equal(target.generate(PROMPT, assistant_model=assistant, **arguments), plain)
+    made, rounds = list[SpecDecPPCandidateGenerator](), Rounds(monkeypatch)
+    assert torch.equal(target.generate(PROMPT, **in_their_loop(target, assistant, made), **arguments), plain)
 
     # Feedback: transformers tells the generator of every round, the last one included.
     stats = made[0].stats
@@ -75,7 +50,18 @@ def test_greedy_equality(family: str, rule: str, kind: str, monkeypatch: pytest.
 def test_the_rule_learns() -> None:
     target = tiny("llama")
     assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=SpeculationConfig("threshold"))
-    made = with_generator(target, assistant)
-    target.generate(PROMPT, assistant_model=assistant, max_new_tokens=30, do_sample=False)
+    made: list[SpecDecPPCandidateGenerator] = []
+    target.generate(PROMPT, **in_their_loop(target, assistant, made), max_new_tokens=30, do_sample=False)
     rule: Any = made[0].rule
     assert rule.rates.rounds > 0
+
+
+@pytest.mark.parametrize(("kind", "settings", "says"), [
+    ("independent", {"tree": "dyspec"}, "drafts trees"),
+    ("conditioned", {"rule": "fixed"}, "reads hidden states of the target"),
+])  # fmt: skip
+def test_what_it_cannot_draft_there(kind: str, settings: dict[str, Any], says: str) -> None:
+    target = tiny("llama")
+    assistant = assistant_of(kind, target, **settings)
+    with pytest.raises(ValueError, match=f"{says}.*transformers' own loop"):
+        target.generate(PROMPT, **in_their_loop(target, assistant), max_new_tokens=8)

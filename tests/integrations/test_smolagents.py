@@ -70,10 +70,10 @@ def test_among_the_arguments(model: Any, folder: str) -> None:
     assert say(model) == plain
     assert assistant.stats.accepted > 0
     assistant.detach()
-    unattached = SpecDecPPAssistant.from_draft(AutoModelForCausalLM.from_pretrained(folder), speculation=FIXED)
-    other = smolagents.TransformersModel(folder, assistant_model=unattached, **GREEDY)
+    independent = SpecDecPPAssistant.from_draft(AutoModelForCausalLM.from_pretrained(folder), speculation=FIXED)
+    other = smolagents.TransformersModel(folder, assistant_model=independent, **GREEDY)
     assert say(other) == plain
-    assert unattached.stats.accepted > 0
+    assert independent.stats.accepted > 0
     with pytest.raises(TypeError, match="not JSON serializable"):
         json.dumps(other.to_dict())  # as the example says
 

@@ -347,16 +347,14 @@ def test_texts_are_not_delayed_by_copies_that_are_not_made(target: CausalLM, cal
     assert (bool(calls), assistant.stats.decided["products"]) == (True, "float16")
 
 
-@pytest.mark.parametrize("attach", [True, False])
 @pytest.mark.parametrize("off", [{"cpu_products": "off"}, {"reproducible": True}], ids=str)
-def test_off_is_off(target: CausalLM, calls: Calls, attach: bool, off: dict[str, Any]) -> None:
+def test_off_is_off(target: CausalLM, calls: Calls, off: dict[str, Any]) -> None:
     expected = logits_of(target)
-    assistant = assistant_for(target, attach, **FIXED, **off)
+    assistant = assistant_for(target, **FIXED, **off)
     actual = logits_of(target, assistant_model=assistant)
     background.wait()
     assert (calls, assistant.copies.bytes) == ([], 0)
-    if attach:  # transformers' own loop has no pass over the prompt alone
-        assert torch.equal(actual[0], expected[0]), "the prompt's pass is bit for bit that of plain generation"
+    assert torch.equal(actual[0], expected[0]), "the prompt's pass is bit for bit that of plain generation"
     torch.testing.assert_close(actual, expected)
 
 
@@ -366,13 +364,6 @@ def test_turned_off_later_they_are_given_back(target: CausalLM, calls: Calls) ->
     assert assistant.copies.bytes > 0
     told(assistant, **FIXED, cpu_products="off")
     logits_of(target, assistant_model=assistant)
-    assert (calls, assistant.copies.bytes) == ([], 0)
-
-
-def test_an_unattached_draft(target: CausalLM, calls: Calls) -> None:
-    assistant, expected = assistant_for(target, attached=False, **FIXED), logits_of(target)
-    assert torch.equal(logits_of(target, assistant_model=assistant).argmax(-1), expected.argmax(-1))
-    background.wait()
     assert (calls, assistant.copies.bytes) == ([], 0)
 
 

@@ -182,21 +182,21 @@ def test_without_looking_a_draft_keeps_the_old_ones(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.every(2, takes=2)
-@pytest.mark.parametrize("attached", [True, False], ids=["attached", "unattached"])
-def test_two_targets_share_an_assistant(attached: bool) -> None:
+@pytest.mark.parametrize("how", ["before", "by a call"])
+def test_two_targets_share_an_assistant(how: str) -> None:
     targets = [tiny("llama"), tiny("mistral", seed=3)]
     assistant = SpecDecPPAssistant.from_draft(partly_agreeing(targets[0]), speculation=FIXED)
-    if attached:
+    if how == "before":
         for target in targets:
             assistant.attach(target)
     for target in (*targets, *targets):
         plain = generate(target)
         assert torch.equal(generate(target, assistant_model=assistant), plain)
-        assert assistant.stats.complete is attached
+        assert assistant.stats.decided["attached"] == how
     assistant.detach(targets[0])
     for target in targets:
         assert torch.equal(generate(target, assistant_model=assistant), generate(target))
-        assert assistant.stats.complete is (attached and target is targets[1])
+        assert assistant.stats.decided["attached"] == ("by a call" if target is targets[0] else how)
 
 
 def test_attaching_twice_counts_once() -> None:

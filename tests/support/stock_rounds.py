@@ -1,5 +1,6 @@
-"""transformers' own loop with every random number replaced, so that rounds can be enumerated."""
+"""transformers' own loop, also with every random number replaced, so that rounds can be enumerated."""
 
+import types
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.generation import candidate_generator
 from support.exact_distribution import Replay, Tokens
 from support.models import tiny
@@ -16,6 +18,26 @@ PROMPT, VOCAB = torch.tensor([[1, 0, 2]]), 4
 
 def small(seed: int) -> Any:
     return tiny("llama", seed, vocab_size=VOCAB, num_hidden_layers=1)
+
+
+def in_their_loop(
+    target: Any, assistant: SpecDecPPAssistant, made: list[SpecDecPPCandidateGenerator] | None = None
+) -> dict[str, Any]:
+    """Arguments with which `target.generate()` runs transformers' loop with generators of ours, which `made` collects.
+
+    The method that transformers asks for a candidate generator is set on the instance: the hook for those who bring
+    their own loop or generator. The argument asks for assisted generation without an assistant."""
+
+    def get(self: Any, **kwargs: Any) -> SpecDecPPCandidateGenerator:
+        config, processors = kwargs["generation_config"], kwargs["logits_processor"]
+        mask = kwargs["model_kwargs"].get("attention_mask")
+        generator = SpecDecPPCandidateGenerator(assistant.setup(), config, processors, mask, target=self)
+        if made is not None:
+            made.append(generator)
+        return generator
+
+    target._get_candidate_generator = types.MethodType(get, target)
+    return {"prompt_lookup_num_tokens": 1}
 
 
 def target_distribution(target: PreTrainedModel, temperature: float, top_k: int, penalty: float = 1.0):

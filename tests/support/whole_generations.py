@@ -19,9 +19,15 @@ Enumerate = Callable[[Replay], None]
 
 
 def generations(
-    target: CausalLM, assistant: SpecDecPPAssistant, use: Enumerate, count: int = NEW_TOKENS, penalty: float = 1.0
+    target: CausalLM,
+    assistant: SpecDecPPAssistant,
+    use: Enumerate,
+    count: int = NEW_TOKENS,
+    penalty: float = 1.0,
+    how: dict[str, Any] | None = None,
 ) -> tuple[Probs, int]:
-    """What `generate()` emits, and how many ways there are to it; with a penalty on repetitions unless it is 1."""
+    """What `generate()` emits, and how many ways there are to it; with a penalty on repetitions unless it is 1. `how`:
+    arguments that have it draft, by default the assistant."""
     paths = 0
 
     def program(replay: Replay) -> Tokens:
@@ -31,16 +37,22 @@ def generations(
         assistant.memory.clear()  # every path begins alike
         options: Any = {"temperature": 0.8, "top_k": 2, "do_sample": True, "max_new_tokens": count}
         options["repetition_penalty"] = None if penalty == 1.0 else penalty
-        return tuple(target.generate(PROMPT, assistant_model=assistant, **options)[0, PROMPT.shape[1] :].tolist())
+        options |= {"assistant_model": assistant} if how is None else how
+        return tuple(target.generate(PROMPT, **options)[0, PROMPT.shape[1] :].tolist())
 
     return exact_distribution(program), paths
 
 
 def assert_exactly_p(
-    target: CausalLM, assistant: SpecDecPPAssistant, use: Enumerate, count: int = NEW_TOKENS, penalty: float = 1.0
+    target: CausalLM,
+    assistant: SpecDecPPAssistant,
+    use: Enumerate,
+    count: int = NEW_TOKENS,
+    penalty: float = 1.0,
+    how: dict[str, Any] | None = None,
 ) -> float:
     """What is emitted has the target's distribution, and some candidates were rejected. Returns the ways to a text."""
-    distribution, paths = generations(target, assistant, use, count, penalty)
+    distribution, paths = generations(target, assistant, use, count, penalty, how)
     p = target_distribution(target, 0.8, 2, penalty)
     assert worst_error(distribution, p, VOCAB) < TOLERANCE
     for tokens, weight in distribution.items():

@@ -146,19 +146,6 @@ def cheap() -> dict[str, Any]:
     return {"rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.5]}}
 
 
-def test_the_threshold_decides_where_costs_cannot_be_known() -> None:
-    """In transformers' own loop, unless they are given."""
-    target = tiny("llama")
-    texts, rules = [], []
-    for settings in ({"rule": "throughput"}, {"rule": "threshold"}, cheap()):
-        assistant = assistant_for(target, attached=False, **settings)
-        texts.append(target.generate(prompt(), assistant_model=assistant, max_new_tokens=40, do_sample=False).tolist())
-        rules.append((assistant.stats.decided["rule"], assistant.stats.drafted))
-    assert texts[0] == texts[1] == texts[2]
-    assert rules[0] == rules[1] == ("threshold", rules[0][1])
-    assert rules[2][0] == "throughput"
-
-
 @pytest.mark.takes(2)
 def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     target = tiny("llama")

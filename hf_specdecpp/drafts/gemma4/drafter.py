@@ -56,7 +56,7 @@ class Gemma4Draft(StateDraft):
     """
 
     shares_cache = True
-    lacks = {
+    cannot = {
         "batches": "A Gemma 4 assistant reads the keys and values in the target's cache, and those of the rows of a "
         "batch lie among one another's there. Call generate() once a sequence.",
     }

@@ -162,7 +162,7 @@ class MtpDraft(StateDraft):
     def __init__(self, layers: Sequence[Drafter], target: CausalLM) -> None:
         self.layers, self.first = list(layers), layers[0]
         super().__init__(self.first.model, self.first.fusion, target)
-        self.lacks = {
+        self.cannot = {
             "trees": f"The target has {len(self.layers)} multi-token layers, and each of them reads the rows of the "
             "one before it, which differ from path to path: nodes of a tree share none. Draft chains (tree=None); a "
             "single multi-token layer drafts trees, too.",

@@ -1,1 +1,1 @@
-"""The two doors to drafting: our own loop on an attached target, and transformers' loop on any."""
+"""How a `generate()` call comes to our loop: assistants are attached, and their calls decided upon."""

@@ -1,4 +1,4 @@
-"""Attach an assistant to a target and detach it: three methods of the target's class ask which assistants it has.
+"""Attach an assistant to a target and detach it: four methods of the target's class ask which assistants it has.
 
 Why the class: `generate()` looks its decoding method up on the type of the model. The alternatives break more. A class
 of its own for each target changes `type(model)` under calls that are running in other threads (`super()` in them
@@ -6,8 +6,10 @@ fails), has torch.compile compile anew, and has to be hidden from pickle and cop
 further attribute, is in the way of models that bring one along (`custom_generate`), is passed by
 `type(model).generate(model)`, and does not know yet how a call will decode.
 
-So a target is not touched at all. Other models of its class go through these methods to their own; the methods keep
-the originals, so calls that began before they came or went end as they would have.
+So a target is not touched at all. The methods are put on where they are defined: on transformers' `GenerationMixin` as
+long as there are assistants, since a call may name one of a model that has none, and is attached then; on a class with
+methods of its own while its models have assistants. Other models go through these methods to their own; the methods
+keep the originals, so calls that began before they came or went end as they would have.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from functools import partial, update_wrapper
 from threading import RLock
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
@@ -44,14 +47,14 @@ from hf_specdecpp.models.checks import check_target
 
 @dataclass
 class Attached:
-    """The assistants of a target, each with what is called when it is deleted.
+    """The assistants of a target.
 
     Attributes:
         default: drafts for calls without an assistant. It is held as long as the target lives: an assistant knows parts
             of its target, never the target.
     """
 
-    assistants: WeakKeyDictionary[nn.Module, finalize[Any, Any]] = field(default_factory=WeakKeyDictionary)
+    assistants: WeakSet[nn.Module] = field(default_factory=WeakSet)
     default: Any = None
 
 
@@ -59,6 +62,8 @@ class Attached:
 # it is held, the garbage collector may call `_take_off` in the same thread.
 _attached: WeakKeyDictionary[CausalLM, Attached] = WeakKeyDictionary()
 NOTHING = Attached()  # to targets that have never had an assistant
+_assistants: WeakSet[Any] = WeakSet()  # all that calls may name
+_changed: set[type[Any]] = set()  # classes that have methods of ours
 _paused: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many `paused` contexts an assistant is in
 _lock = RLock()
 # A target and the default of its calls in this thread, in the place of its own.
@@ -69,18 +74,23 @@ logger = logging.get_logger("hf_specdecpp")
 BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.GROUP_BEAM_SEARCH)
 
 
+def answer_calls(assistant: Assistant) -> None:
+    """From now on `generate(assistant_model=assistant)` of a model that it is not attached to attaches it."""
+    with _lock:
+        _assistants.add(assistant)
+        finalize(assistant, _take_off).atexit = False
+        _put_on(GenerationMixin)
+
+
 def attach(assistant: nn.Module, target: CausalLM) -> None:
     """Let `target.generate(assistant_model=assistant)` run our loop; `ValueError` if it cannot be assisted."""
     check_reading(target)
-    kind = type(target)
     with _lock:
         if (found := _attached.get(target)) is None:
             found = _attached[target] = Attached()
-            finalize(target, _take_off, kind).atexit = False
-        if assistant not in found.assistants:
-            found.assistants[assistant] = deleted = finalize(assistant, _take_off, kind)
-            deleted.atexit = False
-        _put_on(kind)
+            finalize(target, _take_off).atexit = False
+        found.assistants.add(assistant)
+        _put_on(type(target))
 
 
 def check_reading(target: CausalLM) -> None:
@@ -95,8 +105,8 @@ def detach(assistant: nn.Module, target: CausalLM) -> None:
     with _lock:
         if is_attached(assistant, target):
             set_default(assistant, target, False)
-            _attached[target].assistants.pop(assistant).detach()
-            _take_off(type(target))
+            _attached[target].assistants.discard(assistant)
+            _take_off()
 
 
 def is_attached(assistant: Any, target: CausalLM) -> bool:
@@ -138,8 +148,9 @@ def paused(assistant: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def as_default(assistant: nn.Module, target: CausalLM) -> Iterator[None]:
-    """Within, this thread's calls of `target` without an assistant run this attached one, whatever its default is."""
+def as_default(assistant: nn.Module | None, target: CausalLM) -> Iterator[None]:
+    """Within, this thread's calls of `target` without an assistant run this attached one, whatever its default is; or
+    none."""
     token = _default_here.set((target, assistant))
     try:
         yield
@@ -159,12 +170,11 @@ def default_of(target: CausalLM) -> Any:
 
 
 class Method:
-    """A method of a class in the place of its own, which models without an assistant go on to; `ours` is called with a
-    model that has one, the method that it would have, and the arguments."""
+    """A method of a class in the place of its own: `ours` is called with the model, the method that it would have, and
+    the arguments."""
 
-    def __init__(self, kind: type[CausalLM], name: str, ours: Callable[..., Any]) -> None:
-        self.kind, self.name, self.ours, self.is_own = kind, name, ours, name in vars(kind)
-        self.original = getattr(kind, name)
+    def __init__(self, kind: type[Any], name: str, ours: Callable[..., Any]) -> None:
+        self.kind, self.name, self.ours, self.original = kind, name, ours, vars(kind)[name]
         # transformers reads its arguments' names; what another `Method` knows is not this one's.
         update_wrapper(self, self.original, updated=())
 
@@ -174,38 +184,58 @@ class Method:
     def __call__(self, target: CausalLM, *args: Any, **kwargs: Any) -> Any:
         # Of several, as where a class and a subclass of it have assistants, the first that is met decides.
         first = next((each for each in type(target).__mro__ if isinstance(vars(each).get(self.name), Method)), None)
-        if not _attached.get(target, NOTHING).assistants or first is not self.kind:
+        if first is not self.kind:
             return self.original(target, *args, **kwargs)
         return self.ours(target, partial(self.original, target), *args, **kwargs)
 
 
-def _put_on(kind: type[CausalLM]) -> None:
+def _put_on(kind: type[Any]) -> None:
     for name, ours in METHODS.items():
-        if not isinstance(vars(kind).get(name), Method):
-            setattr(kind, name, Method(kind, name, ours))
+        owner = next(each for each in kind.__mro__ if name in vars(each))
+        if not isinstance(vars(owner)[name], Method):
+            setattr(owner, name, Method(owner, name, ours))
+            _changed.add(owner)
 
 
-def _take_off(kind: type[CausalLM]) -> None:
-    """Give a class, and those that it is made of, their own methods back where no model has an assistant any more."""
+def _take_off() -> None:
+    """Give classes their own methods back where no assistant needs ours any more."""
     with _lock:
-        used = [type(target) for target, found in _attached.items() if list(found.assistants)]
-        for each in kind.__mro__:
-            if any(issubclass(one, each) for one in used):
-                return
+        used: list[type[Any]] = [type(target) for target, found in _attached.items() if list(found.assistants)]
+        if list(_assistants):
+            used.append(GenerationMixin)
+        for kind in [each for each in _changed if not any(issubclass(one, each) for one in used)]:
+            _changed.discard(kind)
             for name in METHODS:
-                method = vars(each).get(name)
-                if isinstance(method, Method) and method.is_own:
-                    setattr(each, name, method.original)
-                elif isinstance(method, Method):
-                    delattr(each, name)
+                if isinstance(method := vars(kind).get(name), Method):
+                    setattr(kind, name, method.original)
+
+
+def _is_assistant(named: Any) -> bool:
+    return isinstance(named, nn.Module) and named in _assistants
+
+
+def _extract_generation_mode_kwargs(
+    target: CausalLM,
+    original: Any,
+    custom_generate: Any,
+    kwargs: Any,
+    synced_gpus: Any,
+    assistant_model: Any,
+    *rest: Any,
+) -> Any:
+    if _is_assistant(assistant_model):
+        with torch.inference_mode(False):  # a draft that is made here is used by other calls, too
+            assistant_model.answer(target)
+    return original(custom_generate, kwargs, synced_gpus, assistant_model, *rest)
 
 
 def _validate_generation_mode(
     target: CausalLM, original: Any, mode: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]
 ) -> None:
     assistant: Any = mode_kwargs.get("assistant_model")
-    check_object(assistant)
-    if is_attached(assistant, target):
+    if assistants_of(target):
+        check_object(assistant)
+    if _is_assistant(assistant):
         _check(target, mode, config, mode_kwargs)
         # Its text is that of the plain call, and so is the rest of what is checked. Of assisted ones transformers
         # compares padded vocabulary sizes (tokenizers were compared when attaching), and refuses several sequences and
@@ -257,25 +287,24 @@ def _assisted_decoding(
     **kwargs: Any,
 ) -> Any:
     given = input_ids, logits_processor, stopping_criteria, generation_config
-    if not is_attached(assistant_model, target):
+    if not _is_assistant(assistant_model):
         default = None if assistant_model is not None or generation_config.is_assistant else default_of(target)
         if default is not None:
             reason, is_model_s = own_speculation(generation_config, target)
             _leave_out(default, target, reason, kwargs.get("streamer"), says=is_model_s)
         return original(*given, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
-    # Again, since another thread may have attached the assistant since the call began, and checked the target for that.
-    check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
     try:
         decode = decoding_of(Call.of(target, *given[1:], **kwargs), assistant_model, input_ids)
     except PlainCallError as refusal:
         _leave_out(assistant_model, target, str(refusal), kwargs.get("streamer"))
         others = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
-        plain: Any = GenerationMixin._sample
-        return plain(target, *given, **others)
+        with as_default(None, target):
+            return type(target)._sample(target, *given, **others)
     return decode(input_ids)
 
 
 METHODS: dict[str, Callable[..., Any]] = {
+    "_extract_generation_mode_kwargs": _extract_generation_mode_kwargs,
     "_validate_generation_mode": _validate_generation_mode,
     "_sample": _sample,
     "_assisted_decoding": _assisted_decoding,

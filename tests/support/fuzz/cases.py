@@ -82,7 +82,7 @@ def draw(randomness: random.Random, families: tuple[str, ...] = FAMILIES) -> Cas
         draft=r.choice(("close", "close", "close", "other", "more ids", "fewer ids", *DRAFTS[3:])),
         draft_vocab=rarely("all", ("most", "few"), 0.3), head=rarely("none", ("before", "after"), 0.3),
         rule=r.choice(RULES), tree=tree,
-        door=rarely("attached", ("unattached",), 0.0 if tree != "none" else 0.35),
+        door=rarely("attached", ("by a call",), 0.0 if tree != "none" else 0.35),
         processors=some(PROCESSORS, (0, 0, 0, 1, 1, 2, 3)), sampling=r.random() < 0.25,
         stop=rarely("max_new_tokens", STOPS, 0.5), new_tokens=r.choice((1, 2, 5, 9, 12, 12)),
         length=r.choice((1, 2, 3, 6, 11, 12, 13, 14, 25)), padding=rarely("no mask", PADDINGS, 0.6),
@@ -105,10 +105,6 @@ def settle(case: Case) -> Case:
             case = replace(case, **to)
 
     turn(case.weights == "merged" and case.family not in WITH_ADAPTERS, weights="copied")
-    if case.door != "attached":  # transformers' own loop: no trees, early exits or copies of weights
-        turn(True, tree="none", weights="as they are")
-        turn(case.draft in ("more ids", "fewer ids"), draft="other")  # it compares the numbers
-        turn(case.draft.startswith("exit") or case.draft in ("conditioned", "eagle3"), draft="close")
     turn(case.tree.startswith("dyspec") and case.head == "after", head="before")  # "after" cannot value slots
     turn(case.cache in ("none", "empty"), turns=1)
     turn(case.cache.endswith("ids") and case.turns == 1, turns=2)

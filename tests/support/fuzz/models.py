@@ -74,7 +74,7 @@ def head_of(kind: str, model: CausalLM) -> AcceptanceHead | None:
 
 
 def assistant_for(case: Case, target: CausalLM) -> SpecDecPPAssistant:
-    """The case's assistant, attached to `target` unless the case's door is another.
+    """The case's assistant, attached to `target`, or a draft of its own that the first call attaches.
 
     Raises:
         ValueError: this target or draft is refused."""
