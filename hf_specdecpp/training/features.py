@@ -225,7 +225,7 @@ def sibling_labels(p: Tensor, drawn_from: list[Tensor], tokens: Tensor) -> tuple
     with that as the weight of the example learns P(accepted | reached): unweighted, it would learn as much from
     siblings that are hardly ever tested.
     """
-    *labels, _ = (accepted for accepted, _ in sibling_tests(p, drawn_from, tokens.unbind(-1)))
+    *labels, _ = (accepted.nan_to_num(0.0) for accepted, _ in sibling_tests(p, drawn_from, tokens.unbind(-1)))
     reach = [torch.ones_like(p[..., 0])]
     for accepted in labels[:-1]:
         reach.append(reach[-1] * (1.0 - accepted))

@@ -28,8 +28,8 @@ from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.texts.branches import BranchingText, target_states
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.trees.tree import DraftTree, Lineage, TreePass
-from hf_specdecpp.trees.verification import ending_chances, verify_tree_greedy
+from hf_specdecpp.trees.tree import DraftTree, Lineage
+from hf_specdecpp.trees.verification import child_tests, verify_tree_greedy
 
 
 class ReplayedRound(NamedTuple):
@@ -128,9 +128,34 @@ class RoundReplay:
 
 def ends_at(tree: DraftTree, p: Tensor, verification: Verification) -> Tensor:
     """`[nodes]`, the chance that each node is the last that is accepted; `p`: `[nodes, vocab]`."""
-    if not len(tree):
-        return torch.ones(1, dtype=torch.float64)
-    return ending_chances(TreePass(tree, range(len(p))), p, verification).cpu()
+    return ending_chances(tree, p.cpu(), verification)
+
+
+def ending_chances(tree: DraftTree, p: Tensor, verification: Verification) -> Tensor:
+    """`[nodes]` float64, the chance that each node is the last accepted one; `p` `[nodes, vocab]` on the host.
+
+    For p = [0.5, 0.3, 0.2] at the root and its child 1 from q = [0.2, 0.6, 0.2]: [0.5, 0.5].
+    """
+    one = torch.ones((), dtype=p.dtype)
+    owed, ends, order, is_block = [one] * len(p), [1.0] * len(p), [], verification == "block"
+    for node, children in enumerate(tree.children):  # parents come first
+        if not children:
+            continue
+        *chances, (own, _) = child_tests(tree, node, p[node], owed[node] if is_block else one)
+        owed[node] = own
+        for child, (chance, _) in zip(children, chances, strict=True):
+            owed[child] = chance.nan_to_num(0.0)
+            ends[child] = ends[node] * float(owed[child])  # token by token
+            ends[node] -= ends[child]
+    if is_block:  # nodes are tested after all nodes below them, and what is below first children first
+        left, stack = 1.0, [0]
+        while stack:
+            order.append(stack.pop())
+            stack += tree.children[order[-1]]
+        for node in reversed(order):
+            ends[node] = left * float(owed[node])
+            left -= ends[node]
+    return torch.tensor(ends, dtype=torch.float64)
 
 
 def replay_rounds(
