@@ -19,9 +19,9 @@ from hf_specdecpp.drafting.round_steps import Level, RoundSteps, Window
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator, lag_of
-from hf_specdecpp.sampling.on_device import best_slots, count_until, exponential, race, slot_values
+from hf_specdecpp.sampling.on_device import best_slots, count_until, exponential, race, remaining, slot_values
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.verification import Verification, remaining
+from hf_specdecpp.sampling.verification import Verification
 
 READ_AT_ONCE = 2048  # tokens of a prompt, whose mask is a matrix
 
@@ -267,8 +267,7 @@ class CapturedDraft:
         if head is None:
             chances = (probs / (1.0 - mass).clamp_min(torch.finfo(probs.dtype).tiny)).clamp_max(1.0)
         else:
-            rows = torch.stack(tuple(remaining(step.q, tokens.unbind(-1))), dim=-2)
-            chances = head.estimate_siblings(step, tokens, rows, mass)
+            chances = head.estimate_siblings(step, tokens, remaining(step.q, tokens), mass)
         chances = chances.nan_to_num(0.0)
         judged, chances = chances, self._calibrated(chances)
         chosen = best_slots(values, chances, width, rules.greedy)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import compress
@@ -242,22 +241,17 @@ class Text:
             choices = likeliest_tokens(scores)
             path, token = verify_tree_greedy(tree, lambda node: choices[rows[node]])
         else:
-            p = self._on_host(tree_pass, scores)
-            path, token = verify_tree(tree, p, self.randomness, self.verification)
+            p = self._on_host(tree, scores)
+            path, token = verify_tree(tree, lambda node: p[rows[node]], self.randomness, self.verification)
         return follow_tree(tree, path, token, lambda node: self._draw(scores[rows[node]]))
 
-    def _on_host(self, tree_pass: TreePass, scores: Tensor) -> Callable[[int], Tensor]:
-        """p after a node, on the host: one read brings p and q of all nodes that have children, and a leaf's p is read
-        if it is asked for."""
-        tree, rows = tree_pass.tree, tree_pass.rows
-        inner = [node for node, children in enumerate(tree.children) if children]
-        known: dict[int, Tensor] = {}
-        if inner:
-            of_draft = [tree.scores[node].to(scores.device) for node in inner]
-            both = torch.stack([*(scores[rows[node]] for node in inner), *of_draft]).softmax(dim=-1).cpu()
-            known = dict(zip(inner, both[: len(inner)], strict=True))
-            tree.distributions = dict(zip(inner, both[len(inner) :], strict=True))
-        return lambda node: known[node] if node in known else scores[rows[node]].softmax(dim=-1).cpu()
+    def _on_host(self, tree: DraftTree, scores: Tensor) -> Tensor:
+        """p of all rows on the host; the same read brings q of the tree there."""
+        parents = [node for node, children in enumerate(tree.children) if children]
+        of_draft = [tree.scores[node].to(scores.device)[None] for node in parents]
+        both = torch.cat((scores, *of_draft)).softmax(dim=-1).cpu()
+        tree.distributions = dict(zip(parents, both[len(scores) :], strict=True))
+        return both
 
     def _draw(self, scores: Tensor) -> int:
         """A token by `[vocab]` processed scores of the target."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.sampling.verification import Verification, remaining, sibling_tests
+from hf_specdecpp.sampling.verification import Verification, acceptance_of, sibling_tests
 
 
 def race(weights: Tensor, times: Tensor) -> Tensor:
@@ -44,6 +44,17 @@ def count_until(fires: Tensor) -> Tensor:
 
 
 # Trees ---------------------------------------------------------------------------------------------------------------
+
+
+def remaining(q: Tensor, tokens: Tensor) -> Tensor:
+    """What each of several siblings is drawn from, `[..., c, vocab]`: q `[..., vocab]` without those before it.
+    `tokens`: `[..., c]`, in the order in which they were drawn."""
+    rows = [q]
+    for place in range(tokens.shape[-1] - 1):
+        q = q.scatter(-1, tokens[..., place : place + 1], 0.0)
+        q = q / q.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
+        rows.append(q)
+    return torch.stack(rows, dim=-2)
 
 
 def slot_values(values: Tensor, chances: Tensor) -> Tensor:
@@ -118,13 +129,15 @@ def tree_tests(
     q, slots = q[:, :inner].nan_to_num(0.0), parents * width + sibling_ranks(parents)  # as many for each parent
     children = tokens.new_zeros((texts, inner * width)).scatter(1, slots, tokens).unflatten(1, (inner, width))
     exist = torch.zeros_like(children, dtype=torch.bool).flatten(1).scatter(1, slots, True).view_as(children)
-    exist = exist & (q.gather(-1, children) > 0.0)
+    of_q = q.gather(-1, children)
+    exist = exist & (of_q > 0.0)
 
     def test(above: slice, owed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         columns, ones = children[:, above].unbind(-1), exist[:, above].unbind(-1)
-        *found, (own, rest) = sibling_tests(p[:, above], remaining(q[:, above], columns), columns, owed, ones)
-        chances = torch.stack([chance for chance, _ in found], dim=-1)
-        return torch.where(exist[:, above], chances, 0.0).flatten(1), own, rest
+        *found, (own, rest) = sibling_tests(p[:, above], q[:, above], columns, owed, ones)
+        masses, shares = (torch.stack(each, dim=-1) for each in zip(*found, strict=True))
+        chances = torch.where(exist[:, above], acceptance_of(masses, shares, of_q[:, above]), 0.0)
+        return chances.flatten(1), own, rest
 
     if verification == "token":
         chances, _, rest = test(slice(inner), p.new_ones((texts, inner)))

@@ -131,61 +131,53 @@ def acceptance(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
 
 
 def sibling_tests(
-    p: Tensor, drawn_from: Iterable[Tensor], tokens: Iterable[Tensor],
-    owed: Tensor | None = None, drawn: Iterable[Tensor] | None = None,
-) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """The tests of the children of a node, one after another, and what is left to the node itself.
+    p: Tensor, q: Tensor, tokens: Iterable[Tensor], owed: Tensor, exist: Iterable[Tensor] | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the children of a node are tested with, one after another, and what is left to the node itself.
 
     A node has to be accepted with chance a, alone or with nodes below it, and to be followed by each x with chance
     M(x) = a p(x). Its child y, drawn from D, has to be accepted with chance min(1, M(y) / D(y)). The rejection of y and
-    of all below it leaves, with s = sum of (M - D)+,
+    of all nodes below it leaves, with s = sum of (M - D)+,
 
-        M <- (M - D)+ / (s + 1 - a),    a <- s / (s + 1 - a).
+        M <- (M - D)+ / (s + 1 - a),    a <- s / (s + 1 - a),    D <- norm(D without y).
 
-    Here M = U / R is kept as U <- (U - R D)+ and R <- sum(U) + 1 - a, with the first a. With a = 1 these are the tests
-    of DySpec's Algorithm 3, from the root down.
+    Rows are not divided: M = U / R with R = sum(U) + 1 - a for the first a, D = q / Z, and U <- (U - f q)+ with
+    f = R / Z. With a = 1 these are the tests of DySpec's Algorithm 3.
 
-    For p = [0.5, 0.3, 0.2] and the siblings 1 and 0 from [0.2, 0.6, 0.2] and [0.5, 0, 0.5]: 0.5, then 1, then a = 1 and
-    U = [0.15, 0, 0].
+    For p = [0.5, 0.3, 0.2], a = 1, the children 1 and 0 and q = [0.2, 0.6, 0.2]: (0.3, 1), (0.3, 0.75), where R is 0.3
+    and Z is 0.4, then 1 and U = [0.15, 0, 0].
 
     Args:
         p: `[..., vocab]`, the target's distribution after the node.
-        drawn_from: D of each child, `[..., vocab]`.
+        q: `[..., vocab]`, what the first child was drawn from; each further one was drawn from q without the others.
         tokens: `[...]`, the children.
-        owed: `[...]`, a; 1 by default.
-        drawn: bool `[...]`, of each child whether there is one; there is by default.
+        owed: `[...]`, a.
+        exist: bool `[...]`, of each child whether there is one; there is by default.
 
     Yields:
-        For each child its chance `[...]`, nan where p or D is, and U `[..., vocab]`; at last a, and the U that all
-        leave. Where U is 0, p takes its place.
+        For each child U(y) and f, `[...]`, for `acceptance_of`; at last a `[...]` and weights `[..., vocab]` of the
+        token after the node, which p gives where they are 0.
     """
-    owed = torch.ones_like(p[..., 0]) if owed is None else owed
     mass, missing, total = p * owed[..., None], 1.0 - owed, torch.ones_like(owed)
-    exist = repeat(None) if drawn is None else drawn
-    left = owed
-    for each, token, exists in zip(drawn_from, tokens, exist):  # noqa: B905
-        share = total if exists is None else torch.where(exists, total, 0.0)
-        mass_of, q_of = (row.gather(-1, token[..., None])[..., 0] for row in (mass, each))
-        yield (mass_of / (share * q_of)).clamp_max(1.0), mass
-        mass = (mass - each * share[..., None]).clamp_min_(0.0)
+    left, share, before = owed, total, None
+    for token, exists in zip(tokens, repeat(None) if exist is None else exist, strict=False):
+        if before is not None:
+            q = q.scatter(-1, before, 0.0)
+            share = total / q.sum(-1)
+        if exists is not None:
+            share = torch.where(exists, share, 0.0)
+        before = token[..., None]
+        yield mass.gather(-1, before)[..., 0], share
+        mass = torch.addcmul(mass, share[..., None].to(q.dtype), q, value=-1.0).clamp_min_(0.0)
         left = mass.sum(-1)
         total = missing + left
     # Where p is nan, no child counts.
     yield torch.where(total > 0.0, left / total, owed), mass
 
 
-def remaining(q: Tensor, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
-    """D of each sibling: `q` `[..., vocab]` without the siblings before it (`tokens`, each `[...]`), renormalised.
-
-    For q = [0.6, 0.3, 0.1] and the siblings 0 and 1: [0.6, 0.3, 0.1] and [0, 0.75, 0.25].
-    """
-    before: Tensor | None = None
-    for token in tokens:
-        if before is not None:
-            q = q.scatter(-1, before[..., None], 0.0)
-            q = q / q.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
-        yield q
-        before = token
+def acceptance_of(mass: Tensor, share: Tensor, q: Tensor) -> Tensor:
+    """min(1, M(y) / D(y)), by U(y) and f of `sibling_tests` and by q(y); nan where p or q is nan."""
+    return (mass / (share * q)).clamp_max(1.0)
 
 
 def leftovers(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.sampling.randomness import Randomness
-from hf_specdecpp.sampling.verification import Verification, remaining, sibling_tests
+from hf_specdecpp.sampling.verification import Verification, acceptance_of, sibling_tests
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -73,8 +73,8 @@ def _tests(
 ) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
     """`child_tests` of a node that has to be accepted with the chance `owed`, each with its child, `None` at last."""
     children = tree.children[node]
-    if not children or not owed > 0.0:  # nothing to find out below; nan where p is
-        yield None, owed.nan_to_num(0.0), None
+    if not children or not owed:  # nothing to find out below
+        yield None, owed, None
         return
     for child, (chance, mass) in zip((*children, None), child_tests(tree, node, p(node), owed), strict=True):
         yield child, chance, mass
@@ -82,20 +82,25 @@ def _tests(
 
 def test_children(tree: DraftTree, node: int, p: Tensor, randomness: Randomness) -> tuple[int | None, int]:
     """A level of Algorithm 3: the accepted child of a node, if any, and the token after the node. `p`: `[vocab]`."""
-    tests = child_tests(tree, node, p)
+    tests = child_tests(tree, node, p, torch.ones((), device=p.device))
     # zip asks for the next sibling first: nothing is computed behind an accepted one.
     for child, (chance, _) in zip(tree.children[node], tests, strict=False):
-        if randomness.bernoulli(float(chance.nan_to_num(0.0))):
+        if randomness.bernoulli(float(chance)):
             return child, tree.tokens[child]
     _, left = next(tests)
     return None, int(randomness.categorical(left if float(left.sum()) > 0.0 else p))
 
 
-def child_tests(tree: DraftTree, node: int, p: Tensor, owed: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """`sibling_tests` of the node's children, given the target's distribution after the node, `[vocab]`."""
-    tokens = torch.tensor([tree.tokens[child] for child in tree.children[node]], device=p.device).unbind()
-    q = tree.q(node).to(p.device) if tokens else p
-    return sibling_tests(p, remaining(q, tokens), tokens, owed)
+def child_tests(tree: DraftTree, node: int, p: Tensor, owed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The chance of each child of a node that has to be accepted with the chance `owed`; at last what `sibling_tests`
+    leaves. `p`: `[vocab]`, the target's distribution after the node."""
+    tokens = torch.tensor([tree.tokens[child] for child in tree.children[node]], dtype=torch.long, device=p.device)
+    q = tree.q(node).to(p.device) if len(tokens) else p
+    tests = sibling_tests(p, q, tokens.unbind(), owed)
+    for of_q in q[tokens].unbind():
+        mass, share = next(tests)
+        yield acceptance_of(mass, share, of_q).nan_to_num(0.0), mass
+    yield next(tests)
 
 
 def follow_tree(tree: DraftTree, path: list[int], token: int, draw: Callable[[int], int]) -> tuple[list[int], int]:

@@ -5,7 +5,7 @@ which nodes stand, what follows; then plain sampling goes on. The distribution o
 rounding. Wrong versions of the functions must not pass."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_specdecpp.sampling import on_device
 from hf_specdecpp.sampling.on_device import best_slots
-from hf_specdecpp.sampling.verification import Verification, sibling_tests
+from hf_specdecpp.sampling.verification import Verification, acceptance_of, sibling_tests
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -61,40 +61,35 @@ def test_the_distribution_is_the_targets(judge: Judge, how: Verification) -> Non
     assert error(how, judge=judge) < 1e-12
 
 
-def with_q_of_the_first(q: Tensor, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
-    """A mutant: what was drawn without replacement counts as drawn with it."""
-    return (q for _ in tokens)
+def changed(**parts: Any) -> Any:
+    """`sibling_tests` with mistakes: `share` is applied to f, `own` to the last a and the first one, `rest` to the
+    weights and p."""
+
+    def mutant(p: Tensor, q: Tensor, tokens: Any, owed: Tensor, exist: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        *found, (own, rest) = sibling_tests(p, q, tokens, owed, exist)
+        for mass, share in found:
+            yield mass, parts.get("share", lambda f: f)(share)
+        yield parts.get("own", lambda a, _: a)(own, owed), parts.get("rest", lambda weights, _: weights)(rest, p)
+
+    return mutant
 
 
-def without_residuals(*arguments: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """A mutant: siblings are tested, and the token after the node is drawn, as if none had been rejected."""
-    *found, (own, _) = sibling_tests(*arguments)
-    return iter([*((chance, mass) for chance, mass in found), (own, arguments[0])])
+MUTANTS: dict[str, Any] = {
+    "what follows comes from p": ("sibling_tests", changed(rest=lambda _, p: p)),
+    "without replacement counts as with it": ("sibling_tests", changed(share=torch.ones_like)),
+    "uncapped": ("acceptance_of", lambda *of: (1.1 * acceptance_of(*of)).clamp_max(1.0)),
+    "a node keeps its chance": ("sibling_tests", changed(own=lambda _, owed: owed)),
+}
+CASES = [
+    (each, how) for each in MUTANTS for how in VERIFICATIONS if each != "a node keeps its chance" or how == "block"
+]
 
 
-def uncapped(*arguments: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    *found, last = sibling_tests(*arguments)
-    return iter([*(((1.1 * chance).clamp_max(1.0), mass) for chance, mass in found), last])
-
-
-def keeping_its_chance(*arguments: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """A mutant of a block: a node whose children were rejected is accepted with the chance that it had before."""
-    *found, (_, left) = sibling_tests(*arguments)
-    return iter([*found, (arguments[3], left)])
-
-
-MUTANTS = [(each, how) for each in (without_residuals, uncapped) for how in VERIFICATIONS]
-
-
-@pytest.mark.parametrize(("mutant", "how"), [*MUTANTS, (keeping_its_chance, "block")])
-def test_mutants_of_verification_are_noticed(mutant: Any, how: Verification, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_device, "sibling_tests", mutant)
-    assert error(how) > VISIBLE
-
-
-@pytest.mark.parametrize("how", VERIFICATIONS)
-def test_a_stale_q_is_noticed(how: Verification, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_device, "remaining", with_q_of_the_first)
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("mutant", "how"), CASES)
+def test_mutants_of_verification_are_noticed(mutant: str, how: Verification, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, function = MUTANTS[mutant]
+    monkeypatch.setattr(on_device, name, function)
     assert error(how) > VISIBLE
 
 

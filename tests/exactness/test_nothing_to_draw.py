@@ -233,11 +233,7 @@ def test_mutants_of_chains_are_noticed(name: str, mutant: Any, where: str, monke
 @pytest.mark.parametrize("name", ["block", "graphs, block"])
 def test_a_mutant_of_trees_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child counts where p is nan, as if its chance were `min(1.0, nan)`, which is 1.0."""
-    tests = verification.sibling_tests
-
-    def with_nan_as_one(*arguments: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((chance.nan_to_num(1.0), mass) for chance, mass in tests(*arguments))
-
+    right = verification.acceptance_of
     for module in (of_trees, on_device):
-        monkeypatch.setattr(module, "sibling_tests", with_nan_as_one)
+        monkeypatch.setattr(module, "acceptance_of", lambda *of: right(*of).nan_to_num(1.0))
     assert error(*OF_TREES[name], "after 0") > VISIBLE

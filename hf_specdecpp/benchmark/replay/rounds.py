@@ -144,7 +144,7 @@ def ending_chances(tree: DraftTree, p: Tensor, verification: Verification) -> Te
         *chances, (own, _) = child_tests(tree, node, p[node], owed[node] if is_block else one)
         owed[node] = own
         for child, (chance, _) in zip(children, chances, strict=True):
-            owed[child] = chance.nan_to_num(0.0)
+            owed[child] = chance
             ends[child] = ends[node] * float(owed[child])  # token by token
             ends[node] -= ends[child]
     if is_block:  # nodes are tested after all nodes below them, and what is below first children first
