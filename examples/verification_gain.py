@@ -13,17 +13,20 @@ be accepted: 1 at the root, less below.
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.sampling.verification import block_tests, carried, chain_ratios, leftovers, token_weights, weights_of
+from hf_specdecpp.sampling.verification import block_tests, carried, chain_ratios, leftovers, token_weights
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_shape, make_shape
 from hf_specdecpp.trees.slots import Growth, Level, Slots
-from hf_specdecpp.trees.tree import DraftTree, TreePass
-from hf_specdecpp.trees.verification import ending_chances
+from hf_specdecpp.trees.tree import DraftTree
+
+sys.path.append(str(Path(__file__).parent / "replay"))
+from rounds import ends_at
 
 VOCAB, CHAINS, TREES = 50, 2000, 300
 LENGTHS, NOISES = (2, 3, 5, 8, 14), (0.3, 0.7, 1.2)
@@ -39,7 +42,10 @@ def chain(length: int, noise: float) -> list[float]:
     q = (logits[:-1] + noise * torch.randn(length, VOCAB, dtype=torch.float64)).softmax(-1)
     ratios = chain_ratios(q.multinomial(1)[:, 0].tolist(), p, q)
     carries, numbers = carried(ratios), torch.arange(1, length + 2, dtype=torch.float64)
-    by_block = weights_of(block_tests(carries, leftovers(carries, p, q)))
+    tests = block_tests(carries, leftovers(carries, p, q))
+    by_block = tests * torch.cat(
+        ((1.0 - tests).flip(0).cumprod(0)[:-1].flip(0), tests.new_ones(1))
+    )  # the last that passes
     return [float(weights @ numbers) for weights in (token_weights(ratios), by_block)]
 
 
@@ -73,8 +79,7 @@ def tree(name: str, noise: float, pace: ThresholdSchedule) -> list[float]:
     drawn = growth.tree
     p = torch.stack([models.at(drawn, node)[0] for node in range(len(drawn) + 1)]).softmax(-1)
     numbers = torch.tensor(drawn.depths, dtype=torch.float64) + 1.0
-    drawn_order = TreePass(drawn, range(len(p)))
-    return [float(ending_chances(drawn_order, p.clone(), rule) @ numbers) for rule in ("token", "block")]
+    return [float(ends_at(drawn, p, rule) @ numbers) for rule in ("token", "block")]
 
 
 def without(q: Tensor, token: int) -> Tensor:

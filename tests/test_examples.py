@@ -14,14 +14,14 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from rounds import ends_at
 from support.models import tiny
 from support.pretend_graph import pretend_graphs
 from support.repos import save_model
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.trees.tree import DraftTree, TreePass
-from hf_specdecpp.trees.verification import ending_chances
+from hf_specdecpp.trees.tree import DraftTree
 
 pytestmark = pytest.mark.apart
 
@@ -110,7 +110,7 @@ def accepted_by_the_verifier(p: Tensor, q: Tensor) -> Tensor:
         tree.add(0, first)
         tree.add(0, second)
         tree.scores[0] = q.log()
-        ends_at_root = ending_chances(TreePass(tree), p.repeat(3, 1), "token")[0]
+        ends_at_root = ends_at(tree, p.repeat(3, 1), "token")[0]
         accepted += q[first] * q[second] / (1.0 - q[first]) * (1.0 - ends_at_root)
     return accepted
 

@@ -218,8 +218,7 @@ class Decisions:
             three tokens. `None`: in greedy texts, with drafts that read the target's states, where it was measured to
             gain (`docs/drafts.md`), unless whole rounds are captured.
         verification: of candidates that were drawn (`docs/verification.md`). `"block"` accepts a
-            chain as a block and a tree from its leaves; `"token"` one candidate after the other, as in the papers, and
-            as trees are verified in any case whose rounds are captured whole.
+            chain as a block and a tree from its leaves; `"token"` one candidate after the other, as in the papers.
         int8_draft: let the draft read a few tokens with int8 copies of its weights. `None`: drafts that are models of
             their own.
     """

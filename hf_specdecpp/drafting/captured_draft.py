@@ -46,7 +46,7 @@ class RoundRules:
         draft_processing, processing: what makes q and p of logits.
         estimator: judges candidates, if anything looks at that.
         threshold, min_tokens: of SpecDec++'s rule; `None` where all candidates are submitted.
-        verification: of sampled chains.
+        verification: of candidates that were drawn.
     """
 
     greedy: bool
@@ -85,7 +85,8 @@ class Drawn(NamedTuple):
     Attributes:
         tokens, parents: `[texts, width]`, the latter as places in the level above.
         values: `[texts, width]`, chances that they stand, as far as is known; in chains 0 where nothing could be drawn.
-        q: `[texts, width, vocab]`, that they were drawn from, where they were drawn.
+        q: `[texts, m, vocab]` of the m nodes above, that the first of their children were drawn from, where they were
+            drawn.
         judged: `[texts, width]`, what an estimator says of them; `None` where nothing looks at it.
     """
 
@@ -116,7 +117,8 @@ class CapturedDraft:
     Attributes:
         candidates, parents: `[texts, nodes]`, of the latest round, the root being number 0.
         ancestors: `[texts, nodes + 1, nodes + 1]` bool, of the root and of these.
-        q: `[texts, nodes, vocab]`, that they were drawn from, where they were drawn.
+        q: `[texts, nodes, vocab]`, what the first child of the root and of each node above the last level was drawn
+            from, where candidates are drawn; of a chain what each of them was.
         count: `[texts]`, how many of them are submitted.
         estimates: `[texts, nodes]`, of the candidates.
         shift: `[bins]`, what calibration adds to the log-odds of estimates.
@@ -238,7 +240,7 @@ class CapturedDraft:
                 levels.append(drawn)
                 self.candidates[:, own], self.parents[:, own] = drawn.tokens, numbers.gather(1, drawn.parents)
                 if self.q is not None and drawn.q is not None:
-                    self.q[:, own] = drawn.q
+                    self.q[:, max(own.start - width + 1, 0) : own.start + 1] = drawn.q
                 seen = seen.gather(1, drawn.parents[..., None].expand(-1, -1, nodes)) | (span == span[own, None])
                 self.ancestors[:, own.start + 1 : own.stop + 1, 1 : nodes + 1] = seen
             numbers, values = (1 + span[own]).expand(len(self.last), -1), drawn.values
@@ -250,7 +252,7 @@ class CapturedDraft:
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
         """Draw a level below nodes: after them `step` has scores `[texts, m, vocab]`; their `values` `[texts, m]`."""
-        scores, q = step.scores, step.scores if rules.greedy else step.q
+        q = step.scores if rules.greedy else step.q
         times = None if rules.greedy else exponential(*q.shape, device=self.device)
         if width == 1:
             step.token = q.argmax(-1) if times is None else race(q, times)
@@ -259,24 +261,19 @@ class CapturedDraft:
             values = values * (q.gather(-1, step.token[..., None])[..., 0] > (-math.inf if rules.greedy else 0.0))
             return Drawn(step.token, torch.zeros_like(step.token), values, None if times is None else q, judged)
         tokens = (q if times is None else q / times).topk(width).indices  # [texts, m, width], in order
-        head, rows = rules.head_of_slots, None
-        if head is not None or times is not None:
-            rows = remaining(step.q, tokens)
+        head = rules.head_of_slots
         probs = step.q.gather(-1, tokens)
         mass = functional.pad(probs[..., :-1].cumsum(-1), (1, 0))  # of earlier siblings
-        if head is None or rows is None:
+        if head is None:
             chances = (probs / (1.0 - mass).clamp_min(torch.finfo(probs.dtype).tiny)).clamp_max(1.0)
         else:
-            chances = head.estimate_siblings(step, tokens, rows, mass)
+            chances = head.estimate_siblings(step, tokens, remaining(step.q, tokens), mass)
         chances = chances.nan_to_num(0.0)
         judged, chances = chances, self._calibrated(chances)
         chosen = best_slots(values, chances, width, rules.greedy)
         values = (slot_values(values, chances) * chances).flatten(1).gather(1, chosen)
-        if rows is not None:
-            rows = rows.flatten(1, 2).gather(1, chosen[..., None].expand(-1, -1, scores.shape[-1]))
-        rows = None if times is None else rows
         tokens, judged = (each.flatten(1).gather(1, chosen) for each in (tokens, judged))
-        return Drawn(tokens, chosen // width, values, rows, judged)
+        return Drawn(tokens, chosen // width, values, None if times is None else q, judged)
 
     def _count(self, shape: RoundShape, levels: list[Drawn], rules: RoundRules) -> Tensor:
         """How many candidates are submitted: the one at which the rule stops is."""

@@ -75,8 +75,7 @@ class Counters:
         decided: what the package decided, by name: `{"rule": "throughput", "costs": "followed", "verification":
             "block", "products": "float16, draft in int8", "corrections": "off", "attached": "by a call"}`, where the
             call attached the assistant, or one before it, and not `attach` ("before"); the target multiplies with
-            float16 copies of its weights, and the draft reads in int8. Rounds that are captured whole and draft trees
-            as well as chains have the verification `"block, of trees token"`.
+            float16 copies of its weights, and the draft reads in int8.
         has_products: whether any layer computes otherwise than in plain `generate()`.
     """
 

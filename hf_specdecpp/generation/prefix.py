@@ -54,9 +54,8 @@ class TargetText(ABC):
         """Arguments of a pass over the last token of `input_ids` `[1, length]` and the candidates after it."""
 
     @abstractmethod
-    def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass, families: bool = False) -> dict[str, Any]:
-        """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`;
-        `families` are uploaded with the rest, for the verification."""
+    def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass) -> dict[str, Any]:
+        """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`."""
 
     @abstractmethod
     def forward(self, states: TargetStates, inputs: dict[str, Any], count: int) -> Any:
@@ -200,11 +199,11 @@ class Prefix(TargetText):
             inputs["logits_to_keep"] = count + 1 if self.static is None or not count else 0
         return inputs
 
-    def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass, families: bool = False) -> dict[str, Any]:
+    def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass) -> dict[str, Any]:
         if not len(tree_pass.tree):
             return self.chain_inputs(input_ids, [])
         width = 0 if self.static is None else width_of(len(tree_pass.order))
-        tokens, ancestors, depths = tree_pass.upload(input_ids.device, families, width)
+        tokens, ancestors, depths = tree_pass.upload(input_ids.device, width)
         inputs = self.chain_inputs(input_ids, tokens, has_mask=True)
         position = inputs["position_ids"][..., 0]
         ancestors, depths = ancestors.to(self._device), depths.to(self._device)

@@ -227,7 +227,7 @@ class OneTarget(TargetSide):
             if tree.is_chain:
                 inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
             else:
-                inputs = self.prefix.tree_inputs(input_ids, each.rows, families=each.text.tests_families)
+                inputs = self.prefix.tree_inputs(input_ids, each.rows)
             each.outputs, each.width = self._forward(inputs, len(tree) + 1), self.prefix.width
             reason = None
         except torch.OutOfMemoryError as error:

@@ -1,8 +1,7 @@
 """One sequence of a `generate()` call (`Text`): which candidates of a round stand, and where the text ends.
 
 Chains and trees are verified on one route. The tests are pure functions in `sampling.verification` (chains) and
-`trees.verification` (trees), with a version for devices beside each. Here it is decided which of them is asked, and
-when the logits processors are called.
+`trees.verification` (trees). Here it is decided which of them is asked, and when the logits processors are called.
 """
 
 from __future__ import annotations
@@ -25,17 +24,11 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.models.causal_lm import CausalLM, upload
 from hf_specdecpp.sampling.processors import extend
-from hf_specdecpp.sampling.randomness import NothingToDrawError, TreeRandomness, waits_for_reads
+from hf_specdecpp.sampling.randomness import NothingToDrawError, Randomness, waits_for_reads
 from hf_specdecpp.sampling.successors import contexts_of
 from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy, verify_sampled
 from hf_specdecpp.trees.tree import DraftTree, TreePass
-from hf_specdecpp.trees.verification import (
-    follow_tree,
-    test_children,
-    verify_tree_at_once,
-    verify_tree_block,
-    verify_tree_greedy,
-)
+from hf_specdecpp.trees.verification import follow_tree, test_children, verify_tree, verify_tree_greedy
 
 NO_SCORES = torch.empty(0, 0)
 
@@ -68,14 +61,12 @@ class Text:
         goes_on: whether tokens follow its end, as in the rows of a batch that are not padded; `False` by default.
         end_length: the length at which it ends, as far as is known.
         waits: whether reading from its device waits for all that this has to do.
-        tests_families: whether sampled trees are verified on the device, by lists of families that it has to be given.
         records: what `return_dict_in_generate` asks for.
     """
 
     ids: Tensor
     prompt_length: int
     waits: bool
-    tests_families: bool
     states: Tensor | None = None
 
     def __init__(
@@ -101,7 +92,6 @@ class Text:
     def begin(self, ids: Tensor) -> None:
         """The text is a prompt, `[1, length]`."""
         self.ids, self.prompt_length, self.waits = ids, ids.shape[1], waits_for_reads(ids.device)
-        self.tests_families = self.waits and self.randomness is not None and self.processing.answers_all
 
     @property
     def length(self) -> int:
@@ -124,7 +114,7 @@ class Text:
             return self._verify_at_once(tree_pass, logits)
         if self.randomness is None or self.verification == "token":
             return self._verify_on_the_way(tree_pass, logits)
-        return self._verify_tree_block(tree_pass, logits)
+        return self._verify_tree(tree_pass, logits)
 
     def learn(self, tree_pass: TreePass, logits: Tensor) -> None:
         """Take note of what the target says after the nodes of a round, where the draft mixes that in."""
@@ -210,16 +200,16 @@ class Text:
             walk.step(self.processing.one(walk.ids, [], walk.raw))
         return walk.verdict
 
-    def _verify_tree_block(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
+    def _verify_tree(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
         """By p of the nodes of a drawn tree that matter, each processed once."""
-        tree, rows, randomness = tree_pass.tree, tree_pass.rows, cast(TreeRandomness, self.randomness)
+        tree, rows, randomness = tree_pass.tree, tree_pass.rows, cast(Randomness, self.randomness)
 
         @cache
         def scores(node: int) -> Tensor:
             row = logits[rows[node]].to(self.ids.device, torch.float32, copy=True)
             return row if self._ends_text(tree, node) else self.processing.one(self.ids, tree.path(node), row)
 
-        path, token = verify_tree_block(tree, lambda node: scores(node).softmax(dim=-1), randomness)
+        path, token = verify_tree(tree, lambda node: scores(node).softmax(dim=-1), randomness, self.verification)
         path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
         chosen_from, taken = torch.stack([scores(node) for node in (0, *path)]), tree_pass.rows_of(path)
         raw = logits[taken].to(chosen_from) if self.keeps_raw else chosen_from
@@ -251,8 +241,17 @@ class Text:
             choices = likeliest_tokens(scores)
             path, token = verify_tree_greedy(tree, lambda node: choices[rows[node]])
         else:
-            path, token = verify_tree_at_once(tree_pass, scores.softmax(dim=-1), self.randomness, self.verification)
+            p = self._on_host(tree, scores)
+            path, token = verify_tree(tree, lambda node: p[rows[node]], self.randomness, self.verification)
         return follow_tree(tree, path, token, lambda node: self._draw(scores[rows[node]]))
+
+    def _on_host(self, tree: DraftTree, scores: Tensor) -> Tensor:
+        """p of all rows on the host; the same read brings q of the tree there."""
+        parents = [node for node, children in enumerate(tree.children) if children]
+        of_draft = [tree.scores[node].to(scores.device)[None] for node in parents]
+        both = torch.cat((scores, *of_draft)).softmax(dim=-1).cpu()
+        tree.distributions = dict(zip(parents, both[len(scores) :], strict=True))
+        return both
 
     def _draw(self, scores: Tensor) -> int:
         """A token by `[vocab]` processed scores of the target."""

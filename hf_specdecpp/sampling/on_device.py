@@ -1,8 +1,9 @@
-"""Drawing and verification as functions of tensors alone: nothing is read, so that a device can run them in one graph.
+"""Drawing, and the verification of trees, as functions of tensors alone: nothing is read, so that a device can run them
+in one graph.
 
-`verification.py` and `trees/` have the readable versions. All functions work on several texts at once. A text has n
-nodes, level by level and as many at each level; a chain has one. Of a chain only the first `count` nodes are candidates
-that were drafted before a stopping rule ended the draft: what stands in the others was drawn and is never looked at.
+All functions work on several texts at once. A text has n nodes, level by level and as many at each level; a chain has
+one. Of a chain only the first `count` nodes are candidates that were drafted before a stopping rule ended the draft:
+what stands in the others was drawn and is never looked at. `verification.outcomes` has the tests of chains.
 """
 
 from __future__ import annotations
@@ -11,15 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.sampling.verification import (
-    Verification,
-    as_tests,
-    block_tests,
-    carried,
-    chain_ratios,
-    leftovers,
-    token_weights,
-)
+from hf_specdecpp.sampling.verification import Verification, acceptance_of, sibling_tests
 
 
 def race(weights: Tensor, times: Tensor) -> Tensor:
@@ -103,80 +96,94 @@ def stands_greedily(tokens: Tensor, parents: Tensor, drawn: Tensor, choices: Ten
     return (tokens == choices.gather(1, parents)) & drawn
 
 
-def last_on_path(stands: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-    """The deepest node all of whose ancestors stand `[texts]`, and which these are, `[texts, n + 1]` bool. At most one
-    child of each node `stands`; `ancestors` `[texts, n + 1, n + 1]` have the root and each node itself."""
+def last_on_path(stands: Tensor, ancestors: Tensor) -> Tensor:
+    """The deepest node all of whose ancestors stand `[texts]`. At most one child of each node `stands`; `ancestors`
+    `[texts, n + 1, n + 1]` have the root and each node itself."""
     fails = functional.pad(~stands, (1, 0), value=False)
     on_path = ~(ancestors & fails[:, None]).any(-1)
-    return (on_path * torch.arange(on_path.shape[1], device=stands.device)).amax(-1), on_path
+    return (on_path * torch.arange(on_path.shape[1], device=stands.device)).amax(-1)
 
 
 def tree_tests(
-    tokens: Tensor, parents: Tensor, drawn: Tensor, p: Tensor, q: Tensor, width: int
+    tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, width: int, verification: Verification
 ) -> tuple[Tensor, Tensor]:
-    """The chance that each node is accepted once its parent was and its earlier siblings were not, and what follows
-    each node if no child of it is (DySpec, Algorithm 3: what is left of p after each rejected sibling).
+    """The tests of nodes (`sibling_tests`), and what follows each node if it is the last one that is accepted.
+
+    As a block the chance with which a node has to be accepted depends on its parent's, so levels are tested one after
+    another; token by token all parents are tested together.
 
     Args:
-        tokens, parents, drawn: `[texts, n]`, as in `stands_greedily`, `width` nodes at each level. Siblings are in the
-            order in which they were drawn.
+        tokens, parents: `[texts, n]`, as in `stands_greedily`, `width` nodes at each level. Siblings are in the order
+            in which they were drawn.
         p: `[texts, n + 1, vocab]`, the target's probabilities after the root and after each node.
-        q: `[texts, n, vocab]`, what each node was drawn from.
+        q: `[texts, m, vocab]`, what the first child was drawn from, of the root and of each node above the last level;
+            further rows are not looked at. A node to which q gives 0 could not be drawn, and is not accepted.
 
     Returns:
-        `[texts, n]` and `[texts, n + 1, vocab]`.
+        As a block `[texts, n + 1]`, the chance that the root and each node passes once all nodes below it have failed;
+        token by token `[texts, n]`, the chance that each node is accepted once its parent was and its earlier siblings
+        were not. And `[texts, n + 1, vocab]` weights.
     """
-    left, chances, tiny = p, [], torch.finfo(p.dtype).tiny
-    for rank in range(width):  # one node of each level: all have other parents
-        of_level = slice(rank, None, width)
-        above = parents[:, of_level, None].expand(-1, -1, p.shape[-1])
-        here, is_drawn = left.gather(1, above), drawn[:, of_level]
-        here = here / here.sum(-1, keepdim=True).clamp_min(tiny)
-        p_of, q_of = (each.gather(-1, tokens[:, of_level, None])[..., 0] for each in (here, q[:, of_level]))
-        chances.append(torch.where(is_drawn, p_of / q_of.clamp_min(tiny), 0.0).clamp_max(1.0))
-        rest = (here - q[:, of_level]).clamp_min(0.0)
-        # In floating point a node can be rejected although p and q are equal to rounding: nothing is left, so then p.
-        goes_on = is_drawn[..., None] & (rest.sum(-1, keepdim=True) > 0.0)
-        left = left.scatter(1, above, torch.where(goes_on, rest, here))
-    return torch.stack(chances, dim=-1).flatten(1), left
+    texts, nodes = tokens.shape
+    inner = nodes + 1 - width
+    q, slots = q[:, :inner].nan_to_num(0.0), parents * width + sibling_ranks(parents)  # as many for each parent
+    children = tokens.new_zeros((texts, inner * width)).scatter(1, slots, tokens).unflatten(1, (inner, width))
+    exist = torch.zeros_like(children, dtype=torch.bool).flatten(1).scatter(1, slots, True).view_as(children)
+    of_q = q.gather(-1, children)
+    exist = exist & (of_q > 0.0)
+
+    def test(above: slice, owed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        columns, ones = children[:, above].unbind(-1), exist[:, above].unbind(-1)
+        *found, (own, rest) = sibling_tests(p[:, above], q[:, above], columns, owed, ones)
+        masses, shares = (torch.stack(each, dim=-1) for each in zip(*found, strict=True))
+        chances = torch.where(exist[:, above], acceptance_of(masses, shares, of_q[:, above]), 0.0)
+        return chances.flatten(1), own, rest
+
+    if verification == "token":
+        chances, _, rest = test(slice(inner), p.new_ones((texts, inner)))
+        tests, left = [chances.gather(1, slots)], [rest]
+    else:
+        tests, left, owed = [], [], p.new_ones((texts, 1))
+        for level in range(0, nodes, width):
+            above = slice(max(level - width + 1, 0), level + 1)
+            chances, own, rest = test(above, owed)
+            owed = chances.gather(1, slots[:, level : level + width] - above.start * width)
+            tests, left = [*tests, own], [*left, rest]
+        tests.append(owed)
+    weights = torch.cat((*left, p[:, inner:]), dim=1)
+    # In floating point a node can be rejected although p and q are equal to rounding: nothing is left, so then p.
+    return torch.cat(tests, dim=1), torch.where(weights.sum(-1, keepdim=True) > 0.0, weights, p)
+
+
+def sibling_ranks(parents: Tensor) -> Tensor:
+    """How many siblings before each node there are, `[texts, n]`. For [0, 0, 1, 0]: [0, 1, 0, 2]."""
+    return (parents[:, :, None] == parents[:, None]).tril(-1).sum(-1)
 
 
 def stands_sampled(parents: Tensor, chances: Tensor, uniform: Tensor) -> Tensor:
-    """Which nodes `[texts, n]` are accepted if their parents are: the first of siblings that passes its test, whose
-    `chances` are of `tree_tests` and `uniform` numbers `[texts, n]`."""
+    """Token by token: which nodes `[texts, n]` are accepted if their parents are, the first of siblings that passes.
+    `chances` are of `tree_tests`, `uniform` numbers `[texts, n]`."""
     passes = uniform < chances
     are_siblings = parents[:, :, None] == parents[:, None]
     earlier = torch.ones_like(are_siblings).tril(-1)
     return passes & ~(are_siblings & earlier & passes[:, None]).any(-1)
 
 
+def accepted_node(parents: Tensor, ancestors: Tensor, tests: Tensor, uniform: Tensor, width: int) -> Tensor:
+    """The last node that is accepted, `[texts]`, by what `tree_tests` returned and as many numbers `uniform`;
+    `ancestors` as in `last_on_path`. As a block it is the first node that passes, if all nodes below another one are
+    asked before it, and those below an earlier sibling before a later sibling; the root passes."""
+    nodes = parents.shape[1]
+    if tests.shape[1] == nodes:
+        return last_on_path(stands_sampled(parents, tests, uniform), ancestors)
+    heights = (nodes - 1 - torch.arange(nodes, device=parents.device)) // width
+    # Ranks along a path are the digits of a number, and below a node there are the largest digits.
+    digits = (sibling_ranks(parents) - width) * (width + 1) ** heights
+    order = (ancestors[:, :, 1:] * digits[:, None]).sum(-1)
+    return torch.where(uniform < tests, order, 1).argmin(-1)
+
+
 # Chains --------------------------------------------------------------------------------------------------------------
-
-
-def outcomes(
-    candidates: Tensor, count: Tensor, p: Tensor, q: Tensor, verification: Verification
-) -> tuple[Tensor, Tensor]:
-    """The tests of the number of accepted candidates, from the last to the first, and what follows each number.
-
-    Args:
-        candidates: `[..., k]`, the i-th drawn from `q[i]`.
-        count: `[...]`, how many of them there are.
-        p, q: `[..., k + 1, vocab]` and `[..., k, vocab]`, probabilities of the target and of the draft.
-
-    Returns:
-        `[..., k + 1]` chances that each test passes, where none passes the first counts; and `[..., k + 1, vocab]`
-        weights of the token that follows.
-    """
-    drawn = torch.arange(candidates.shape[-1], device=q.device) < count[..., None]
-    ratios = torch.where(drawn, chain_ratios(candidates, p, q), 0.0)
-    # Without q nothing is left out of p after the last candidate: the token there is the bonus token.
-    q = q * drawn[..., None]
-    is_block = verification == "block"
-    carries = carried(ratios) if is_block else torch.ones_like(functional.pad(ratios, (1, 0)))
-    left = leftovers(carries, p, q)
-    tests = block_tests(carries, left) if is_block else as_tests(token_weights(ratios))
-    # In floating point a candidate can be rejected although p and q are equal to rounding: nothing is left, so then p.
-    return tests, torch.where(left.sum(-1, keepdim=True) > 0.0, left, p)
 
 
 def first_passing(tests: Tensor, chances: Tensor) -> Tensor:

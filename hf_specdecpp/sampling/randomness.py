@@ -35,16 +35,13 @@ class Randomness(Protocol):
     def bernoulli(self, probability: float) -> bool:
         """True with this probability."""
 
-    def outcome(
-        self, tests: Tensor, row: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor]
-    ) -> tuple[int, int]:
-        """The first test that passes, from the last to the first, then an index drawn from `row(test)`. One read.
+    def outcome(self, tests: Tensor, weights: Tensor) -> tuple[int, int]:
+        """The first test that passes, from the last to the first, then an index drawn from its row. One read.
         `NothingToDrawError` if there is none.
 
         Args:
             tests: `[n]`, the chances to pass. Where none passes, it is the first.
-            row: gives `[1, size]` weights for the test, an int64 tensor `[1]`.
-            otherwise: the same, asked where all of these weights are zero.
+            weights: `[n, size]`.
         """
 
 
@@ -89,17 +86,14 @@ class TorchRandomness:
         # float64 on the CPU: no wait for a device, and a probability of exactly 0 or 1 is honoured.
         return bool(torch.rand((), dtype=torch.float64) < probability)
 
-    def outcome(
-        self, tests: Tensor, row: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor]
-    ) -> tuple[int, int]:
+    def outcome(self, tests: Tensor, weights: Tensor) -> tuple[int, int]:
         passes = torch.rand(len(tests), dtype=tests.dtype, device=tests.device) < tests
         last = passes.cumsum(0).argmax(0, keepdim=True)  # the sum grows for the last time there
-        for weights in (row, otherwise):
-            rates, tokens = self._race(weights(last))
-            index, token, rate = torch.cat((last, tokens, rates)).tolist()  # float32 is exact for ids below 2^24
-            if rate > 0.0:
-                return int(index), int(token)
-        raise NothingToDrawError
+        rates, tokens = self._race(weights.index_select(0, last))
+        index, token, rate = torch.cat((last, tokens, rates)).tolist()  # float32 is exact for ids below 2^24
+        if not rate > 0.0:
+            raise NothingToDrawError
+        return int(index), int(token)
 
     def _race(self, weights: Tensor) -> torch.return_types.max:
         """An index of `weights` `[..., n]`, drawn by them, and w_i / E_i there, E_i being exponential numbers: i fires
@@ -134,12 +128,8 @@ class AsPlain(TorchRandomness):
     def bernoulli(self, probability: float) -> bool:
         return probability > 0.0
 
-    def outcome(
-        self, tests: Tensor, row: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor]
-    ) -> tuple[int, int]:
-        first = torch.zeros(1, dtype=torch.long, device=tests.device)
-        weights = row(first)[0]
-        return 0, int(self.categorical(weights if bool(weights.any()) else otherwise(first)[0]))
+    def outcome(self, tests: Tensor, weights: Tensor) -> tuple[int, int]:  # noqa: ARG002
+        return 0, int(self.categorical(weights[0]))
 
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:

@@ -1,19 +1,20 @@
-"""Which candidates does the target accept, and what does it say instead? Pure functions of p, q and randomness.
+"""Verification of a chain, and the tests of siblings in a tree: pure functions of p, q and randomness.
 
 p is the target's distribution, q the one that a candidate was really drawn from, both after all logits processors.
-Chains are explained in `docs/verification.md`, trees in `docs/dyspec.md`. The readable versions run on a CPU. Those for
-devices from which each read is slow are `verify_at_once` and what follows it: all tests first, then one read.
+`docs/verification.md` explains the formulas. The same functions of tensors run on every device and inside CUDA graphs:
+a host asks them about one row after the other, a device about all rows at once, so that a round has one read.
+`tests/support/readable_verification.py` has the loops of the papers, which the tests compare with these functions.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from itertools import repeat
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hf_specdecpp.sampling.randomness import Randomness, waits_for_reads, widest
 
@@ -37,54 +38,74 @@ def verify_greedy(candidates: list[int], scores: Tensor) -> tuple[int, int]:
     return accepted, choices[accepted]
 
 
-def verify_chain(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness) -> tuple[int, int]:
-    """Speculative sampling, token by token (arXiv 2211.17192, Algorithm 1): the output is distributed exactly as p.
+def verify_sampled(
+    candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
+) -> tuple[int, int]:
+    """Accept candidates that were drawn; what is emitted is distributed exactly as p.
 
     Args:
         candidates: k tokens, the i-th drawn from `q[i]`; ids, or a tensor of them.
         p: `[k + 1, vocab]` probabilities of the target.
         q: `[k, vocab]` probabilities of the draft.
+        verification: `"block"` (arXiv 2403.10444), or `"token"` (arXiv 2211.17192, Algorithm 1), which accepts fewer.
 
     Returns:
-        Number of accepted candidates, and the token that follows them: from the residual after a rejection, from p
+        Number of accepted candidates, and the token that follows them: from what is left of p after a rejection, from p
         (the bonus) when all were accepted.
     """
-    ratios = chain_ratios(candidates, p, q).tolist()
-    accepted = 0
-    while accepted < len(candidates) and randomness.bernoulli(min(1.0, ratios[accepted])):
-        accepted += 1
-    emits = p[accepted] if accepted == len(candidates) else residual(p[accepted], q[accepted])
-    return accepted, int(randomness.categorical(emits))
+    if waits_for_reads(p.device):
+        return randomness.outcome(*outcomes(candidates, None, p, q, verification))
+    ratios, accepted, number = chain_ratios(candidates, p, q), 0, len(candidates)
+    carries = carries_of(ratios, verification)
+
+    def left(count: int) -> Tensor:
+        row = slice(count, count + 1)
+        return leftovers(carries[row], p[row], q[row])[0]
+
+    def passes(count: int) -> bool:
+        c = float(carries[count])
+        if not randomness.bernoulli(c):  # h_i <= c_i: most tests that fail need no sum
+            return False
+        return count == number or c == 1.0 or randomness.bernoulli(float(block_tests(carries[count], left(count))) / c)
+
+    if verification == "token":
+        chances = ratios.tolist()
+        while accepted < number and randomness.bernoulli(min(1.0, chances[accepted])):
+            accepted += 1
+    else:
+        accepted = next(count for count in range(number, -1, -1) if passes(count))
+    rest = left(accepted)
+    return accepted, int(randomness.categorical(rest if float(rest.sum()) > 0.0 else p[accepted]))
 
 
-def verify_block(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness) -> tuple[int, int]:
-    """Block verification (arXiv 2403.10444): accepts more than `verify_chain`, and what is emitted is as exactly p.
+def outcomes(
+    candidates: Sequence[int] | Tensor, count: Tensor | None, p: Tensor, q: Tensor, verification: Verification
+) -> tuple[Tensor, Tensor]:
+    """The tests of the number of accepted candidates, from the last to the first, and what follows each number.
 
-    With r_i = p(y_i) / q(y_i), let c_0 = 1 and c_i = min(1, c_{i-1} r_i). The longest i is accepted that passes its
-    test: all k candidates with chance c_k, and i < k of them with chance h_i = s_i / (s_i + 1 - c_i), where s_i is the
-    sum of (c_i p - q)+ after i candidates. The token after them is drawn from norm((c_i p - q)+), or from p after k.
+    Let r_i = p(y_i) / q(y_i), c_0 = 1 and c_i = min(1, c_{i-1} r_i). As a block, i candidates pass with chance h_i
+    (`block_tests`), and the token after them is drawn from norm((c_i p - q)+), or from p after the last one.
 
-    For k = 1, p = [0.5, 0.5], q = [0.75, 0.25] and the candidate 0, c_1 is 2/3; i = 0 is left with [0, 0.25]. With one
-    candidate this is `verify_chain`. `docs/verification.md` has an example with two.
+    For one candidate 0, p = [0.5, 0.5] and q = [0.75, 0.25] the tests are [1, 2/3], and [0, 0.25] follows a rejection.
 
-    Arguments and results are those of `verify_chain`. A rule may stop drafting because of what it drafted: what keeps p
-    there is that the last test is c_k, and not h_k.
+    Args:
+        candidates: `[..., k]`, the i-th drawn from `q[i]`.
+        count: `[...]`, how many of them are submitted, in which case `q` may have more rows; `None`: all.
+        p, q: `[..., k + 1, vocab]` and `[..., k, vocab]`, probabilities of the target and of the draft.
+
+    Returns:
+        `[..., k + 1]` chances that each test passes, where none passes the first counts; and `[..., k + 1, vocab]`
+        weights of the token that follows.
     """
-    carried = [1.0]
-    for ratio in chain_ratios(candidates, p, q).tolist():
-        carried.append(min(1.0, carried[-1] * ratio))
-    accepted = len(candidates)
-    if randomness.bernoulli(carried[accepted]):
-        return accepted, int(randomness.categorical(p[accepted]))
-    while True:
-        accepted -= 1
-        c = carried[accepted]
-        if not randomness.bernoulli(c):  # s_i <= c_i, so h_i <= c_i: most tests that fail need no sum
-            continue
-        left = (c * p[accepted]).sub_(q[accepted]).clamp_min_(0.0)
-        mass = float(left.sum())  # nan where p or q is, so that no further candidate counts
-        if c == 1.0 or math.isnan(mass) or randomness.bernoulli(mass / (mass + 1.0 - c) / c):  # i = 0 always passes
-            return accepted, int(randomness.categorical(left if mass > 0.0 else p[accepted]))
+    ratios = chain_ratios(candidates, p, q)
+    if count is not None:  # without q nothing is left out of p after the last candidate
+        drawn = torch.arange(ratios.shape[-1], device=q.device) < count[..., None]
+        ratios, q = torch.where(drawn, ratios, 0.0), q * drawn[..., None]
+    carries = carries_of(ratios, verification)
+    left = leftovers(carries, p, q)
+    tests = block_tests(carries, left) if verification == "block" else as_tests(token_weights(ratios))
+    # In floating point a candidate can be rejected although p and q are equal to rounding: nothing is left, so then p.
+    return tests, torch.where(left.sum(-1, keepdim=True) > 0.0, left, p)
 
 
 def chain_ratios(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor) -> Tensor:
@@ -109,76 +130,54 @@ def acceptance(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
     return (p_of / q_of).clamp_max(1.0).nan_to_num(0.0)
 
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm((p - q)+), `[..., vocab]`: the distribution of the token that is emitted after a rejection.
+def sibling_tests(
+    p: Tensor, q: Tensor, tokens: Iterable[Tensor], owed: Tensor, exist: Iterable[Tensor] | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the children of a node are tested with, one after another, and what is left to the node itself.
 
-    For p = [0.5, 0.3, 0.2] and q = [0.2, 0.6, 0.2] this is [1, 0, 0].
+    A node has to be accepted with chance a, alone or with nodes below it, and to be followed by each x with chance
+    M(x) = a p(x). Its child y, drawn from D, has to be accepted with chance min(1, M(y) / D(y)). The rejection of y and
+    of all nodes below it leaves, with s = sum of (M - D)+,
 
-    In floating point a candidate can be rejected although p and q are equal to rounding, so that nothing is left: then
-    p itself, which is the limit.
-    """
-    left = (p - q).clamp_min(0.0)
-    mass = left.sum(-1, keepdim=True)
-    return torch.where(mass > 0.0, left / mass, p)
+        M <- (M - D)+ / (s + 1 - a),    a <- s / (s + 1 - a),    D <- norm(D without y).
 
+    Rows are not divided: M = U / R with R = sum(U) + 1 - a for the first a, D = q / Z, and U <- (U - f q)+ with
+    f = R / Z. With a = 1 these are the tests of DySpec's Algorithm 3.
 
-def sibling_tests(p: Tensor, drawn_from: Iterable[Tensor], tokens: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The verifier's tests of siblings, one after another (DySpec, Algorithm 3, in the paper's notation).
-
-    R is what is left of p after the rejections so far. Sibling y, drawn from D, is accepted with chance
-    min(1, R(y) / D(y)); its rejection leaves R <- norm((R - D)+). If all are rejected, the token is drawn from R.
-
-    For p = [0.5, 0.3, 0.2] and the siblings 1 and 0 from [0.2, 0.6, 0.2] and [0.5, 0, 0.5]: (0.5, p), then
-    (1, [1, 0, 0]), then (0, [1, 0, 0] - [0.5, 0, 0.5] normalised, which is [1, 0, 0]).
+    For p = [0.5, 0.3, 0.2], a = 1, the children 1 and 0 and q = [0.2, 0.6, 0.2]: (0.3, 1), (0.3, 0.75), where R is 0.3
+    and Z is 0.4, then 1 and U = [0.15, 0, 0].
 
     Args:
-        p: `[..., vocab]`, the target's distribution at the siblings' place.
-        drawn_from: D of each sibling, `[..., vocab]`.
-        tokens: `[...]`, the siblings.
+        p: `[..., vocab]`, the target's distribution after the node.
+        q: `[..., vocab]`, what the first child was drawn from; each further one was drawn from q without the others.
+        tokens: `[...]`, the children.
+        owed: `[...]`, a.
+        exist: bool `[...]`, of each child whether there is one; there is by default.
 
     Yields:
-        For each sibling the chance `[...]` and the R `[..., vocab]` of its test; at last 0 and the R that all leave.
+        For each child U(y) and f, `[...]`, for `acceptance_of`; at last a `[...]` and weights `[..., vocab]` of the
+        token after the node, which p gives where they are 0.
     """
-    left = p
-    for each, token in zip(drawn_from, tokens, strict=True):
-        yield acceptance(left, each, token), left
-        left = residual(left, each)
-    yield torch.zeros_like(p[..., 0]), left
+    mass, missing, total = p * owed[..., None], 1.0 - owed, torch.ones_like(owed)
+    left, share, before = owed, total, None
+    for token, exists in zip(tokens, repeat(None) if exist is None else exist, strict=False):
+        if before is not None:
+            q = q.scatter(-1, before, 0.0)
+            share = total / q.sum(-1)
+        if exists is not None:
+            share = torch.where(exists, share, 0.0)
+        before = token[..., None]
+        yield mass.gather(-1, before)[..., 0], share
+        mass = torch.addcmul(mass, share[..., None].to(q.dtype), q, value=-1.0).clamp_min_(0.0)
+        left = mass.sum(-1)
+        total = missing + left
+    # Where p is nan, no child counts.
+    yield torch.where(total > 0.0, left / total, owed), mass
 
 
-def remaining(q: Tensor, tokens: Iterable[Tensor]) -> Iterator[Tensor]:
-    """D of each sibling: `q` `[vocab]` without the siblings before it (`tokens`, 0-d), renormalised.
-
-    For q = [0.6, 0.3, 0.1] and the siblings 0 and 1: [0.6, 0.3, 0.1] and [0, 0.75, 0.25].
-    """
-    for token in tokens:
-        yield q
-        q = q.index_fill(-1, token, 0.0)
-        q = q / q.sum()
-
-
-def verify_sampled(
-    candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
-) -> tuple[int, int]:
-    """`verify_block` or `verify_chain`, or where p lies on a device their counterpart: arguments and results alike."""
-    if waits_for_reads(p.device):
-        return verify_at_once(candidates, p, q, randomness, verification)
-    return (verify_block if verification == "block" else verify_chain)(candidates, p, q, randomness)
-
-
-def verify_at_once(
-    candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
-) -> tuple[int, int]:
-    """The same distribution of results as `verify_block` or `verify_chain`, of the same arguments: all tests of the
-    number of accepted candidates are made, and the longest that passes counts; then the token after them is drawn."""
-    ratios = chain_ratios(candidates, p, q)
-    is_block = verification == "block"
-    carries = carried(ratios) if is_block else ratios.new_ones(len(candidates) + 1)
-    left = leftovers(carries, p, q)
-    tests = block_tests(carries, left) if is_block else as_tests(token_weights(ratios))
-
-    # In floating point a candidate can be rejected although p and q are equal to rounding: nothing is left, so then p.
-    return randomness.outcome(tests, partial(left.index_select, 0), partial(p.index_select, 0))
+def acceptance_of(mass: Tensor, share: Tensor, q: Tensor) -> Tensor:
+    """min(1, M(y) / D(y)), by U(y) and f of `sibling_tests` and by q(y); nan where p or q is nan."""
+    return (mass / (share * q)).clamp_max(1.0)
 
 
 def leftovers(carries: Tensor, p: Tensor, q: Tensor) -> Tensor:
@@ -201,7 +200,7 @@ def block_tests(carries: Tensor, left: Tensor) -> Tensor:
 
 
 def token_weights(ratios: Tensor) -> Tensor:
-    """The chance that `verify_chain` accepts i candidates, `[..., k + 1]`, by their p / q `[..., k]`.
+    """The chance that i candidates are accepted token by token, `[..., k + 1]`, by their p / q `[..., k]`.
 
     For [0.5, 2]: [0.5, 0, 0.5].
     """
@@ -209,18 +208,18 @@ def token_weights(ratios: Tensor) -> Tensor:
     return torch.cat((one, accepts.cumprod(-1)), dim=-1) * torch.cat((1.0 - accepts, one), dim=-1)
 
 
-def weights_of(tests: Tensor) -> Tensor:
-    """The chance that each of the `tests` `[n]` is the first that passes, of those from the last to the first.
-
-    For [1, 0.5, 0.25]: [0.375, 0.375, 0.25].
-    """
-    failed = (1.0 - tests).flip(0).cumprod(0)[:-1].flip(0)
-    return tests * torch.cat((failed, tests.new_ones(1)))
-
-
 def as_tests(weights: Tensor) -> Tensor:
-    """The inverse of `weights_of`; 0 where neither the test nor any that comes later can be the first."""
+    """Tests from the last to the first, of which each is the first that passes with the chance `weights` `[..., n]`; 0
+    where neither the test nor any that comes later can be the first.
+
+    For [0.375, 0.375, 0.25]: [1, 0.5, 0.25].
+    """
     return (weights / weights.cumsum(-1)).nan_to_num_(0.0)
+
+
+def carries_of(ratios: Tensor, verification: Verification) -> Tensor:
+    """c_i, `[..., k + 1]`: `carried` as a block, 1 token by token."""
+    return carried(ratios) if verification == "block" else torch.ones_like(functional.pad(ratios, (1, 0)))
 
 
 def carried(ratios: Tensor) -> Tensor:
@@ -229,5 +228,5 @@ def carried(ratios: Tensor) -> Tensor:
     For [2, 0.5, 0.5, 4, 1]: [1, 1, 0.5, 0.25, 1, 1]. S_i being the product of the first i ratios, c_i is S_i divided by
     the largest S_j with j <= i, which needs no loop.
     """
-    sums = torch.nn.functional.pad(ratios.log().cumsum(-1), (1, 0))
+    sums = functional.pad(ratios.log().cumsum(-1), (1, 0))
     return (sums - sums.cummax(-1).values).exp()

@@ -25,7 +25,7 @@ from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.randomness import draw_rows, uniform
-from hf_specdecpp.sampling.verification import acceptance, sibling_tests
+from hf_specdecpp.sampling.verification import acceptance
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
@@ -216,15 +216,18 @@ def sibling_labels(p: Tensor, drawn_from: list[Tensor], tokens: Tensor) -> tuple
     """Chance that the verifier accepts each sibling once it has rejected those before it (DySpec, Algorithm 3), `[...,
     n]`, and the chance that each is tested, `[..., n]`, 1 for the first; `drawn_from` are n tensors, D of each sibling.
 
-    The verifier gets as far as sibling j with the chance of the second result (`sibling_tests`). A head that is fitted
+    The verifier gets as far as sibling j with the chance of the second result. A head that is fitted
     with that as the weight of the example learns P(accepted | reached): unweighted, it would learn as much from
     siblings that are hardly ever tested.
     """
-    *labels, _ = (accepted for accepted, _ in sibling_tests(p, drawn_from, tokens.unbind(-1)))
-    reach = [torch.ones_like(p[..., 0])]
-    for accepted in labels[:-1]:
-        reach.append(reach[-1] * (1.0 - accepted))
-    return torch.stack(labels, -1), torch.stack(reach, -1)
+    left, labels, reach = p, [], [torch.ones_like(p[..., 0])]
+    for q, token in zip(drawn_from, tokens.unbind(-1), strict=True):
+        labels.append(acceptance(left, q, token))
+        reach.append(reach[-1] * (1.0 - labels[-1]))
+        rest = (left - q).clamp_min(0.0)
+        mass = rest.sum(-1, keepdim=True)
+        left = torch.where(mass > 0.0, rest / mass, left)
+    return torch.stack(labels, -1), torch.stack(reach[:-1], -1)
 
 
 def weighted_bce(log_odds: Tensor, label: Tensor, rejection_weight: float, mask: Tensor) -> Tensor:

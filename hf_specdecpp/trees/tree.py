@@ -4,9 +4,6 @@ target's pass (`TreePass`), with all that a device is told about them. No model 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
 
 import numpy as np
 import torch
@@ -253,22 +250,6 @@ def relations(parents: Sequence[int], known: Tensor | None = None) -> tuple[Tens
     return torch.from_numpy(rows), torch.from_numpy(rows.sum(axis=1) - 1)
 
 
-@dataclass
-class Families:
-    """The nodes of a depth that have children, those with the most children first, by their rows in the pass.
-
-    Example: nodes 3 and 5, the second of which has a child fewer: their first children, then the other one of node 3.
-    `counts` are 2 and 1, `places` 0, 1 and 0.
-    """
-
-    parents: Tensor  # `[n]`
-    children: Tensor  # `[c]`, all first children, then all second ones and so on
-    tokens: Tensor  # `[c]`
-    places: Tensor  # `[c]`, of their parents among `parents`
-    counts: list[int]  # how many there are of each rank
-    scores: Tensor  # `[n, vocab]`, logits whose softmax the first children were drawn from
-
-
 class TreePass:
     """The rows of a pass over a tree, by default depth first: which node, of its shape as it is now, is read in which.
 
@@ -285,81 +266,19 @@ class TreePass:
         else:
             self.order = tree.depth_first() if order is None else list(order)
             self.rows = dict(zip(self.order, range(len(self.order)), strict=True))
-        self._lists: list[Tensor] | None = None  # of `_family_lists`, on a device
 
     def rows_of(self, path: Sequence[int]) -> list[int]:
         """The rows of the root and of an accepted path."""
         return [self.rows[node] for node in (0, *path)]
 
-    def upload(self, device: torch.device, families: bool = False, width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """What the pass needs, with one copy to the device; the shape of the `families`, too, if they are asked for:
-        tokens `[n]` of all nodes but the root, and `ancestors` `[width, width]` and `depths` `[width]` as `tree_inputs`
-        takes them. A width beyond the nodes is filled up with dummies, which stand where the root stands, and see and
-        are seen by none of the nodes."""
+    def upload(self, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """What the pass needs, with one copy to the device: tokens `[n]` of all nodes but the root, and `ancestors`
+        `[width, width]` and `depths` `[width]` as `tree_inputs` takes them. A width beyond the nodes is filled up with
+        dummies, which stand where the root stands, and see and are seen by none of the nodes."""
         fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]], dtype=torch.long)
         ancestors, depths = Lineage().feed(self.tree, self.order)
         if dummies := max(width - len(self.order), 0):
             ancestors = torch.block_diag(ancestors, torch.eye(dummies, dtype=torch.bool))
             depths = nn.functional.pad(depths, (0, dummies))
-        parts = [fed, ancestors, depths, *(self._family_lists() if families else ())]
-        tokens, ancestors, depths, *lists = upload(parts, device)
-        self._lists = lists or None
+        tokens, ancestors, depths = upload([fed, ancestors, depths], device)
         return tokens, ancestors, depths
-
-    def families(self, device: torch.device) -> tuple[list[Families], Tensor]:
-        """The families of each depth from the root down, and the rows `[n + 1]` of `parents_first`."""
-        lists = upload(self._family_lists(), device) if self._lists is None else self._lists
-        parents_first_rows, *rest = lists
-        parts, families = iter(rest), []
-        for nodes in self._parents:
-            scores = torch.stack([self.tree.scores[node] for node in nodes]).to(device)
-            parents, children, tokens, places = islice(parts, 4)
-            families.append(Families(parents, children, tokens, places, self._counts(nodes), scores))
-        return families, parents_first_rows
-
-    @cached_property
-    def _parents(self) -> list[list[int]]:
-        """For each depth the nodes that have children, those with the most children first."""
-        tree = self.tree
-        depths: list[list[int]] = [[] for _ in range(tree.depth + 1)]
-        for node, children in enumerate(tree.children):
-            if children:
-                depths[tree.depths[node]].append(node)
-        return [sorted(nodes, key=lambda node: -len(tree.children[node])) for nodes in depths if nodes]
-
-    def _counts(self, parents: Sequence[int]) -> list[int]:
-        """How many of them, of which the first has the most children, have one child or more, two or more and so on."""
-        numbers = [len(self.tree.children[node]) for node in parents]
-        return [sum(number > rank for number in numbers) for rank in range(numbers[0])]
-
-    def _family_lists(self) -> list[Tensor]:
-        """What `families` are made of, on the host."""
-        tree, rows = self.tree, self.rows
-        lists = [[rows[node] for node in parents_first(tree)]]
-        for parents in self._parents:
-            ranked = [
-                (place, tree.children[parents[place]][rank])
-                for rank, count in enumerate(self._counts(parents))
-                for place in range(count)
-            ]
-            lists += [
-                [rows[node] for node in parents],
-                [rows[child] for _, child in ranked],
-                [tree.tokens[child] for _, child in ranked],
-                [place for place, _ in ranked],
-            ]
-        return [torch.tensor(each) for each in lists]
-
-
-def parents_first(tree: DraftTree) -> list[int]:
-    """All nodes, each before its subtree, and last children before first ones: the reverse of the order in which
-    `verify_tree_block` tests them.
-
-    A root with two children, the first of which has a child: [0, 3, 1, 2], if they are numbered depth first.
-    """
-    order, stack = [], [0]
-    while stack:
-        node = stack.pop()
-        order.append(node)
-        stack += tree.children[node]
-    return order

@@ -3,8 +3,7 @@
 That whole rounds with it emit exactly p under every rule is in `test_chain_rounds.py`. Everything here is enumerated,
 so nothing can fail by chance."""
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,11 +16,12 @@ from support.exact_distribution import (
     is_caught,
     largest_error,
 )
+from support.readable_verification import verify_block, verify_chain
 from support.toy_rounds import RULES, SCENARIOS, VERIFIERS, Models, ToyRound
 from torch import Tensor
 
 from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
-from hf_specdecpp.sampling.verification import as_tests, verify_block
+from hf_specdecpp.sampling.verification import as_tests, verify_sampled
 
 TOLERANCE = 1e-12
 
@@ -109,24 +109,25 @@ def test_a_block_round_accepts_no_fewer(rule: str, thorough: bool) -> None:
     assert sum(block) > sum(token) + 0.01
 
 
-def test_at_once_decides_as_the_readable_versions_do() -> None:
-    def outcomes(verifier: str, models: Models, candidates: list[int]) -> Probs:
+def test_the_readable_loops_agree() -> None:
+    def outcomes(verify: Callable[..., tuple[int, int]], models: Models, candidates: list[int]) -> Probs:
         p = torch.stack([models.p(tuple(candidates[:i])) for i in range(len(candidates) + 1)])
         q = torch.stack([models.q(tuple(candidates[:i])) for i in range(len(candidates))]) if candidates else p[:0]
-        return exact_distribution(lambda replay: VERIFIERS[verifier](candidates, p, q, replay))
+        return exact_distribution(lambda replay: verify(candidates, p, q, replay))
 
     for seed in range(4):
         for candidates in ([], [1], [0, 2], [2, 1, 0, 0]):
             models = Models("plain", 3, seed)
-            for verifier in ("block", "token"):
-                expected = outcomes(verifier, models, candidates)
-                assert outcomes(f"{verifier}, at once", models, candidates) == pytest.approx(expected, abs=TOLERANCE)
+            for name, loop in {"block": verify_block, "token": verify_chain}.items():
+                expected = outcomes(loop, models, candidates)
+                for verifier in (VERIFIERS[name], VERIFIERS[f"{name}, at once"]):
+                    assert outcomes(verifier, models, candidates) == pytest.approx(expected, abs=TOLERANCE)
 
 
 def test_a_block_of_which_nothing_is_left_falls_back_to_p() -> None:
     """Rounding can reject a candidate although p equals q, which leaves nothing to draw from."""
     rejecting, q = Answering([False, True]), torch.tensor([[0.8, 0.2], [0.8, 0.2]], dtype=torch.float64)
-    verify_block([1], q, q[:1], rejecting)
+    verify_sampled([1], q, q[:1], rejecting, "block")
     assert torch.equal(rejecting.drawn_from[0], q[0])
 
 
@@ -138,7 +139,7 @@ def test_outcomes_are_drawn_by_their_chances() -> None:
     rows = torch.tensor([[0.1, 0.9, 0.0], [1.0, 0.0, 0.0], [0.3, 0.3, 0.4], [0.0, 0.0, 2.0]])
     counts, randomness = torch.zeros(4, 3), TorchRandomness()
     for _ in range(20_000):
-        counts[randomness.outcome(as_tests(weights), *[partial(rows.index_select, 0)] * 2)] += 1.0
+        counts[randomness.outcome(as_tests(weights), rows)] += 1.0
     expected = weights[:, None] * rows / rows.sum(-1, keepdim=True)
     assert float((counts / counts.sum() - expected).abs().max()) < 0.014
     assert float(counts[expected == 0.0].sum()) == 0.0
@@ -148,4 +149,4 @@ def test_draws_have_numbers_of_their_own() -> None:
     """Made ahead, but not used twice: 24 equal ones of 1,000 ids are hardly ever the same."""
     torch.manual_seed(0)
     randomness, weights = TorchRandomness(), torch.ones(1, 1000)
-    assert len({randomness.outcome(torch.ones(1), lambda _: weights, lambda _: weights)[1] for _ in range(24)}) > 20
+    assert len({randomness.outcome(torch.ones(1), weights)[1] for _ in range(24)}) > 20

@@ -12,11 +12,12 @@ import torch
 from support.exact_distribution import VISIBLE, exact_distribution
 from support.next_tokens import VOCAB, Path, add_texts, distributions, furthest, plain_texts
 from support.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
+from support.readable_verification import verify_block, verify_chain, weights_of
 from torch import Tensor
 
 from hf_specdecpp.sampling import on_device
-from hf_specdecpp.sampling.on_device import count_until, first_passing, outcomes
-from hf_specdecpp.sampling.verification import Verification, verify_block, verify_chain, weights_of
+from hf_specdecpp.sampling.on_device import count_until, first_passing
+from hf_specdecpp.sampling.verification import Verification, outcomes
 
 K = 3
 Stop = Callable[[Path], int]
@@ -38,9 +39,7 @@ def texts_of_rounds(
         p_rows = torch.stack([p(drawn[:place]) for place in range(K + 1)]) if rows is None else rows(drawn)
         q_rows = torch.stack([q(drawn[:place]) for place in range(K)])
         tests, weights = rule(torch.tensor(drawn), torch.tensor(stop(drawn)), p_rows, q_rows, verification)
-        counts = weights_of(tests)
-        counts[0] += 1.0 - counts.sum()  # where no test passes, none is accepted
-        for accepted, share in enumerate(counts.tolist()):
+        for accepted, share in enumerate(weights_of(tests).tolist()):
             add_texts(found, p, K + 1, drawn[:accepted], weights[accepted], chance * share)
     return found
 
@@ -127,7 +126,6 @@ def test_the_readable_versions_agree(verification: Verification, readable: Calla
     q_rows = torch.stack([q(drawn[:place]) for place in range(K)])
     tests, _ = outcomes(torch.tensor(drawn), torch.tensor(K), p_rows, q_rows, verification)
     counts = weights_of(tests)
-    counts[0] += 1.0 - counts.sum()
     found = exact_distribution(lambda replay: (readable(drawn, p_rows, q_rows, replay)[0],))
     assert [found.get((count,), 0.0) for count in range(K + 1)] == pytest.approx(counts.tolist(), abs=1e-12)
 

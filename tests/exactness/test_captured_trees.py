@@ -10,85 +10,127 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact_distribution import VISIBLE
-from support.grown_trees import LEVELS, NODES, WIDTH, Grown, Judge, Slots, Tests, by_a_head, by_q, trees
+from support.exact_distribution import VISIBLE, Replay, exact_distribution
+from support.grown_trees import LEVELS, WIDTH, Grown, Judge, Slots, Tests, by_a_head, by_q, trees
 from support.next_tokens import Path, add_texts, distributions, furthest, plain_texts
 from support.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
+from support.readable_verification import verify_tree, verify_tree_block
 from torch import Tensor
 
 from hf_specdecpp.sampling import on_device
-from hf_specdecpp.sampling.on_device import (
-    best_slots,
-    last_on_path,
-    stands_sampled,
-)
+from hf_specdecpp.sampling.on_device import best_slots
+from hf_specdecpp.sampling.verification import Verification, acceptance_of, sibling_tests
 from hf_specdecpp.trees.tree import DraftTree
 
 
 def texts_of_rounds(
-    p: Callable[[Path], Tensor], grown: Iterator[Grown], tests: Tests, known: Callable[[Grown], Tensor] | None = None
-) -> dict[Path, float]:
+    p: Callable[[Path], Tensor], grown: Iterator[Grown], tests: Tests, how: Verification,
+    known: Callable[[Grown], Tensor] | None = None,
+) -> dict[Path, float]:  # fmt: skip
     """Chances of texts of which a round came first; `known` are p after each node as the round knows it."""
     found: dict[Path, float] = {}
     for tree in grown:
-        tokens, parents = torch.tensor([tree.tokens]), torch.tensor([tree.parents])
-        drawn = tree.q.gather(1, tokens[0, :, None])[None, :, 0] > 0.0
         rows = torch.stack([p(path) for path in tree.paths])[None] if known is None else known(tree)[None]
-        chances, left = tests(tokens, parents, drawn, rows, tree.q[None], WIDTH)
-        for passed in itertools.product((0.0, 1.0), repeat=NODES):
-            own = torch.where(torch.tensor(passed) > 0, chances[0], 1.0 - chances[0]).prod()
-            if (chance := tree.chance * float(own)) == 0.0:
-                continue
-            uniform = torch.where(torch.tensor([passed]) > 0, -1.0, 2.0)  # below any chance, and above
-            last, _ = last_on_path(stands_sampled(parents, chances, uniform), tree.ancestors)
-            add_texts(found, p, LEVELS + 1, tree.paths[int(last)], left[0, int(last)], chance)
+        for last, chance, weights in tree.ends(rows, tests, how):
+            add_texts(found, p, LEVELS + 1, tree.paths[last], weights, tree.chance * chance)
     return found
 
 
-def error(tests: Tests = on_device.tree_tests, slots: Slots = best_slots, seeds: int = 4, judge: Judge = by_q) -> float:
+def error(
+    how: Verification, tests: Tests = on_device.tree_tests, slots: Slots = best_slots, seeds: int = 4,
+    judge: Judge = by_q,
+) -> float:  # fmt: skip
     """The largest difference of a text's chance; a visible one ends it."""
     largest = 0.0
     for seed in range(seeds):
         if largest > VISIBLE:
             break
         p, q = (distributions(each, LEVELS, spread=1.5, every=4) for each in (seed, 100 + seed))
-        ours = texts_of_rounds(p, trees(q, slots, judge), tests)
+        ours = texts_of_rounds(p, trees(q, slots, judge), tests, how)
         largest = max(largest, furthest(plain_texts(p, LEVELS + 1), ours))
     return largest
 
 
-@pytest.mark.takes(4)
+VERIFICATIONS: tuple[Verification, ...] = ("block", "token")
+
+
+@pytest.mark.takes(6)
+@pytest.mark.parametrize("how", VERIFICATIONS)
 @pytest.mark.parametrize("judge", [by_q, by_a_head], ids=lambda each: each.__name__)
-def test_the_distribution_is_the_targets(judge: Judge) -> None:
-    assert error(judge=judge) < 1e-12
+def test_the_distribution_is_the_targets(judge: Judge, how: Verification) -> None:
+    assert error(how, judge=judge) < 1e-12
 
 
-def with_q_of_the_first(
-    tokens: Tensor, parents: Tensor, drawn: Tensor, p: Tensor, q: Tensor, width: int
-) -> tuple[Tensor, Tensor]:
-    """A mutant: what was drawn without replacement counts as drawn with it."""
-    q = q.clone()
-    for node in range(1, NODES):
-        for other in range(node):
-            if parents[0, node] == parents[0, other]:
-                q[0, node] = q[0, other]
-    return on_device.tree_tests(tokens, parents, drawn, p, q, width)
+def changed(**parts: Any) -> Any:
+    """`sibling_tests` with mistakes: `share` is applied to f, `own` to the last a and the first one, `rest` to the
+    weights and p."""
+
+    def mutant(p: Tensor, q: Tensor, tokens: Any, owed: Tensor, exist: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        *found, (own, rest) = sibling_tests(p, q, tokens, owed, exist)
+        for mass, share in found:
+            yield mass, parts.get("share", lambda f: f)(share)
+        yield parts.get("own", lambda a, _: a)(own, owed), parts.get("rest", lambda weights, _: weights)(rest, p)
+
+    return mutant
 
 
-def without_residuals(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """A mutant: what follows comes from p."""
-    chances, left = on_device.tree_tests(*arguments)
-    return chances, arguments[3].expand_as(left)
+MUTANTS: dict[str, Any] = {
+    "what follows comes from p": ("sibling_tests", changed(rest=lambda _, p: p)),
+    "without replacement counts as with it": ("sibling_tests", changed(share=torch.ones_like)),
+    "uncapped": ("acceptance_of", lambda *of: (1.1 * acceptance_of(*of)).clamp_max(1.0)),
+    "a node keeps its chance": ("sibling_tests", changed(own=lambda _, owed: owed)),
+}
+CASES = [
+    (each, how) for each in MUTANTS for how in VERIFICATIONS if each != "a node keeps its chance" or how == "block"
+]
 
 
-def uncapped(*arguments: Any) -> tuple[Tensor, Tensor]:
-    chances, left = on_device.tree_tests(*arguments)
-    return (1.1 * chances).clamp_max(1.0), left
+@pytest.mark.every(2)
+@pytest.mark.parametrize(("mutant", "how"), CASES)
+def test_mutants_of_verification_are_noticed(mutant: str, how: Verification, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, function = MUTANTS[mutant]
+    monkeypatch.setattr(on_device, name, function)
+    assert error(how) > VISIBLE
 
 
-@pytest.mark.parametrize("mutant", [with_q_of_the_first, without_residuals, uncapped], ids=lambda each: each.__name__)
-def test_mutants_of_verification_are_noticed(mutant: Tests) -> None:
-    assert error(mutant) > VISIBLE
+def test_another_order_of_the_tests_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where later siblings, and all below them, are asked first."""
+    ranks = on_device.sibling_ranks
+    right = on_device.accepted_node
+
+    def mutant(*arguments: Any) -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(on_device, "sibling_ranks", lambda parents: WIDTH - 1 - ranks(parents))
+            return right(*arguments)
+
+    monkeypatch.setattr(on_device, "accepted_node", mutant)
+    assert error("block") > VISIBLE
+
+
+@pytest.mark.parametrize(("how", "loop"), [("block", verify_tree_block), ("token", verify_tree)])
+def test_the_readable_loops_agree(how: Verification, loop: Any) -> None:
+    """About how likely each node is to be the last that is accepted, and what follows it."""
+    p, q = (distributions(each, LEVELS, spread=1.5, every=4) for each in (5, 105))
+    for grown in itertools.islice(trees(q), 0, None, 7):
+        found: dict[Path, float] = {}
+        rows = torch.stack([p(path) for path in grown.paths])[None]
+        for last, chance, weights in grown.ends(rows, on_device.tree_tests, how):
+            for token, share in enumerate((weights / weights.sum()).tolist()):
+                key = (*grown.paths[last], -1, token)
+                found[key] = found.get(key, 0.0) + chance * share
+        tree = DraftTree()
+        for parent, token in zip(grown.parents, grown.tokens, strict=True):
+            tree.add(parent, token)
+        tree.distributions = dict(enumerate(grown.q))
+        if any(float(grown.q[parent, token]) == 0.0 for parent, token in zip(grown.parents, grown.tokens, strict=True)):
+            continue  # nodes that could not be drawn, which a tree of a host does not have
+
+        def program(replay: Replay, tree: DraftTree = tree, rows: Tensor = rows) -> Path:
+            path, token = loop(tree, lambda node: rows[0, node], replay)
+            return *(tree.tokens[node] for node in path), -1, token
+
+        expected = exact_distribution(program)
+        assert max(abs(found.get(key, 0.0) - expected.get(key, 0.0)) for key in {*found, *expected}) < 1e-12
 
 
 def by_its_own_token(values: Tensor, chances: Tensor, width: int) -> Tensor:
@@ -105,7 +147,7 @@ def as_for_greedy_targets(values: Tensor, chances: Tensor, width: int) -> Tensor
 @pytest.mark.parametrize("mutant", [by_its_own_token, as_for_greedy_targets], ids=lambda each: each.__name__)
 def test_a_mutant_of_growth_is_noticed(mutant: Slots, judge: Judge) -> None:
     """A drawn token would be dropped because of what it is."""
-    assert error(slots=mutant, judge=judge) > VISIBLE
+    assert error("block", slots=mutant, judge=judge) > VISIBLE
 
 
 def error_of_processors(name: str, process: Process) -> float:
@@ -119,7 +161,7 @@ def error_of_processors(name: str, process: Process) -> float:
             tree.add(parent, token)
         return between.rows(tree, process)
 
-    ours = texts_of_rounds(between.p, trees(q), on_device.tree_tests, known)
+    ours = texts_of_rounds(between.p, trees(q), on_device.tree_tests, "token", known)
     return furthest(plain_texts(between.p, LEVELS + 1), ours)
 
 
@@ -149,16 +191,25 @@ def test_slots_before_their_siblings() -> None:
                 assert all(slot % 4 == 0 or slot - 1 in row[:place] for place, slot in enumerate(row))
 
 
-def test_several_texts_at_once() -> None:
+@pytest.mark.parametrize("how", VERIFICATIONS)
+def test_several_texts_at_once(how: Verification) -> None:
     """Each text as by itself."""
     torch.manual_seed(1)
     texts, nodes, vocab = 3, 6, 5
     p, q = torch.rand(texts, nodes + 1, vocab).softmax(-1), torch.rand(texts, nodes, vocab).softmax(-1)
     parents = torch.tensor([[0, 0, 1, 1, 3, 4], [0, 0, 1, 2, 3, 3], [0, 0, 2, 2, 4, 3]])
-    tokens, drawn = torch.randint(vocab, (texts, nodes)), torch.rand(texts, nodes) < 0.9
-    together = on_device.tree_tests(tokens, parents, drawn, p, q, 2)
+    tokens = torch.rand(texts, nodes + 1, vocab).topk(2).indices  # siblings are different
+    tokens = tokens.flatten(1).gather(1, parents * 2 + on_device.sibling_ranks(parents))
+    q = torch.where(torch.rand(q.shape) < 0.2, 0.0, q)
+    together, numbers = on_device.tree_tests(tokens, parents, p, q, 2, how), torch.rand(texts, nodes + 1)
+    seen = torch.eye(nodes + 1, dtype=torch.bool).repeat(texts, 1, 1)
+    for node in range(nodes):
+        seen[:, node + 1] |= seen[torch.arange(texts), parents[:, node]]
+    numbers = numbers[:, : together[0].shape[1]]
+    last = on_device.accepted_node(parents, seen, together[0], numbers, 2)
     for text in range(texts):
         one = slice(text, text + 1)
-        alone = on_device.tree_tests(tokens[one], parents[one], drawn[one], p[one], q[one], 2)
+        alone = on_device.tree_tests(tokens[one], parents[one], p[one], q[one], 2, how)
         for ours, theirs in zip(together, alone, strict=True):
             torch.testing.assert_close(ours[one], theirs)
+        assert last[text] == on_device.accepted_node(parents[one], seen[one], alone[0], numbers[one], 2)

@@ -14,7 +14,6 @@ from hf_specdecpp.config.speculation import RULES as RULE_NAMES
 from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
 from hf_specdecpp.sampling import verification
 from hf_specdecpp.sampling.randomness import Randomness
-from hf_specdecpp.sampling.verification import residual, verify_chain
 from hf_specdecpp.trees.tree import DraftTree
 
 # All probabilities are float64 here (heads answer in float32, but they only decide when to stop).
@@ -150,30 +149,30 @@ class ResamplesFromP(ToyRound):
 
     def verify(self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verification, "residual", lambda p_row, q_row: p_row)
-            return verify_chain(candidates, p, q, randomness)
+            patch.setattr(verification, "leftovers", lambda carries, p_rows, q_rows: p_rows)
+            return self.verifier(candidates, p, q, randomness)
 
 
 class SubtractsTheFirstQ(ToyRound):
     """Computes the residual with the q of the round's first position."""
 
     def verify(self, candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, prefix: Tokens):
+        leftovers = verification.leftovers
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verification, "residual", lambda p_row, q_row: residual(p_row, q[0]))
-            return verify_chain(candidates, p, q, randomness)
+            patch.setattr(
+                verification, "leftovers", lambda carries, p, rows: leftovers(carries, p, q[:1].expand_as(rows))
+            )
+            return self.verifier(candidates, p, q, randomness)
 
 
 MUTANTS = [
     Withdraws, ReportsAnotherTemperature, DraftsGreedily, AcceptsEverything, ReusesTheUniform, DrawsTheBonusFromQ,
+    ResamplesFromP, SubtractsTheFirstQ,
 ]  # fmt: skip
-# Of the residual as `verify_chain` computes it; those of block verification are in `test_block_verification.py`.
-RESIDUALS = [ResamplesFromP, SubtractsTheFirstQ]
 
 
 @pytest.mark.every(5)
 @pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
-@pytest.mark.parametrize(
-    ("mutant", "verifier"), [(m, v) for m in MUTANTS for v in ("block", "token")] + [(m, "token") for m in RESIDUALS]
-)
+@pytest.mark.parametrize(("mutant", "verifier"), [(m, v) for m in MUTANTS for v in ("block", "token")])
 def test_mutants_are_caught(mutant: type[ToyRound], verifier: str, rule: str) -> None:
     assert is_caught(mutant(Models("plain", 3, seed), rule, (1, 3), seed, verifier) for seed in SEEDS)

@@ -166,9 +166,9 @@ def test_a_chain_emits_exactly_p(verifier: str, kind: str, rule: str) -> None:
 
 @pytest.mark.every(7)
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "static", "throughput"])
-@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("verifier", ["block", "token"])
 @pytest.mark.parametrize("kind", TOLERANCE)
-def test_a_tree_emits_exactly_p(kind: str, verifier: str, algorithm: str) -> None:
+def test_a_tree_emits_exactly_p(kind: str, verifier: Any, algorithm: str) -> None:
     accepted: set[int] = set()
     for seed in range(2):
         program = KindTree(models_of(kind, seed), algorithm, "draft probability", 4, seed=seed, verifier=verifier)
@@ -323,8 +323,8 @@ class LookupTree(ToyTree):
 
 @pytest.mark.every(3)
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "static", "throughput"])
-@pytest.mark.parametrize("verifier", ["block", "token", "block, at once", "token, at once"])
-def test_a_tree_with_looked_up_branches_emits_exactly_p(verifier: str, algorithm: str) -> None:
+@pytest.mark.parametrize("verifier", ["block", "token"])
+def test_a_tree_with_looked_up_branches_emits_exactly_p(verifier: Any, algorithm: str) -> None:
     further = 0
     for seed in range(2):
         models = Models("plain", VOCAB, seed)

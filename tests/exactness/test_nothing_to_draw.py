@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 from support.exact_distribution import VISIBLE, Replay, exact_distribution
-from support.grown_trees import WIDTH, Grown, trees
+from support.grown_trees import Grown, trees
 from support.next_tokens import VOCAB, Path, distributions
+from support.readable_verification import weights_of
 from support.toy_rounds import VERIFIERS
 from torch import Tensor
 
 from hf_specdecpp.sampling import on_device, verification
 from hf_specdecpp.sampling.randomness import NothingToDrawError
-from hf_specdecpp.sampling.verification import weights_of
 from hf_specdecpp.trees import verification as of_trees
-from hf_specdecpp.trees.tree import DraftTree, TreePass
+from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.verification import verify_tree
 
 K, LENGTH = 2, 3  # candidates of a chain, and tokens of the texts
 RAISES = -1  # in the place of a token
@@ -106,9 +107,8 @@ def in_graphs(p: Law, q: Law, how: Any, submits_all: bool = False) -> Found:
     for chance, drawn, count in chains(q):
         of_p, of_q = (torch.stack([each(drawn[:place]) for place in range(n)]) for each, n in ((p, K + 1), (q, K)))
         submitted = torch.tensor(K if submits_all else count)
-        tests, weights = on_device.outcomes(torch.tensor(drawn), submitted, of_p, of_q, how)
+        tests, weights = verification.outcomes(torch.tensor(drawn), submitted, of_p, of_q, how)
         counts = weights_of(tests.nan_to_num(0.0))  # no number is below nan
-        counts[0] += 1.0 - counts.sum()
         for accepted, share in enumerate(counts.tolist()):
             if share > 0.0:
                 add(found, p, drawn[:accepted], weights[accepted], chance * share)
@@ -133,21 +133,12 @@ def uncaptured(p: Law, q: Law, verify: Callable[..., tuple[int, int]]) -> Found:
 # Trees, of drafts that have numbers everywhere: others are not drawn from. --------------------------------------------
 
 
-def trees_in_graphs(p: Law, q: Law) -> Found:
+def trees_in_graphs(p: Law, q: Law, how: Any) -> Found:
     found: Found = {}
     for tree in trees(q):
-        tokens, parents = torch.tensor([tree.tokens]), torch.tensor([tree.parents])
-        drawn = tree.q.gather(1, tokens[0, :, None])[None, :, 0] > 0.0
         rows = torch.stack([p(path) for path in tree.paths])[None]
-        chances, left = on_device.tree_tests(tokens, parents, drawn, rows, tree.q[None], WIDTH)
-        chances = chances.nan_to_num(0.0)  # no number is below nan
-        for passed in itertools.product((0.0, 1.0), repeat=tokens.shape[1]):
-            own = float(torch.where(torch.tensor(passed) > 0, chances[0], 1.0 - chances[0]).prod())
-            if own > 0.0:
-                uniform = torch.where(torch.tensor([passed]) > 0, -1.0, 2.0)
-                stands = on_device.stands_sampled(parents, chances, uniform)
-                last = int(on_device.last_on_path(stands, tree.ancestors)[0])
-                add(found, p, tree.paths[last], left[0, last], tree.chance * own)
+        for last, chance, weights in tree.ends(rows, on_device.tree_tests, how):
+            add(found, p, tree.paths[last], weights, tree.chance * chance)
     return found
 
 
@@ -169,11 +160,6 @@ def trees_uncaptured(p: Law, q: Law, verify: Callable[..., tuple[list[int], int]
     return found
 
 
-def at_once(tree: DraftTree, p: Callable[[int], Tensor], replay: Any, how: Any) -> tuple[list[int], int]:
-    tree_pass = TreePass(tree)
-    return of_trees.verify_tree_at_once(tree_pass, torch.stack([p(node) for node in tree_pass.order]), replay, how)
-
-
 # Of each function that makes texts, whether it is known after which text it raises.
 OF_CHAINS: dict[str, tuple[Callable[[Law, Law], Found], bool]] = {
     "graphs, block": (partial(in_graphs, how="block"), True),
@@ -183,11 +169,10 @@ OF_CHAINS: dict[str, tuple[Callable[[Law, Law], Found], bool]] = {
     **{name: (partial(uncaptured, verify=verify), False) for name, verify in VERIFIERS.items()},
 }
 OF_TREES: dict[str, tuple[Callable[[Law, Law], Found], bool]] = {
-    "graphs": (trees_in_graphs, True),
-    "token": (partial(trees_uncaptured, verify=of_trees.verify_tree), False),
-    "block": (partial(trees_uncaptured, verify=of_trees.verify_tree_block), False),
-    "token, at once": (partial(trees_uncaptured, verify=partial(at_once, how="token")), False),
-    "block, at once": (partial(trees_uncaptured, verify=partial(at_once, how="block")), False),
+    "graphs, block": (partial(trees_in_graphs, how="block"), True),
+    "graphs, token": (partial(trees_in_graphs, how="token"), True),
+    "block": (partial(trees_uncaptured, verify=partial(verify_tree, verification="block")), False),
+    "token": (partial(trees_uncaptured, verify=partial(verify_tree, verification="token")), False),
 }
 
 
@@ -234,19 +219,21 @@ def chances_with_nan(carries: Tensor, left: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "mutant", "where"), [
-    ("chain_ratios", ratios_with_nan, "block"),
+    ("chain_ratios", ratios_with_nan, "token"),
     ("block_tests", chances_with_nan, "graphs, block"),
     ("block_tests", chances_with_nan, "block, at once"),
 ])  # fmt: skip
 def test_mutants_of_chains_are_noticed(name: str, mutant: Any, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are accepted after an error, or an error never comes, since nothing is accepted before it."""
-    for module in (verification, on_device):
-        monkeypatch.setattr(module, name, mutant)
+    monkeypatch.setattr(verification, name, mutant)
     assert error(*OF_CHAINS[where], "after 0") > VISIBLE
 
 
 @pytest.mark.takes(2)
-def test_a_mutant_of_trees_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`min(1.0, nan)` is 1.0."""
-    monkeypatch.setattr(of_trees, "float", lambda number: 9.0 if bool(number.isnan()) else number.item(), raising=False)
-    assert error(*OF_TREES["block"], "after 0") > VISIBLE
+@pytest.mark.parametrize("name", ["block", "graphs, block"])
+def test_a_mutant_of_trees_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child counts where p is nan, as if its chance were `min(1.0, nan)`, which is 1.0."""
+    right = verification.acceptance_of
+    for module in (of_trees, on_device):
+        monkeypatch.setattr(module, "acceptance_of", lambda *of: right(*of).nan_to_num(1.0))
+    assert error(*OF_TREES[name], "after 0") > VISIBLE

@@ -103,8 +103,8 @@ def accepts_everything(candidates: list[int], p: Tensor, q: Tensor, randomness: 
 
 def resamples_from_p(candidates: list[int], p: Tensor, q: Tensor, randomness: Any, *_: str) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verification, "residual", lambda p_row, q_row: p_row)
-        return verification.verify_chain(candidates, p, q, randomness)
+        patch.setattr(verification, "leftovers", lambda carries, p_rows, q_rows: p_rows)
+        return verification.verify_sampled(candidates, p, q, randomness, "token")
 
 
 @pytest.mark.every(2, takes=5)

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from support import readable_verification as readable
 from support.exact_distribution import Probs, Replay, Tokens, accepted_in, exact_distribution, is_caught, largest_error
 from support.toy_rounds import SCENARIOS, Models
 from support.toy_trees import ToyTree
 
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
-from hf_specdecpp.sampling.verification import verify_block
-from hf_specdecpp.trees.tree import DraftTree, TreePass
-from hf_specdecpp.trees.verification import verify_tree, verify_tree_at_once, verify_tree_block
+from hf_specdecpp.sampling.verification import Verification
+from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.verification import verify_tree
 
+VERIFICATIONS: tuple[Verification, ...] = ("block", "token")
 TOLERANCE, ALGORITHMS = 1e-12, ["dyspec", "dyspec-exact", "static", "throughput"]
 
 
@@ -99,7 +101,7 @@ def test_a_round_accepts_no_fewer_than_with_algorithm_3(algorithm: str) -> None:
             models = Models(scenario, vocab, budget)
             block, token = (
                 accepted_in(ToyTree(models, algorithm, "draft probability", budget, verifier=verifier))
-                for verifier in ("block", "token")
+                for verifier in VERIFICATIONS
             )
             assert block > token - TOLERANCE
             more += block - token
@@ -119,9 +121,10 @@ TREES = [([], []), ([0], [1]), ([0, 0, 1, 1, 3], [1, 0, 2, 0, 1]), ([0, 1, 0, 0,
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("scenario", ["plain", "p equals q"])
 @pytest.mark.parametrize(("parents", "tokens"), TREES)
-def test_at_once_decides_as_the_readable_versions_do(parents: list[int], tokens: list[int], seed: int) -> None:
-    models = Models("plain", 3, seed)
+def test_it_decides_as_the_readable_loops_do(parents: list[int], tokens: list[int], scenario: str, seed: int) -> None:
+    models = Models(scenario, 3, seed)
     tree = some_tree(models, parents, tokens)
     p = torch.stack([models.p(tuple(tree.path(node))) for node in range(len(tree) + 1)])
 
@@ -132,13 +135,12 @@ def test_at_once_decides_as_the_readable_versions_do(parents: list[int], tokens:
 
         return {each: weight for each, weight in exact_distribution(program).items() if weight > TOLERANCE}
 
-    rows = TreePass(tree)  # as the target reads them
-    found = outcomes(lambda replay: verify_tree_at_once(rows, p[rows.order], replay, "block"))
-    expected = outcomes(lambda replay: verify_tree_block(tree, p.__getitem__, replay))
+    found = outcomes(lambda replay: verify_tree(tree, p.__getitem__, replay, "block"))
+    expected = outcomes(lambda replay: readable.verify_tree_block(tree, p.__getitem__, replay))
     assert found == pytest.approx(expected, abs=TOLERANCE)
-    drawn = TreePass(tree, range(len(p)))
-    found = outcomes(lambda replay: verify_tree_at_once(drawn, p.clone(), replay, "token"))
-    assert found == pytest.approx(outcomes(lambda replay: verify_tree(tree, p.__getitem__, replay)), abs=TOLERANCE)
+    found = outcomes(lambda replay: verify_tree(tree, p.__getitem__, replay, "token"))
+    expected = outcomes(lambda replay: readable.verify_tree(tree, p.__getitem__, replay))
+    assert found == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -149,10 +151,10 @@ def test_a_chain_is_verified_as_a_block(seed: int) -> None:
     q = torch.stack([models.q(tuple(tokens[:i])) for i in range(3)])
 
     def as_tree(replay: Replay) -> Tokens:
-        path, token = verify_tree_block(tree, p.__getitem__, replay)
+        path, token = verify_tree(tree, p.__getitem__, replay, "block")
         return len(path), token
 
-    expected = exact_distribution(lambda replay: verify_block(tokens, p, q, replay))
+    expected = exact_distribution(lambda replay: readable.verify_block(tokens, p, q, replay))
     assert exact_distribution(as_tree) == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -161,5 +163,5 @@ def test_a_deep_tree_needs_no_recursion() -> None:
     for node in range(1024):
         tree.scores[node] = q.log()
         tree.add(node, 1)
-    path, _ = verify_tree_block(tree, lambda node: q.flip(0), TorchRandomness())
+    path, _ = verify_tree(tree, lambda node: q.flip(0), TorchRandomness(), "block")
     assert len(path) <= 1024

@@ -188,34 +188,32 @@ def test_calibration_is_contents_of_a_graph(
 
 
 MOST_TOKENS = {"rule": "throughput"}
-MIXED = "block, of trees token"
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize(("settings", "graphs", "asked", "told", "ran"), [
-    (CHAIN, "auto", "block", "block", {"chain block"}),
-    (MOST_TOKENS, "auto", "block", MIXED, {"chain block", "tree token"}),
-    (TREE, "auto", "block", "token", {"tree token"}),
-    (MOST_TOKENS, "auto", "token", "token", {"chain token", "tree token"}),
-    (TREE, "off", "block", "block", {"tree block"}),
-    ({**TREE, **MOST_TOKENS}, "auto", "block", "token", {"tree token"}),
-    (CHAIN, "auto", "token", "token", {"chain token"}),
-    (TREE, "auto", "token", "token", {"tree token"}),
-    (TREE, "off", "token", "token", {"tree token"}),
+@pytest.mark.parametrize(("settings", "graphs", "asked", "ran"), [
+    (CHAIN, "auto", "block", {"chain block"}),
+    (CHAIN, "auto", "token", {"chain token"}),
+    (MOST_TOKENS, "auto", "block", {"chain block", "tree block"}),
+    (MOST_TOKENS, "auto", "token", {"chain token", "tree token"}),
+    (TREE, "auto", "block", {"tree block"}),
+    (TREE, "auto", "token", {"tree token"}),
+    (TREE, "off", "block", {"tree block"}),
+    (TREE, "off", "token", {"tree token"}),
+    ({**TREE, **MOST_TOKENS}, "auto", "block", {"tree block"}),
 ])  # fmt: skip
 def test_the_verification_that_runs_is_told(
-    settings: dict[str, Any], graphs: str, asked: Any, told: str, ran: set[str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any], graphs: str, asked: Any, ran: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     target, assistant = made("independent", tmp_path, graphs=graphs, **settings)
     assistant.decisions = type(assistant.decisions)(verification=asked)
     found: set[str] = set()
-    heard(monkeypatch, on_device, "tree_tests", lambda *_: found.add("tree token"))
+    heard(monkeypatch, on_device, "tree_tests", lambda *how: found.add(f"tree {how[-1]}"))
     heard(
         monkeypatch,
-        on_device,
+        captured_rounds,
         "outcomes",
-        lambda drawn, *rest: found.update([f"chain {rest[3]}"] * bool(drawn.numel())),
+        lambda drawn, *how: found.update([f"chain {how[-1]}"] * bool(drawn.numel())),
     )
     heard(
         monkeypatch, generation_text, "test_children", lambda tree, *_: found.update(["tree token"] * bool(len(tree)))
@@ -223,13 +221,13 @@ def test_the_verification_that_runs_is_told(
     heard(
         monkeypatch,
         generation_text,
-        "verify_tree_block",
-        lambda tree, *_: found.update(["tree block"] * bool(len(tree))),
+        "verify_tree",
+        lambda tree, *how: found.update([f"tree {how[-1]}"] * bool(len(tree))),
     )
     monkeypatch.setattr(tiers, "PROBES", (2, 4))  # a tree is tried now and then
     generate(target, assistant, **{**SAMPLED, "max_new_tokens": 30})
     assert found == ran
-    assert assistant.stats.decided["verification"] == told
+    assert assistant.stats.decided["verification"] == asked
     assert generate(target, assistant).shape == (1, 36)
     assert assistant.stats.decided["verification"] == "equality"
 

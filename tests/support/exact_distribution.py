@@ -35,14 +35,11 @@ class Replay:
         # 0 and 1 leave only one outcome of positive weight, so they branch into nothing.
         return self._choose([1.0 - probability, probability]) == 1
 
-    def outcome(
-        self, tests: Tensor, row: Callable[[Tensor], Tensor], otherwise: Callable[[Tensor], Tensor]
-    ) -> tuple[int, int]:
+    def outcome(self, tests: Tensor, weights: Tensor) -> tuple[int, int]:
         index = len(tests) - 1
         while index > 0 and not self.bernoulli(float(tests[index])):
             index -= 1
-        probs = row(torch.tensor([index]))[0]
-        return index, int(self.categorical(probs if bool(probs.any()) else otherwise(torch.tensor([index]))[0]))
+        return index, int(self.categorical(weights[index]))
 
     def siblings(self, q: Tensor) -> "ReplayedSiblings":
         return ReplayedSiblings(self, q)

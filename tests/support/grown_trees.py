@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.sampling.on_device import best_slots, remaining, slot_values
+from hf_specdecpp.sampling import on_device
+from hf_specdecpp.sampling.on_device import best_slots, slot_values
+from hf_specdecpp.sampling.verification import Verification
 from support.next_tokens import VOCAB, Path
 
 LEVELS, WIDTH = 2, 2
@@ -47,7 +49,8 @@ class Grown:
     """A tree as `CapturedDraft.propose` grows it, but that the orders of siblings are given.
 
     `chance`: of all that was drawn. `tokens`, `parents`: `[nodes]`. `paths`: of tokens, of the root and of each node.
-    `q`: `[nodes, vocab]`."""
+    `q`: `[inner nodes, vocab]`, what the first children of the root and of nodes above the last level were drawn
+    from."""
 
     def __init__(
         self, q: Callable[[Path], Tensor], drawn: dict[Path, tuple[float, Path]], slots: Slots, judge: Judge
@@ -64,7 +67,7 @@ class Grown:
             chances = judge([self.paths[node] for node in above], tokens, here)
             chosen = slots(values, chances, WIDTH)
             values = (slot_values(values, chances) * chances).flatten(1).gather(1, chosen)
-            rows.append(remaining(here, tokens).flatten(1, 2)[0, chosen[0]])
+            rows.append(here[0])
             level = []
             for slot in chosen[0].tolist():
                 parent = above[slot // WIDTH]
@@ -74,6 +77,18 @@ class Grown:
                 level.append(len(self.tokens))
             above = level
         self.q = torch.cat(rows)
+
+    def ends(self, p: Tensor, tests: Tests, how: Verification) -> Iterator[tuple[int, float, Tensor]]:
+        """The nodes that may be accepted last, by `p` `[1, nodes + 1, vocab]`, each time with the chance and with
+        weights of the token after them."""
+        parents = torch.tensor([self.parents])
+        found, left = tests(torch.tensor([self.tokens]), parents, p, self.q[None], WIDTH, how)
+        chances = found[0].nan_to_num(0.0)  # no number is below nan
+        for passed in itertools.product((False, True), repeat=len(chances)):
+            if (chance := float(torch.where(torch.tensor(passed), chances, 1.0 - chances).prod())) > 0.0:
+                numbers = torch.where(torch.tensor([passed]), -1.0, 2.0)  # below any chance, and above
+                last = int(on_device.accepted_node(parents, self.ancestors, found, numbers, WIDTH))
+                yield last, chance, left[0, last]
 
     @property
     def ancestors(self) -> Tensor:

@@ -14,7 +14,7 @@ from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep, Estimator
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.randomness import Randomness
-from hf_specdecpp.sampling.verification import verify_at_once, verify_block, verify_chain
+from hf_specdecpp.sampling.verification import Verification, outcomes, verify_sampled
 from hf_specdecpp.trees.tree import DraftTree
 from support.exact_distribution import Tokens
 
@@ -33,11 +33,19 @@ RULES: dict[str, dict[str, Any]] = {
     "throughput/before": {"costs": {"draft": 0.2, "verify": [1.0]}},
 }
 
+
+def at_once(
+    candidates: list[int], p: Tensor, q: Tensor, randomness: Randomness, verification: Verification
+) -> tuple[int, int]:
+    """As `verify_sampled` does on a device."""
+    return randomness.outcome(*outcomes(candidates, None, p, q, verification))
+
+
 VERIFIERS: dict[str, Callable[..., tuple[int, int]]] = {
-    "block": verify_block,
-    "token": verify_chain,
-    "block, at once": partial(verify_at_once, verification="block"),
-    "token, at once": partial(verify_at_once, verification="token"),
+    "block": partial(verify_sampled, verification="block"),
+    "token": partial(verify_sampled, verification="token"),
+    "block, at once": partial(at_once, verification="block"),
+    "token, at once": partial(at_once, verification="token"),
 }
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.sampling.randomness import TreeRandomness
+from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, from_nodes, grow_by_level, grow_exactly, grow_shape
 from hf_specdecpp.trees.slots import Growth, Level, Slots, SlotValuation
-from hf_specdecpp.trees.tree import DraftTree, TreePass
-from hf_specdecpp.trees.verification import verify_tree, verify_tree_at_once, verify_tree_block
+from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.verification import verify_tree
 from support.exact_distribution import Tokens
 from support.plans import tree_plan
 from support.toy_rounds import Models, make_estimator
@@ -41,9 +42,9 @@ class ToyTree:
         max_depth: int = 3,
         ahead: int = 1,
         seed: int = 0,
-        verifier: str = "block",
+        verifier: Verification = "block",
     ) -> None:
-        self.verifier = verifier  # of `toy_rounds.VERIFIERS`
+        self.verifier = verifier
         self.models, self.algorithm, self.estimator = models, algorithm, make_estimator(estimator, seed)
         self.budget, self.max_depth, self.ahead = budget, max_depth, ahead
         self.options: dict[str, Any] = {}
@@ -72,12 +73,7 @@ class ToyTree:
         return growth.tree
 
     def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
-        if "at once" in self.verifier:
-            p = torch.stack([self.p(tree, node, prefix) for node in range(len(tree) + 1)])
-            drawn = TreePass(tree, range(len(p)))
-            return verify_tree_at_once(drawn, p, randomness, "block" if "block" in self.verifier else "token")
-        verify_one = verify_tree_block if self.verifier == "block" else verify_tree
-        return verify_one(tree, lambda node: self.p(tree, node, prefix), randomness)
+        return verify_tree(tree, lambda node: self.p(tree, node, prefix), randomness, self.verifier)
 
     def p(self, tree: DraftTree, node: int, prefix: Tokens) -> Tensor:
         return self.models.p((*prefix, *tree.path(node)))

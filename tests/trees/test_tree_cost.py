@@ -16,7 +16,7 @@ from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.slots import Growth, Level, Slots, SoftmaxBuffer
 from hf_specdecpp.trees.tree import DraftTree, Lineage
-from hf_specdecpp.trees.verification import verify_tree_block, verify_tree_greedy
+from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
 
 VOCAB = 49152
 # Shares of the likeliest tokens. The draft reads two nodes of five of "bushy", and up to four of five of "long",
@@ -62,7 +62,7 @@ def one_round(
     if randomness is None:
         verify_tree_greedy(tree, lambda node: likeliest_tokens(draft.at(tuple(tree.path(node)))[None])[0])
     else:
-        verify_tree_block(tree, lambda node: draft.at(tuple(tree.path(node))).softmax(-1), randomness)
+        verify_tree(tree, lambda node: draft.at(tuple(tree.path(node))).softmax(-1), randomness, "block")
     return time.process_time() - begin, tree
 
 

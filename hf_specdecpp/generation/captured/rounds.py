@@ -21,6 +21,7 @@ from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape, with_paths
 from hf_specdecpp.sampling import on_device
 from hf_specdecpp.sampling.randomness import NothingToDrawError
+from hf_specdecpp.sampling.verification import outcomes
 from hf_specdecpp.throughput.tiers import MostTokens, RoundSeconds
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -241,20 +242,20 @@ class CapturedRounds:
         draft, (levels, width), nodes = self.draft, shape, shape.nodes
         candidates, parents = draft.candidates[:, :nodes], draft.parents[:, :nodes]
         count, steps = draft.count.clamp_max(nodes), torch.arange(levels, device=scores.device)
+        seen = draft.ancestors[:, : nodes + 1, : nodes + 1]
         if draft.q is None:
             choices = scores.argmax(-1)
             drawn = torch.arange(nodes, device=scores.device) < count[:, None]
-            stands = on_device.stands_greedily(candidates, parents, drawn, choices)
+            last = on_device.last_on_path(on_device.stands_greedily(candidates, parents, drawn, choices), seen)
         else:
-            p, q = scores.softmax(-1), draft.q[:, :nodes]
+            p = scores.softmax(-1)
             if width == 1:
-                tests, weights = on_device.outcomes(candidates, count, p, q, rules.verification)
+                tests, weights = outcomes(candidates, count, p, draft.q[:, :nodes], rules.verification)
                 last = on_device.first_passing(tests, torch.rand_like(tests))
                 return Accepted(last, on_device.follows(weights, last), last, steps.expand(len(last), -1))
-            drawn = q.gather(-1, candidates[..., None])[..., 0] > 0.0
-            chances, weights = on_device.tree_tests(candidates, parents, drawn, p, q, width)
-            stands = on_device.stands_sampled(parents, chances, torch.rand_like(chances))
-        last, on_path = on_device.last_on_path(stands, draft.ancestors[:, : nodes + 1, : nodes + 1])
+            tests, weights = on_device.tree_tests(candidates, parents, p, draft.q, width, rules.verification)
+            last = on_device.accepted_node(parents, seen, tests, torch.rand_like(tests), width)
+        on_path = seen.gather(1, last[:, None, None].expand(-1, -1, nodes + 1))[:, 0]
         path = on_path[:, 1:].unflatten(1, (levels, width)).long().argmax(-1) + steps * width
         token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else on_device.follows(weights, last)
         return Accepted(on_path.sum(-1) - 1, token, last, path)

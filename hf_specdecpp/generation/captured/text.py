@@ -62,11 +62,11 @@ class CapturedText(TargetText):
         self.width = width_of(len(candidates) + 1)
         return {"tokens": extend(tokens, candidates) if len(candidates) else tokens}
 
-    def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass, families: bool = False) -> dict[str, Any]:
+    def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass) -> dict[str, Any]:
         if not len(tree_pass.tree):
             return self.chain_inputs(input_ids, [])
         self.width = width_of(len(tree_pass.order))
-        tokens, ancestors, depths = tree_pass.upload(input_ids.device, families, self.width)
+        tokens, ancestors, depths = tree_pass.upload(input_ids.device, self.width)
         return {"tokens": extend(input_ids[:, -1:], tokens), "tree": (ancestors, depths)}
 
     def forward(self, states: TargetStates, inputs: dict[str, Any], count: int) -> Any:  # noqa: ARG002

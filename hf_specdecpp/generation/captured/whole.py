@@ -25,22 +25,13 @@ MOST_TEXTS = 8  # rows of a batch
 
 
 class WholeRounds:
-    """The rounds, which no other call is using, of a text or of the rows of a batch; `tiers` chooses their shapes.
-
-    Attributes:
-        verification: as `SpeculationStats.decided` names it. Trees are verified by Algorithm 3, level by level: block
-            verification would test their nodes one after another, each test launching kernels of its own.
-    """
+    """The rounds, which no other call is using, of a text or of the rows of a batch; `tiers` chooses their shapes."""
 
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
         self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
         graphs_run_all = self.generator.processing.does_nothing or not rules.processing.does_nothing
         self.process = None if graphs_run_all else self._process
-        self.verification = self.generator.stats.decided["verification"]
-        if self.verification == "block" and tiers.shapes[-1].width > 1:
-            drafts_chains = any(shape.width == 1 and shape.levels for shape in tiers.shapes)
-            self.verification = "block, of trees token" if drafts_chains else "token"
         self.made, self.longest = 0, min(rounds.passes.longest, self.generator.setup.drafter.max_length)
         self.longest -= max(shape.levels for shape in tiers.shapes)
         self.rates = getattr(self.generator.rule, "rates", None)  # calibrates estimates
@@ -85,7 +76,6 @@ class WholeRounds:
         reports = [found[self.places[id(text)]] for text in texts]
         self.tiers.note(shape, reports)
         for text, report in zip(texts, reports, strict=True):
-            text.stats.decided["verification"] = self.verification
             text.generator.note_captured(report.tree, report.path, report.estimates)
             if shape.width > 1 and self.rates is not None:
                 self.rates.observe_tree(report.tree.judged(report.path))
