@@ -17,8 +17,10 @@ from torch.nn.modules import module as torch_module
 
 from hf_specdecpp.models.foreign import KNOWN, OURS, package_of
 
-PLAIN = {bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size}  # compared by value
-NOTES = {"_previous_max_cache_length", "generation_config"}  # attributes of a model that decide nothing of a pass
+PLAIN = {bool, int, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size}  # compared by value
+# Attributes of transformers' models that decide nothing of a pass; models of users may read the first.
+NOTES = "generation_config", "_previous_max_cache_length"
+BUILTIN = {dict, list, tuple, set, frozenset}
 EMPTY = {dict, OrderedDict, list, set}
 HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
 # Of Python's own: their objects hold what was put into them. Others know their process, a logger all loggers.
@@ -36,7 +38,17 @@ def identity(*parts: object, by_value: bool = False) -> list[Hashable]:
     """
     walk = Walk(by_value)
     walk.go((torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, *parts))
-    return walk.found
+    return [*_kernels(), *walk.found]
+
+
+def _kernels() -> Iterator[Hashable]:
+    """Settings of PyTorch that decide how it computes, but for cuDNN's attention, which our own passes switch off."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    yield from (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), cudnn.enabled)
+    yield from (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
+    yield from (torch.backends.fp32_precision, cuda.matmul.fp32_precision, cudnn.conv.fp32_precision)
+    yield from (cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.matmul.allow_bf16_reduced_precision_reduction)
+    yield cuda.matmul.allow_fp16_accumulation
 
 
 def tensors_of(*parts: object) -> list[Tensor]:
@@ -47,10 +59,11 @@ def tensors_of(*parts: object) -> list[Tensor]:
 
 
 class Same:
-    """One object, which this does not keep alive; equal to another that stands for the very same."""
+    """One object; equal to another that stands for the very same. This keeps no object alive that can be referred to
+    weakly; others are small, like a memory format."""
 
     def __init__(self, each: Any) -> None:
-        self.ref = ref(each)
+        self.ref = ref(each) if type(each).__weakrefoffset__ else each
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Same) and self.ref is other.ref
@@ -61,7 +74,8 @@ class Same:
 
 class Walk:
     """A walk through objects and all that they refer to. Each is described once, and named by its number after that.
-    Functions and classes of installed packages are what they are; of a user's all that they refer to counts, too.
+    Functions and classes of installed packages are what they are; of a user's, and of transformers' models, which users
+    patch, all that they refer to counts, too.
 
     Attributes:
         found: the description, which keeps no part of a model alive.
@@ -87,12 +101,14 @@ class Walk:
         kind: Any = type(each)
         if name in HOOKS and each:  # ours are there while another text is read
             each = {key: hook for key, hook in list(each.items()) if package_of(hook) != OURS}
-        if name in NOTES or kind in EMPTY and not each:  # most are
+        if kind in EMPTY and not each:  # most are
             return
         if kind in PLAIN:
             self.found += name, kind, each
         elif kind is float:
             self.found += name, each.hex()  # 2.0 is not 2, and NaN is NaN
+        elif kind is complex:
+            self.found += name, each.real.hex(), each.imag.hex()
         elif kind not in EMPTY and isinstance(each, Tensor):
             self._tensor(name, each)
         elif kind is not FunctionType or package_of(each) != OURS:
@@ -114,81 +130,100 @@ class Walk:
             self.found += each.data_ptr() or Same(each), each.stride()
         else:
             self.found.append(Same(each))
+        if own := vars(each):  # what was put on it, and the parts of tensors of a class of their own
+            self._note("of it", own)
 
     def _describe(self, each: Any) -> None:
         if isinstance(each, nn.Module):
-            self._note("class", type(each))
-            self._all(each.__dict__.items())
-        elif isinstance(each, dict | Mapping):
-            names, values = list(each), list(each.values())
-            self.found.append(len(names))
-            if not PLAIN.issuperset(map(type, names)):
-                self._all(enumerate(names))
-                names = list(range(len(names)))
-            self._all(zip(names, values, strict=False))  # another thread may have changed it
-        elif isinstance(each, list | tuple | Sequence | Set) and not isinstance(each, str | bytes | range):
-            self.found.append(len(each))
-            self._all(enumerate(each))
+            self._module(each, type(each))
         elif isinstance(each, FunctionType):
             self._function(each)
         elif isinstance(each, MethodType | staticmethod | classmethod):
             self._all((("of", getattr(each, "__self__", None)), ("function", each.__func__)))
         elif isinstance(each, property):
             self._note("property", each.fget)
-        elif isinstance(each, np.ndarray | np.generic):
-            self.found += each.dtype.str, each.shape, each.tobytes()
+        elif isinstance(each, slice):
+            self._all(enumerate((each.start, each.stop, each.step)))
         elif isinstance(each, type):
             self._class(each)
         elif isinstance(each, Same):
             self.found.append(each)
         else:
-            self._object(each)
+            self._object(each, type(each))
 
-    def _object(self, each: Any) -> None:
-        kind = type(each)
+    def _module(self, each: nn.Module, kind: type) -> None:
+        fields = self._fields(each)
+        if "generation_config" in fields:
+            fields = {name: value for name, value in fields.items() if name not in NOTES[_is_users(kind.__module__) :]}
         self._note("class", kind)
-        if isinstance(each, Number):
+        self._all(fields.items())
+
+    def _object(self, each: Any, kind: type) -> None:
+        has_content = self._content(each)
+        if kind in BUILTIN:
+            return
+        self._note("class", kind)
+        fields = self._fields(each)
+        if package_of(kind) in sys.stdlib_module_names - HOLDERS or isinstance(each, ModuleType):
+            if not has_content:
+                self.found.append(Same(each))
+        elif fields or has_content or package_of(kind) == OURS:
+            self._all(fields.items())
+        else:
+            self.found.append(Same(each))  # nothing is known of what it holds
+
+    def _content(self, each: Any) -> bool:
+        """Describe what an object holds by itself, if it is a container, a number or a text."""
+        if isinstance(each, dict | Mapping):
+            names, values = list(each), list(each.values())
+            self.found.append(len(names))
+            if not PLAIN.issuperset(map(type, names)):
+                self._all(enumerate(names))
+                names = list(range(len(names)))
+            self._all(zip(names, values, strict=False))  # another thread may have changed it
+        elif isinstance(each, np.ndarray | np.generic):
+            self.found += each.dtype, each.shape
+            if each.dtype.hasobject:
+                self._note("items", each.tolist())
+            else:
+                self.found.append(each.tobytes())
+        elif isinstance(each, Number):
             self.found.append(float(each).hex() if isinstance(each, float) else each)
         elif isinstance(each, str | bytes):
             self.found.append(each)
-        elif (
-            (package := package_of(kind)) in sys.stdlib_module_names
-            and package not in HOLDERS
-            or isinstance(each, ModuleType)
-        ):
-            self.found.append(Same(each) if kind.__weakrefoffset__ else None)
+        elif isinstance(each, list | tuple | Sequence | Set):
+            self.found.append(len(each))
+            self._all(enumerate(each))
         else:
-            self._all(self._fields(each).items())
+            return False
+        return True
 
     def _fields(self, each: Any) -> dict[str, Any]:
         kind = type(each)
         if kind not in self._slots:
             names = (item for base in kind.__mro__ for item in vars(base).items())
             self._slots[kind] = [name for name, value in names if isinstance(value, MemberDescriptorType)]
-        found: dict[str, Any] = {name: getattr(each, name, None) for name in self._slots[kind]}
-        found |= getattr(each, "__dict__", {})
-        if found or package_of(kind) == OURS:
-            return found
-        return {"": Same(each) if kind.__weakrefoffset__ else None}  # nothing is known of what it holds
+        own: dict[str, Any] = getattr(each, "__dict__", {})
+        return own if not self._slots[kind] else {name: getattr(each, name, None) for name in self._slots[kind]} | own
 
     def _class(self, each: type) -> None:
         self.found.append(Same(each))
         for kind in each.__mro__:
-            if _is_users(package_of(kind)):
+            if _is_open(kind.__module__):
                 self._all((name, value) for name, value in vars(kind).items() if name[:2] != "__" or name == "__call__")
         if issubclass(each, nn.Module):
             self._note("forward", each.forward)
 
     def _function(self, each: FunctionType) -> None:
         self.found.append(each.__code__)
-        self._all((("defaults", each.__defaults__), ("named", each.__kwdefaults__)))
+        self._all((("defaults", each.__defaults__), ("named", each.__kwdefaults__), ("of it", vars(each))))
         self._all((place, _held(cell)) for place, cell in enumerate(each.__closure__ or ()))
-        known, is_users = each.__globals__, _is_users(package_of(each))
+        known, is_users = each.__globals__, _is_users(_home(each))
         for name in _names(each.__code__):
             value = known.get(name, known)
-            if isinstance(value, FunctionType | type) and not _is_users(package_of(value)):
+            if isinstance(value, FunctionType | type) and not _is_open(_home(value)):
                 self.found += name, Same(value)
-            elif isinstance(value, FunctionType) or is_users and value is not known:
+            elif type(value) in (FunctionType, float, *PLAIN) or is_users and value is not known:
                 self._note(name, value)
             if is_users and isinstance(value, ModuleType) and _is_users(value.__name__):
                 known = vars(value) | known  # whose variables are read as attributes
@@ -207,6 +242,15 @@ def _names(code: CodeType) -> Iterator[str]:
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield from _names(each)
+
+
+def _home(code: Any) -> str:
+    """The module that a function or a class is written in."""
+    return str(code.__globals__.get("__name__", "") if isinstance(code, FunctionType) else code.__module__)
+
+
+def _is_open(module: str) -> bool:
+    return module.startswith("transformers.models.") or _is_users(module)
 
 
 def _is_users(module: str) -> bool:

@@ -4,21 +4,25 @@ import gc
 import sys
 import weakref
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from operator import itemgetter
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from support.capturing import CHAIN, generate
 from support.models import assistant_of, quiet_later_layers, tiny
 from support.pretend_graph import pretend_graphs
 from torch import Tensor, nn
 from transformers.generation import logits_process
+from transformers.models.gemma3 import modeling_gemma3
 
 from hf_specdecpp.captured.identity import identity, tensors_of
 from hf_specdecpp.drafting.captured_draft import RoundRules
@@ -38,6 +42,16 @@ class Strength:
     several: list[Any] = field(default_factory=list)
 
 
+class Settings(dict[str, Any]):
+    """Whose attributes are beside its items."""
+
+    value = 0.0
+
+
+class Name(str):
+    value = 0.0
+
+
 class Slots:
     __slots__ = ("value",)
 
@@ -50,16 +64,23 @@ class Kind(Enum):
 
 
 def scaled(hidden: Tensor) -> Tensor:
-    return hidden * (1.0 + STRENGTH)
+    return hidden * (1.0 + STRENGTH) * scaled.strength  # type: ignore[attr-defined, no-any-return]
+
+
+scaled.strength = 1.0  # type: ignore[attr-defined]
 
 
 class Steered(nn.Module):
     """A layer of a user, which reads all kinds of things."""
 
+    __slots__ = ("slot",)
     shared: Any = 0.0
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
+        self.slot, self.generation_config, self.number, self.rows, self.places = 0.0, Slots(), 1, slice(0, 4), range(4)
+        self.settings, self.name, self.format, self.phase = Settings(), Name("a"), torch.contiguous_format, 0j
+        self.objects, self.pick = np.array([[0.0], None], dtype=object), itemgetter(0)
         self.layer = layer
         self.plain, self.tensor, self.nested = 0.0, torch.zeros(3), Strength(inner=SimpleNamespace(value=0.0))
         self.several, self.by_name, self.slots = [0.0, (1, {"a": 0.0})], {"a": {"b": 0.0}}, Slots()
@@ -73,6 +94,13 @@ class Steered(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         found: Tensor = scaled(self.layer(hidden)) + TABLE["a"][0] + SETTINGS.strength
         return found
+
+
+def moved(layer: nn.Module) -> list[Tensor]:
+    """To other addresses: those that were given back may be the next ones."""
+    held = [each.data for each in layer.parameters()]
+    layer.double().float()
+    return held
 
 
 def changed_global(name: str, value: Any) -> Callable[[Any], object]:
@@ -102,8 +130,134 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "global": changed_global("STRENGTH", 1.0),
     "in a global": lambda _: TABLE["a"].__setitem__(0, 1.0),
     "of another module": lambda _: setattr(SETTINGS, "strength", 1.0),
-    "moved": lambda layer: layer.double().float(),
+    "moved": moved,
+    "slot of a module": lambda layer: setattr(layer, "slot", 1.0),
+    "a user's generation config": lambda layer: setattr(layer.generation_config, "value", 1.0),
+    "bool for int": lambda layer: setattr(layer, "number", True),
+    "float for int": lambda layer: setattr(layer, "number", 1.0),
+    "minus zero": lambda layer: setattr(layer, "plain", -0.0),
+    "complex minus zero": lambda layer: setattr(layer, "phase", complex(-0.0, 0.0)),
+    "slice": lambda layer: setattr(layer, "rows", slice(0, 3)),
+    "range": lambda layer: setattr(layer, "places", range(3)),
+    "attribute of a mapping": lambda layer: setattr(layer.settings, "value", 1.0),
+    "attribute of a text": lambda layer: setattr(layer.name, "value", 1.0),
+    "memory format": lambda layer: setattr(layer, "format", torch.channels_last),
+    "getter": lambda layer: setattr(layer, "pick", itemgetter(1)),
+    "in an array of objects": lambda layer: layer.objects[0].__setitem__(0, 1.0),
+    "attribute of a function": lambda _: setattr(scaled, "strength", 2.0),
+    "attribute of a tensor": lambda layer: setattr(layer.layer.gate_proj.weight, "scale", 2.0),
+    "training": lambda layer: layer.layer.train(),
 }
+
+
+class Scaled(Tensor):
+    """A tensor of a class of its own, such as a quantised weight: its `numbers` have the address."""
+
+    numbers: Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor) -> "Scaled":
+        made: Scaled = Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=numbers.dtype)
+        made.numbers = numbers
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def test_parts_of_a_tensor_of_another_class_count() -> None:
+    layer, weight = nn.Module(), Scaled(torch.zeros(2, 2))
+    layer.weight = weight
+    before = identity(layer)
+    assert identity(layer) == before
+    weight.numbers.fill_(1.0)
+    assert identity(layer) == before
+    weight.numbers = torch.zeros(2, 2)
+    assert identity(layer) != before
+
+
+# What users change on models of transformers and of PEFT, and in PyTorch. ---------------------------------------------
+
+
+def rotates(x: Tensor) -> Tensor:
+    return x
+
+
+MATMUL = torch.backends.cuda.matmul
+PATCHES: dict[str, Callable[[Any, Any], object]] = {
+    "a helper's helper": lambda _, patch: patch.setattr(modeling_gemma3, "rotate_half", rotates),
+    "a method of a class": lambda _, patch: patch.setattr(modeling_gemma3.Gemma3RMSNorm, "_norm", rotates),
+    "a number of a module": lambda _, patch: patch.setattr(modeling_gemma3, "rotate_half", 1.0),
+    "scaling": lambda model, _: setattr(model.model.layers[1].self_attn, "scaling", 2.0),
+    "softcap": lambda model, _: setattr(model.config, "final_logit_softcapping", 30.0),
+    "softcap of a layer": lambda model, _: setattr(model.model.layers[1].self_attn, "attn_logit_softcapping", 30.0),
+    "window": lambda model, _: setattr(model.model.layers[1].self_attn, "sliding_window", 9),
+    "rope": lambda model, _: model.config.rope_parameters["full_attention"].__setitem__("rope_theta", 9.0),
+    "frequencies": lambda model, _: setattr(
+        model.model.rotary_emb, "full_attention_inv_freq", model.model.rotary_emb.full_attention_inv_freq.clone()
+    ),
+    "scale of rope": lambda model, _: setattr(model.model.rotary_emb, "full_attention_attention_scaling", 2.0),
+    "eps": lambda model, _: setattr(model.model.layers[1].input_layernorm, "eps", 1e-3),
+    "attention": lambda model, _: model.set_attn_implementation("eager"),
+    "tf32": lambda *_: torch.set_float32_matmul_precision("high"),
+    "sums of halves": lambda *_: setattr(MATMUL, "allow_bf16_reduced_precision_reduction", False),
+    "kernels of attention": lambda *_: torch.backends.cuda.enable_mem_efficient_sdp(False),
+    "default dtype": lambda *_: torch.set_default_dtype(torch.bfloat16),
+    "determined": lambda *_: torch.use_deterministic_algorithms(True),
+}
+
+
+@pytest.fixture
+def torch_as_before() -> Iterator[None]:
+    kind, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    MATMUL.allow_bf16_reduced_precision_reduction = True
+    torch.backends.cuda.enable_mem_efficient_sdp(True)
+    torch.set_default_dtype(kind)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("torch_as_before")
+@pytest.mark.parametrize("change", PATCHES)
+def test_what_users_change_is_another_identity(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny("gemma3_text")
+    model.config.final_logit_softcapping = None
+    before = identity(model)
+    with monkeypatch.context() as patch:
+        PATCHES[change](model, patch)
+        assert identity(model) != before
+
+
+def test_how_to_sample_is_no_change() -> None:
+    model = tiny("llama", num_hidden_layers=1)
+    before = identity(model)
+    model.generation_config.temperature = 0.3
+    assert identity(model) == before
+
+
+ADAPTERS: dict[str, Callable[[Any], object]] = {
+    "off": lambda model: model.base_model.disable_adapter_layers(),
+    "another": lambda model: model.set_adapter("second"),
+    "both": lambda model: model.base_model.set_adapter(["default", "second"]),
+    "scaled": lambda model: next(each for each in model.modules() if isinstance(each, LoraLayer)).set_scale(
+        "default", 2.0
+    ),
+    "merged": lambda model: model.merge_adapter(),
+    "deleted": lambda model: model.delete_adapter("second"),
+}
+
+
+@pytest.mark.parametrize("change", ADAPTERS)
+def test_an_adapter_that_is_switched_is_another_identity(change: str) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny("llama", num_hidden_layers=2), config)
+    model.add_adapter("second", config)
+    before = identity(model.base_model.model)
+    assert identity(model.base_model.model) == before
+    ADAPTERS[change](model)
+    assert identity(model.base_model.model) != before
 
 
 @pytest.fixture
@@ -111,6 +265,7 @@ def steered(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, SETTINGS.__name__, SETTINGS)
     monkeypatch.setattr(sys.modules[__name__], "STRENGTH", 0.0)
     monkeypatch.setattr(SETTINGS, "strength", 0.0)
+    monkeypatch.setattr(scaled, "strength", 1.0)
     monkeypatch.setitem(TABLE, "a", [0.0])
     monkeypatch.setattr(Steered, "shared", 0.0)
     monkeypatch.setattr(Steered, "helps", None, raising=False)
@@ -123,8 +278,8 @@ def steered(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_change_is_another_identity(change: str, steered: CausalLM) -> None:
     before = identity(steered)
     assert identity(steered) == before
-    CHANGES[change](steered.model.layers[1].mlp)
-    assert identity(steered) != before
+    held = CHANGES[change](steered.model.layers[1].mlp)
+    assert identity(steered) != before, held
 
 
 def test_what_is_written_to_tensors_is_no_change(steered: CausalLM) -> None:
