@@ -240,7 +240,6 @@ def given(*arguments: str) -> Any:
     (["--max-prompts", "2"], {"max_prompts": 2}),
     (["--layers", "0,2"], {"layers": [0, 2]}),
     (["--data", "a", "--data", "b"], {"data": ["a", "b"]}),
-    (["--costs", "0.1"], {"costs": ["0.1"]}),
     (["--quick", "--no-live"], {"quick": True, "live": False}),
     (["--temperatures", "0.7"], {"temperatures": [0.7]}),
     (["--output", "there"], {"output": Path("there")}),

@@ -22,7 +22,7 @@ VARIABLES = {
 }  # fmt: skip
 OTHERS = {"model", "target", "module", "config", "cls", "cache", "scores", "length", "text", "steps", "rounds"}
 OTHERS |= {"eh_proj", "enorm", "hnorm", "post_norm", "mtp"}  # tensors of published drafts
-ELSEWHERE = ("torch", "transformers", "peft", "huggingface_hub", "safetensors", "asyncio", "functools")
+ELSEWHERE = ("torch", "transformers", "peft", "huggingface_hub", "safetensors", "asyncio", "functools", "time")
 
 
 @cache

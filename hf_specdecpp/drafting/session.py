@@ -51,7 +51,9 @@ class ModelReading(Reading):
         """Keep in the cache the first `count` of the last `of` tokens that were read, or of a tree these rows."""
 
     def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
-        keep = 0 if self.reads_again else min(num_accepted, self._fed_candidates)
+        # The last token is read in any case, since the next candidate comes after it. It is an accepted candidate where
+        # rows in step end a round together.
+        keep = 0 if self.reads_again else max(min(num_accepted, self._fed_candidates, new_tokens.shape[1] - 1), 0)
         self._keep(keep, of=self._fed_candidates)
         new_tokens = new_tokens[:, keep:]
         if states is not None:

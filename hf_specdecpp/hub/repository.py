@@ -102,7 +102,7 @@ def read_config(path: Path) -> tuple[Kind, dict[str, Any]]:
             kind_of(SpecDecPPConfig.from_dict(config))  # says what is wrong: the format, a type, or the kind
         found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
         hint = "To convert a released SpecDec++ head: specdecpp inspect FOLDER --convert OUT."
-        if found in CONFIG_MAPPING_NAMES:
+        if isinstance(found, str) and found in CONFIG_MAPPING_NAMES:
             hint = "It is an ordinary model, which drafts without such a repository: assist(model, draft)."
         raise ValueError(
             f"{path} has model_type {found!r} and not 'specdecpp', so it is not of an hf_specdecpp assistant. {hint}"

@@ -31,8 +31,8 @@ IMPORTED = {
     ("choosing.py", "mtp"): "assist(model, 'mtp')",
     ("training/distillation/least_squares.py", "conditioned"): STARTS,
     ("training/distillation/initial_layer.py", "eagle3"): STARTS,
-    ("training/distillation/start.py", "conditioned"): STARTS,
-    ("training/distillation/start.py", "eagle3"): STARTS,
+    ("training/distillation/initialise.py", "conditioned"): STARTS,
+    ("training/distillation/initialise.py", "eagle3"): STARTS,
 }
 
 

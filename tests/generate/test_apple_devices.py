@@ -242,7 +242,6 @@ WIDE = {  # where float64 on the device is a fault, and what finds it
     "caches.states": lambda: test_a_hybrid_target_and_lookups(["lookup"]),
     "drafting.chain": lambda: test_every_rule_and_tree(CHAINS["threshold"], SAMPLED),
     "sampling.verification": lambda: test_every_rule_and_tree(FIXED, SAMPLED),
-    "trees.verification": lambda: test_every_rule_and_tree(TREES["dyspec"], SAMPLED),
     "trees.attention": lambda: test_every_rule_and_tree(TREES["dyspec"], OPTIONS),
     "sampling.randomness": lambda: check_numbers("independent", "before"),
 }

@@ -85,6 +85,11 @@ def test_earlier_mistakes(name: str) -> None:
         check(replace(EARLIER_MISTAKES[name], seed=seed))
 
 
+def test_rows_that_end_a_round_together_at_candidates() -> None:
+    """Each has accepted all that was emitted, and drafts on after the last of it."""
+    check(drawn(136, captured=False))
+
+
 def rows_one_after_the_other(decoding: Any, rounds: Any) -> None:
     """Each row as far as it gets, by the row's own processors."""
     for each in rounds:

@@ -127,18 +127,6 @@ def test_a_loop_of_its_own() -> None:
         assist(target, "lookup", default=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [("GlmImageForConditionalGeneration", "glm_image"), ("UnlimitedOcrForConditionalGeneration", "unlimited_ocr")],
-)
-def test_what_counts_from_the_end_of_the_prompt(name: str, family: str) -> None:
-    """The places of an image, and a window that the prompt never leaves."""
-    target = from_config(name, family)
-    assistant = SpecDecPPAssistant.from_draft(tiny("llama"), speculation=CHAIN)
-    with pytest.raises(ValueError, match="counts places and windows from where the prompt ends"):
-        target.generate(PROMPT, **GREEDY, assistant_model=assistant)
-
-
 @pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_head_in_half_precision_after_a_stream_in_float32(dtype: torch.dtype) -> None:

@@ -33,7 +33,10 @@ from support.repos import greedy, head_for, save_adapter, save_model
 MOST_SECONDS, MOST_MEGABYTES = 2.0, 300
 TEXT = torch.arange(1, 9)[None]
 # What every message has: what to do, or what would be right.
-CURES = "again|ower|aise|orrect|oad|Use|use a|nstall|rain|Say|say |must|ame |hoose|Ask|ook for|eave|nset"
+CURES = (
+    r"again|onvert|can be|assist\(|ower|aise|orrect|oad|Use|use a|nstall|rain|Say|say |must|ame |hoose|Ask|ook for|"
+    r"eave|nset"
+)
 
 
 @dataclass

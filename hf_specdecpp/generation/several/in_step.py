@@ -42,6 +42,8 @@ class InStep(AssistedDecoding):
         while going:
             for walk, scores in zip(going, self._process(walks, going), strict=True):
                 walk.step(scores)
+            if all(walk.text.end_length <= walk.ids.shape[1] for walk in walks.values()):
+                break  # rows that go on behind their end do so until all rows have ended
             if any(walk.node is None and not (walk.ended and self.target.pads) for walk in going):
                 break
             going = [walk for walk in going if walk.node is not None]

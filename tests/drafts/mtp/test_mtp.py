@@ -247,7 +247,7 @@ def run(*arguments: str, said: str | None = None) -> Result:
 
 @pytest.mark.parametrize(
     ("options", "note"),
-    [(("--mtp",), ""), (("--mtp", "--lookup"), ""), ((), " (without --assistant or --layers)")],
+    [(("--mtp",), ""), (("--mtp", "--lookup"), ", and lookups"), ((), "")],
     ids=["alone", "with lookups", "by default"],
 )
 def test_demo(target: str, options: tuple[str, ...], note: str) -> None:
@@ -256,7 +256,6 @@ def test_demo(target: str, options: tuple[str, ...], note: str) -> None:
     assert f"assistant  multi-token layers of {target}{note}\n" in result.output
     assert "equal: all 8 tokens" in result.output
     assert f"specdecpp bench --target {target} --mtp --quick" in result.output
-    assert "use it      assist(model, 'mtp'); model.generate(...)" in result.output
 
 
 @pytest.mark.parametrize("options", [("--mtp",), ()], ids=["asked for", "by default"])
