@@ -80,7 +80,7 @@ def load(arguments: argparse.Namespace) -> Benchmark:
     return benchmark
 
 
-def once(log: RunLog, where: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def once(log: RunLog, where: dict[str, Any], make: Callable[[], Any]) -> Any:
     """The row of a log with the values `where`; made if it is not there yet."""
     found = next((row for row in log.rows if where.items() <= row.items()), None)
     return log.add({**where, **make()}) if found is None else found

@@ -43,10 +43,11 @@ def identity(*parts: object, by_value: bool = False) -> list[Hashable]:
 
 def _kernels() -> Iterator[Hashable]:
     """Settings of PyTorch that decide how it computes, but for cuDNN's attention, which our own passes switch off."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    backends: Any = torch.backends
+    cuda, cudnn = backends.cuda, backends.cudnn
     yield from (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), cudnn.enabled)
     yield from (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
-    yield from (torch.backends.fp32_precision, cuda.matmul.fp32_precision, cudnn.conv.fp32_precision)
+    yield from (backends.fp32_precision, cuda.matmul.fp32_precision, cudnn.conv.fp32_precision)
     yield from (cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.matmul.allow_bf16_reduced_precision_reduction)
     yield cuda.matmul.allow_fp16_accumulation
 
