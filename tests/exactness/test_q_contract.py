@@ -19,7 +19,9 @@ from transformers.generation import utils as transformers_generation
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 from hf_specdecpp.generation import text as verification
+from hf_specdecpp.generation.text import Text
 from hf_specdecpp.sampling.randomness import TorchRandomness
+from hf_specdecpp.trees.tree import DraftTree
 
 VOCAB, LOOPS = 24, ["ours", "transformers'"]
 PROMPT = torch.tensor([[5, 6, 7, 5, 6, 8, 5, 6]])
@@ -65,11 +67,17 @@ class Ear:
         heard(monkeypatch, SpecDecPPCandidateGenerator, "propose", self.start_round)
         heard(monkeypatch, TorchRandomness, "categorical", lambda _, probs: self.drawn.append(probs.clone()))
         heard(monkeypatch, verification, "verify_sampled", lambda candidates, p, q, *_: self.note(candidates, q))
+        heard(monkeypatch, Text, "_verify_on_the_way", lambda _, tree_pass, *__: self.hear_a_walk(tree_pass.tree))
         heard(monkeypatch, transformers_generation, "_speculative_sampling", self.hear_theirs)
 
     def start_round(self, _: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> None:
         self.text = input_ids
         self.drawn.clear()  # the target's own draws of the last round
+
+    def hear_a_walk(self, tree: DraftTree) -> None:
+        """Of processors that are called token by token."""
+        if len(tree):
+            self.note(torch.tensor(tree.candidates), torch.stack([tree.q(node) for node in range(len(tree))]))
 
     def hear_theirs(self, ids: Tensor, scores: Tensor, count: int, *args: Any, **kwargs: Any) -> None:
         self.note(ids[0, -count:], scores[0].softmax(dim=-1))
