@@ -131,8 +131,9 @@ class Walk:
             self.found += each.data_ptr() or Same(each), each.stride()
         else:
             self.found.append(Same(each))
-        if own := vars(each):  # what was put on it, and the parts of tensors of a class of their own
-            self._note("of it", own)
+        # What was put on it, and the parts of tensors of a class of their own; torch.compile leaves marks of its own.
+        if own := {name: value for name, value in vars(each).items() if not name.startswith("_dynamo")}:
+            self._all(own.items())
 
     def _describe(self, each: Any) -> None:
         if isinstance(each, nn.Module):
