@@ -1,7 +1,7 @@
 """The texts that `sweep.py` and `rounds.py` run along, and the options that both have.
 
-The texts are answers of the target: those that `specdecpp train --stage rollouts` has written (`--rollouts`), else
-answers to the prompts of `--data` that are written here. Both programs go on where a killed run stopped.
+The texts are answers of the target: the rollouts that `specdecpp train --stage rollouts` has written (`--rollouts`),
+else answers to the prompts of `--data` that are written here. Both programs go on where a killed run stopped.
 
 `python examples/replay/sweep.py --help` and `python examples/replay/rounds.py --help` list the options.
 """

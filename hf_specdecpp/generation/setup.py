@@ -122,8 +122,8 @@ class DraftSetup:
         return bool(self._found["int8"])
 
     def rule(self, target: CausalLM) -> Rule:
-        """The stopping rule of a generation: `"threshold"` in the place of `"throughput"` where costs are not given and
-        a target is spread over processes, which would have to time its passes in step."""
+        """The stopping rule of a generation. `"throughput"` becomes `"threshold"` where costs are not given and the
+        target is spread over several processes, which would have to time their passes in step."""
         if self.speculation.rule != "throughput" or self.speculation.costs is not None:
             return self.speculation.rule
         return "threshold" if num_processes(target) > 1 else "throughput"

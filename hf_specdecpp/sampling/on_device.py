@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.sampling.verification import Verification, acceptance_of, sibling_tests
+from hf_specdecpp.sampling.verification import Verification, acceptance_of, or_p, sibling_tests
 
 
 def race(weights: Tensor, times: Tensor) -> Tensor:
@@ -151,8 +151,7 @@ def tree_tests(
             tests, left = [*tests, own], [*left, rest]
         tests.append(owed)
     weights = torch.cat((*left, p[:, inner:]), dim=1)
-    # In floating point a node can be rejected although p and q are equal to rounding: nothing is left, so then p.
-    return torch.cat(tests, dim=1), torch.where(weights.sum(-1, keepdim=True) > 0.0, weights, p)
+    return torch.cat(tests, dim=1), or_p(weights, p)
 
 
 def sibling_ranks(parents: Tensor) -> Tensor:

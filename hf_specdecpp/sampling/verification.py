@@ -75,7 +75,7 @@ def verify_sampled(
     else:
         accepted = next(count for count in range(number, -1, -1) if passes(count))
     rest = left(accepted)
-    return accepted, int(randomness.categorical(rest if float(rest.sum()) > 0.0 else p[accepted]))
+    return accepted, int(randomness.categorical(or_p(rest, p[accepted])))
 
 
 def outcomes(
@@ -104,8 +104,13 @@ def outcomes(
     carries = carries_of(ratios, verification)
     left = leftovers(carries, p, q)
     tests = block_tests(carries, left) if verification == "block" else as_tests(token_weights(ratios))
-    # In floating point a candidate can be rejected although p and q are equal to rounding: nothing is left, so then p.
-    return tests, torch.where(left.sum(-1, keepdim=True) > 0.0, left, p)
+    return tests, or_p(left, p)
+
+
+def or_p(left: Tensor, p: Tensor) -> Tensor:
+    """Weights `[..., vocab]` of the token that follows a rejection: `left`, or p where nothing is left. In floating
+    point a candidate can be rejected although p and q are equal to rounding."""
+    return torch.where(left.sum(-1, keepdim=True) > 0.0, left, p)
 
 
 def chain_ratios(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor) -> Tensor:

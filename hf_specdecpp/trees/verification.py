@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.sampling.randomness import Randomness
-from hf_specdecpp.sampling.verification import Verification, acceptance_of, sibling_tests
+from hf_specdecpp.sampling.verification import Verification, acceptance_of, or_p, sibling_tests
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -88,7 +88,7 @@ def test_children(tree: DraftTree, node: int, p: Tensor, randomness: Randomness)
         if randomness.bernoulli(float(chance)):
             return child, tree.tokens[child]
     _, left = next(tests)
-    return None, int(randomness.categorical(left if float(left.sum()) > 0.0 else p))
+    return None, int(randomness.categorical(or_p(left, p)))
 
 
 def child_tests(tree: DraftTree, node: int, p: Tensor, owed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -97,7 +97,7 @@ class Steered(nn.Module):
 
 
 def moved(layer: nn.Module) -> list[Tensor]:
-    """To other addresses: those that were given back may be the next ones."""
+    """Move the parameters to other addresses. The old memory is kept, or the allocator could give it out again."""
     held = [each.data for each in layer.parameters()]
     layer.double().float()
     return held

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support import readable_verification
 from support.exact_distribution import Answering, Replay, Tokens, exact_distribution, is_caught, worst_error
 from support.plans import tree_plan
-from support.readable_verification import residual
 from support.toy_rounds import SCENARIOS, Models, OneUniform
 from support.toy_trees import ToyTree
 
@@ -157,14 +157,18 @@ class StaleQ(ToyTree):
     """Verifies every sibling with the q of the first one, not renormalised."""
 
     def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
-        return walk(self, tree, randomness, prefix, renormalise=False)
+        return readable_verification.verify_tree(
+            tree, lambda node: self.p(tree, node, prefix), randomness, renormalise=False
+        )
 
 
 class ForgetsTheRejected(ToyTree):
     """Tests every sibling against p instead of what earlier rejections left of it."""
 
     def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
-        return walk(self, tree, randomness, prefix, update=False)
+        return readable_verification.verify_tree(
+            tree, lambda node: self.p(tree, node, prefix), randomness, update=False
+        )
 
 
 class BonusFromQ(ToyTree):
@@ -180,33 +184,6 @@ class ReusesTheUniform(ToyTree):
         return super().verify(tree, OneUniform(randomness), prefix)  # type: ignore[arg-type]
 
 
-def walk(
-    toy: ToyTree,
-    tree: DraftTree,
-    randomness: TreeRandomness,
-    prefix: Tokens,
-    renormalise: bool = True,
-    update: bool = True,
-) -> tuple[list[int], int]:
-    """Algorithm 3 written anew, with parts that can be left out."""
-    path, node = [], 0
-    while True:
-        p = toy.p(tree, node, prefix)
-        q = tree.q(node) if tree.children[node] else p
-        for child in tree.children[node]:
-            y = tree.tokens[child]
-            if randomness.bernoulli(min(1.0, float(p[y] / q[y]))):
-                path.append(child)
-                node = child
-                break
-            p = residual(p, q) if update else p
-            if renormalise:
-                q = q.index_fill(0, torch.tensor(y), 0.0)
-                q = q / q.sum()
-        else:
-            return path, int(randomness.categorical(p))
-
-
 class LetsTheDrawDecide(ToyTree):
     """Draws first, and takes what it drew only if its own estimate is worth it: as is right for a greedy target."""
 
@@ -219,7 +196,7 @@ class LetsTheDrawDecide(ToyTree):
 MUTANTS = [PrunesAfterDrawing, KeepsTheBetterOfTwo, StaleQ, ForgetsTheRejected, BonusFromQ, ReusesTheUniform]
 
 
-WALKS = [StaleQ, ForgetsTheRejected]  # written anew on Algorithm 3; `test_tree_blocks.py` has those of the other
+WALKS = [StaleQ, ForgetsTheRejected]  # of Algorithm 3; `test_tree_blocks.py` has those of the other
 
 
 @pytest.mark.every(5)
@@ -245,7 +222,7 @@ def test_the_mutants_walk_is_right_with_all_its_parts() -> None:
 
     class Whole(ToyTree):
         def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
-            return walk(self, tree, randomness, prefix)
+            return readable_verification.verify_tree(tree, lambda node: self.p(tree, node, prefix), randomness)
 
     assert error_of(Whole(Models("plain", 3, 0), "dyspec", ESTIMATORS[0], budget=4)) < TOLERANCE
 

@@ -96,12 +96,15 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(mass > 0.0, left / mass, p)
 
 
-def verify_tree(tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomness) -> tuple[list[int], int]:
+def verify_tree(
+    tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomness, renormalise: bool = True, update: bool = True
+) -> tuple[list[int], int]:
     """DySpec (arXiv 2410.11744), Algorithm 3, with the bonus at a leaf: what is emitted is distributed exactly as p.
 
     Args:
         tree: its siblings were drawn one after another, without replacement.
         p: gives `[vocab]`, the target's distribution after a node. Only asked about nodes on the way.
+        renormalise, update: parts of the algorithm that mutants leave out: those of q and of p after a rejection.
 
     Returns:
         The accepted nodes, and the token that follows them: from what the rejected children left of p, or from p itself
@@ -118,10 +121,10 @@ def verify_tree(tree: DraftTree, p: Callable[[int], Tensor], randomness: Randomn
                 path.append(child)
                 node = child
                 break
-            left = residual(left, q)
-            q = q.clone()
-            q[y] = 0.0
-            q = q / q.sum()
+            left = residual(left, q) if update else left
+            if renormalise:
+                q = q.index_fill(0, torch.tensor(y), 0.0)
+                q = q / q.sum()
         else:
             return path, int(randomness.categorical(left))
 

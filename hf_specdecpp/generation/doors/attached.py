@@ -170,8 +170,7 @@ def default_of(target: CausalLM) -> Any:
 
 
 class Method:
-    """A method of a class in the place of its own: `ours` is called with the model, the method that it would have, and
-    the arguments."""
+    """Replaces a method of a class: `ours` is called with the model, the model's original method, and the arguments."""
 
     def __init__(self, kind: type[Any], name: str, ours: Callable[..., Any]) -> None:
         self.kind, self.name, self.ours, self.original = kind, name, ours, vars(kind)[name]

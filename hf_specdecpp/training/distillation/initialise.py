@@ -42,7 +42,7 @@ class DistillationInputs:
 
     Attributes:
         limit: tokens of a rollout that are read; the rest is cut off.
-        earlier: of a draft with layers of its own, those that training goes on with.
+        earlier: the layers of a draft with layers of its own that training goes on with.
     """
 
     config: TrainingConfig
