@@ -212,7 +212,11 @@ class Processing:
             return scores
         if self.prefix_free:
             return self._apply(input_ids, scores)
-        return torch.stack([self.one(input_ids, path, row) for path, row in zip(paths, scores, strict=True)])
+        lengths = [len(path) for path in paths]
+        together = torch.tensor([token for path in paths for token in path], dtype=torch.long)
+        tokens = (together.to(input_ids) if len(together) else together).split(lengths)  # one upload for all
+        prefixes = [extend(input_ids, path) if len(path) else input_ids for path in tokens]
+        return torch.cat([self._apply(text, row[None]) for text, row in zip(prefixes, scores, strict=True)])
 
     def _apply(self, prefix: Tensor, scores: Tensor) -> Tensor:
         for processor in self.processors:

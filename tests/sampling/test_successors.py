@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import SuppressTokensLogitsProcessor, TemperatureLogitsWarper
+from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
 from hf_specdecpp.sampling import successors
 from hf_specdecpp.sampling.processors import Processing
@@ -217,3 +217,11 @@ def test_processors_come_after_it(greedy: bool, temperature: float) -> None:
     assert_close(mixing.one(text, [], scores[0]), by_hand[0])
     assert_close(mixing.one(text, [torch.tensor(2), torch.tensor(8)], scores[1]), by_hand[1])
     assert mixing.forbids_all(torch.full((VOCAB,), IMPOSSIBLE))
+
+
+def test_each_node_is_mixed_once() -> None:
+    """Also where a processor looks at its path."""
+    mixing = MixedProcessing(Processing([RepetitionPenaltyLogitsProcessor(1.3)]), taught(), True)
+    text, paths, scores = torch.tensor([[1, 7]]), [[], [2, 8]], torch.randn(2, VOCAB)
+    alone = [mixing.one(text, path, row) for path, row in zip(paths, scores, strict=True)]
+    assert_close(mixing.after_each(text, paths, scores), torch.stack(alone))
