@@ -8,8 +8,9 @@ import torch
 from support.distillation_files import check_that_training_helps, prepare, report_of, states_of
 from support.eagle3_files import Checkpoint
 from support.models import prompt, tiny
-from support.zoo import tiny_of
+from support.zoo import families, tiny_of
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.drafts.eagle3.model import Eagle3Model
@@ -17,7 +18,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.training import models
 from hf_specdecpp.training.distillation import distill as distillation
-from hf_specdecpp.training.distillation import initial_layer
+from hf_specdecpp.training.distillation import initial_layer, least_squares
 
 
 @pytest.mark.every(2, takes=3)
@@ -75,6 +76,20 @@ def test_layers_that_differ() -> None:
     last: Any = inner_decoder(target).layers[-1]
     assert settings.layer["head_dim"] == last.self_attn.head_dim
     initial_layer.fit(initial_layer.untrained(settings, target, None), target, [prompt(20)])
+
+
+@pytest.mark.parametrize("family", sorted({"llama", "gemma3_text", "cohere", "olmo", "dory"} & set(families())))
+@torch.no_grad()
+def test_a_norm_begins_as_the_targets(family: str) -> None:
+    """One with or without a weight, which subtracts the mean or does not."""
+    theirs: Any = inner_decoder(tiny_of(family)).norm.float()
+    ours = LlamaRMSNorm(32)
+    if getattr(theirs, "weight", None) is not None:
+        torch.nn.init.uniform_(theirs.weight, 0.5, 2.0)
+    least_squares.copy_norm(theirs, ours)
+    states = torch.randn(5, 32)
+    states -= states.mean(-1, keepdim=True)
+    torch.testing.assert_close(ours(states), theirs(states), rtol=1e-3, atol=1e-3)
 
 
 def test_a_target_without_attention_is_refused() -> None:

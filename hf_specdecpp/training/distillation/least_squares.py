@@ -100,9 +100,14 @@ def observed(
 
 
 def copy_norm(theirs: Any, ours: Any) -> None:
-    """Let one of our norms multiply with what the target's makes of ones, if it has one and that has no bias."""
+    """Let one of our norms multiply with what the target's does, if it has one and that has no bias.
+
+    The target's norm says that of numbers of size 1 and mean 0, which both kinds of norm leave as they are."""
     if theirs is not None and getattr(theirs, "bias", None) is None:
-        ours.weight.copy_(theirs(torch.ones_like(theirs.weight)[None])[0])
+        weight = getattr(theirs, "weight", None)  # Dory's and OLMo's norms have none
+        signs = torch.ones_like(ours.weight if weight is None else weight)
+        signs[1::2] = -1.0
+        ours.weight.copy_(theirs(signs[None])[0] * signs)
 
 
 # Sizes of a draft's own layers ----------------------------------------------------------------------------------------
