@@ -54,7 +54,8 @@ class Twice(StoppingCriteria):
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
-    "a token that ends": {"eos_token_id": [0], "pad_token_id": 0},
+    # No two tokens follow one another twice, so texts have many different tokens before the last one.
+    "a token that ends": {"eos_token_id": [0], "pad_token_id": 0, "no_repeat_ngram_size": 2},
     "another criterion": {"stopping_criteria": StoppingCriteriaList([Twice()])},
     "a padded prompt": {"input_ids": PADDED, "attention_mask": (PADDED > 0).long()},
 }
@@ -105,7 +106,7 @@ def check_text(assistant: SpecDecPPAssistant, target: CausalLM, **options: Any) 
     """Greedy text is the target's, and some of it was drafted."""
     how: dict[str, Any] = {"input_ids": TEXT, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, **options}
     if "eos_token_id" in how:  # one that stands late in the text
-        text = target.generate(TEXT, max_new_tokens=20, do_sample=False)[0, TEXT.shape[1] :].tolist()
+        text = target.generate(**{**how, "eos_token_id": None})[0, TEXT.shape[1] :].tolist()
         how["eos_token_id"] = max(text, key=text.index)
     expected = target.generate(**how)
     assert torch.equal(target.generate(assistant_model=assistant, **how), expected)
