@@ -1,7 +1,7 @@
 """A text as a model has read it, in a cache of transformers (`CachedText`): what is read next is kept, or taken back.
 
-Keys and values are taken back by dropping rows, those of a static cache by writing over them, recurrent states by a
-copy of them. Of a token tree the rows of one path are kept.
+Keys and values are taken back by dropping rows, recurrent states by a copy of them. Of a token tree the rows of one
+path are kept.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import StaticCache, cache_utils
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_specdecpp.caches.states import Mark, is_recurrent
 
@@ -97,56 +97,9 @@ class GrowingText(CachedText[int]):
             roll_back(self.cache, self.held)
 
 
-class StaticText(CachedText[int]):
-    """In a static cache: what is forgotten is hidden by the mask until something else is written to its rows.
-
-    A compiled forward may be compiled anew for every number of tokens that it meets, so passes have a power of two of
-    them: those to verify, and after them dummies, which none of them sees and which are forgotten.
-
-    Example: of 20 rows 11 are held. The last token and 4 candidates are read with 3 dummies, in rows 11 to 18. Two
-    candidates stand, so 14 rows are held. In the 6 that are free the next pass has at most 4 tokens, 3 of them
-    candidates. Of a tree the rows of the path that stands move up to the text: for the path [0, 2, 4] nodes 2 and 4
-    move from rows 13 and 15 to rows 12 and 13.
-
-    Args:
-        longest_text (tokens): that the target has positions for.
-        has_prompt: whether the prompt has been read. If not, what is read first is kept whole.
-    """
-
-    def __init__(self, cache: StaticCache, longest_text: float = float("inf"), has_prompt: bool = False) -> None:
-        self.cache, self.held = cache, int(cache.get_seq_length())
-        self.room = int(min(room_of(cache), longest_text))
-        self._has_prompt = has_prompt
-
-    @property
-    def most_candidates(self) -> int:
-        """How many candidates the next pass has room for."""
-        return most_in(max(self.room - self.held, 1))
-
-    def keep(self, count: int, of: int, path: PathRows | None = None) -> None:  # noqa: ARG002 - dummies were read, too
-        if self._has_prompt:
-            if path is not None:
-                self._move(PathRows(path.rows[:count], path.on_device[:count]))
-            self.held += count
-            hold(self.cache, self.held)
-        else:
-            self.held, self._has_prompt = int(self.cache.get_seq_length()), True
-
-    def _move(self, path: PathRows) -> None:
-        in_place = num_in_place(path.rows)
-        if in_place == len(path.rows):
-            return
-        for layer in static_layers(self.cache):
-            indices = path.on_device[in_place:].to(layer.keys.device)
-            move([rows[..., self.held :, :] for rows in (layer.keys, layer.values)], indices, in_place)
-
-    def back(self) -> None:
-        hold(self.cache, self.held)
-
-
 def text_in(cache: Any) -> CachedText:
     """The text that a cache holds already, with which a pass can be tried."""
-    text = StaticText(cache, has_prompt=True) if isinstance(cache, StaticCache) else GrowingText(cache)
+    text = GrowingText(cache)
     text.begin()
     return text
 
@@ -160,9 +113,6 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
     Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 holds 13, 10, 10 rows; afterwards 10, 10, 10.
     Where a layer cannot go back (its window has moved on and it did not record), nothing is changed.
     """
-    if isinstance(cache, StaticCache):
-        hold(cache, num_tokens)
-        return
     layers: list[Any] = cache.layers
     surplus = [_surplus(layer, num_tokens) for layer in layers]
     if all(_can_crop(layer) for layer, count in zip(layers, surplus, strict=True) if count > 0):
@@ -251,30 +201,3 @@ def move(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
 def width_of(num_tokens: int) -> int:
     """The width of a pass over so many tokens: 1 for 1, 2 for 2, 4 for 3 and 4, 8 for 5 to 8."""
     return 1 << (num_tokens - 1).bit_length()
-
-
-def most_in(num_rows: int) -> int:
-    """How many candidates, with the token before them and dummies, fit into so many rows: 3 into 4 to 7."""
-    return (1 << (num_rows.bit_length() - 1)) - 1
-
-
-def room_of(cache: StaticCache) -> int:
-    """How many tokens can be held, and forgotten again, by every layer."""
-    return min(layer.max_cache_len for layer in static_layers(cache))
-
-
-def hold(cache: StaticCache, num_tokens: int) -> None:
-    """Hold the first `num_tokens` tokens, in place, wherever a pass was interrupted."""
-    layers = static_layers(cache)
-    lengths = [layer.cumulative_length for layer in layers]
-    # Together, since on a GPU each layer's would be a kernel of its own.
-    torch._foreach_zero_(lengths)
-    torch._foreach_add_(lengths, num_tokens)
-    for layer in layers:
-        if isinstance(layer, cache_utils.StaticSlidingWindowLayer):
-            layer.cumulative_length_int = num_tokens
-
-
-def static_layers(cache: StaticCache) -> list[Any]:
-    """Those that hold something: layers that share the keys of others do not."""
-    return [layer for layer in cache.layers if isinstance(layer, StaticLayer)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StaticCache
+from transformers import GenerationConfig
 from transformers.cache_utils import CacheLayerMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -84,9 +84,6 @@ class TokenRecords:
                 return
             if not attentions:  # sdpa attention has none to give
                 self.attentions += ((),) * count
-                return
-            if isinstance(cache_among(outputs), StaticCache):  # of which every pass sees every row
-                self.attentions += tuple(tuple(layer[:, :, i : i + 1] for layer in attentions) for i in path)
                 return
             windows = _windows(cache_among(outputs).layers, self._text_config, len(attentions))
             for i in range(count):

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, StaticCache
+from transformers import GenerationMixin
 
-from hf_specdecpp.caches.text import CachedText, GrowingText, PathRows, StaticText, most_in, stop_recording, width_of
+from hf_specdecpp.caches.text import CachedText, GrowingText, PathRows, stop_recording
 from hf_specdecpp.caches.trial import Held
 from hf_specdecpp.generation.refusals import LateRefusalError, gives_positions
 from hf_specdecpp.models.causal_lm import (
@@ -19,7 +19,6 @@ from hf_specdecpp.models.causal_lm import (
     cache_argument,
     input_device,
     keeping_generators,
-    longest_text,
 )
 from hf_specdecpp.models.checks import frequency_changes
 from hf_specdecpp.models.target_states import TargetStates
@@ -34,7 +33,6 @@ class TargetText(ABC):
     is_limited = False  # whether a pass may have no room for some number of candidates
     text: CachedText  # as it lies in its cache
     width = 0  # tokens that the last pass was prepared for, dummies included
-    static: StaticText | None = None  # the text, where it lies in a static cache
 
     @property
     def cache(self) -> Any:
@@ -58,8 +56,8 @@ class TargetText(ABC):
         """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`."""
 
     @abstractmethod
-    def forward(self, states: TargetStates, inputs: dict[str, Any], count: int) -> Any:
-        """A pass with these arguments over `count` tokens and perhaps dummies, of which the states are caught."""
+    def forward(self, states: TargetStates, inputs: dict[str, Any]) -> Any:
+        """A pass with these arguments, of which the states are caught."""
 
     @abstractmethod
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
@@ -97,14 +95,12 @@ class Prefix(TargetText):
         self._longer, self._spare = model_kwargs, 0  # the same with so many columns for tokens to come
         mask = model_kwargs.get("attention_mask")
         self.is_masked = mask is not None and not bool(mask.all())
-        cache = cache_among(model_kwargs)
-        self.static = StaticText(cache, longest_text(target)) if isinstance(cache, StaticCache) else None
-        self.text: CachedText = self.static or GrowingText(cache)
+        self.text: CachedText = GrowingText(cache_among(model_kwargs))
         if self.text.held:  # a later turn
             self.text.begin()
         self._changes = frequency_changes(target.config.get_text_config(decoder=True))
         self._device = input_device(target)  # once: finding it takes as long as a small product
-        self.is_limited = self.static is not None or bool(self._changes)
+        self.is_limited = bool(self._changes)
         # Of a mask with four dimensions others might ask more than whether it is there.
         self.makes_usual_inputs = has_usual_inputs(target)
         self._padding: int | None = None  # tokens of the text that take no position
@@ -112,7 +108,7 @@ class Prefix(TargetText):
     @property
     def rows(self) -> int:
         """How many the target has read into the cache."""
-        return int(self.text.cache.get_seq_length()) if self.static is None else self.static.held
+        return int(self.text.cache.get_seq_length())
 
     @property
     def shown(self) -> Tensor | None:
@@ -125,10 +121,7 @@ class Prefix(TargetText):
         return torch.tensor([[self.rows]]) if positions is None else positions[..., -1:]
 
     def most_candidates(self, input_ids: Tensor) -> int | None:
-        before_change = self._before_change(input_ids)
-        if self.static is None or before_change is None:
-            return before_change if self.static is None else self.static.most_candidates
-        return min(self.static.most_candidates, most_in(before_change + 1))
+        return self._before_change(input_ids)
 
     def is_at_change(self, input_ids: Tensor) -> bool:
         return bool(self._changes) and self._before_change(input_ids) == 0
@@ -170,40 +163,31 @@ class Prefix(TargetText):
 
     def chain_inputs(self, input_ids: Tensor, candidates: Tensor | list[int], has_mask: bool = False) -> dict[str, Any]:
         """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it, before them
-        what is pending. In a static cache dummies follow them, for a pass of few widths. Who `has_mask` needs none."""
+        what is pending. With `has_mask` no mask is made."""
         self.text.begin()
         count = len(candidates)
         tokens = input_ids
         if count:
             tokens = torch.cat((input_ids, torch.as_tensor(candidates).to(input_ids)[None]), dim=1)
-        dummies = 0 if self.static is None else width_of(count + 1) - count - 1
-        if dummies:
-            tokens = torch.cat((tokens, tokens[:, -1:].expand(-1, dummies)), dim=1)
-        self.width = self.text.pending + count + 1 + dummies
+        self.width = self.text.pending + count + 1
         if self._spare <= count:  # the candidates may all stand, and a token after them
             # Columns are made for many rounds at once: each round only cuts its own out of them.
             self._spare = max(count + 1, COLUMNS_AHEAD)
             self._longer = extended(self.model_kwargs, self._spare)
-        arguments = self.model_kwargs
-        if dummies:
-            arguments = extended(self.model_kwargs, count, dummies)
-        elif count:
-            arguments = without_last(self._longer, self._spare - count)
+        arguments = without_last(self._longer, self._spare - count) if count else self.model_kwargs
         if has_mask and self.makes_usual_inputs:
             arguments = arguments | {"attention_mask": NO_MASK}
         inputs = self.target.prepare_inputs_for_generation(
             tokens, next_sequence_length=self.width, is_first_iteration=False, **arguments
         )
         if "logits_to_keep" in inputs:
-            # In a static cache all, which has one name for every width: the number would be compiled for, too.
-            inputs["logits_to_keep"] = count + 1 if self.static is None or not count else 0
+            inputs["logits_to_keep"] = count + 1
         return inputs
 
     def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass) -> dict[str, Any]:
         if not len(tree_pass.tree):
             return self.chain_inputs(input_ids, [])
-        width = 0 if self.static is None else width_of(len(tree_pass.order))
-        tokens, ancestors, depths = tree_pass.upload(input_ids.device, width)
+        tokens, ancestors, depths = tree_pass.upload(input_ids.device)
         inputs = self.chain_inputs(input_ids, tokens, has_mask=True)
         position = inputs["position_ids"][..., 0]
         ancestors, depths = ancestors.to(self._device), depths.to(self._device)
@@ -211,15 +195,10 @@ class Prefix(TargetText):
         mask = tree_mask(self.target, self.text.cache, ancestors, depths, self.rows, shown)
         return inputs | {"attention_mask": mask, "position_ids": position[..., None] + depths}
 
-    def forward(self, states: TargetStates, inputs: dict[str, Any], count: int) -> Any:
+    def forward(self, states: TargetStates, inputs: dict[str, Any]) -> Any:
         if states.are_read:
-            outputs = states.catch(self.target, **inputs, return_dict=True)
-        else:
-            outputs = self.target(**inputs, return_dict=True)
-        if self.static is not None:
-            # Without the dummies' and, like plain generation, out of the memory that a CUDA graph writes to again.
-            outputs.logits = outputs.logits[:, :count].clone()
-        return outputs
+            return states.catch(self.target, **inputs, return_dict=True)
+        return self.target(**inputs, return_dict=True)
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         if self._changes or self.text.cache is None:  # where a forward may go on with a cache of its own
@@ -244,7 +223,7 @@ class Prefix(TargetText):
         if cache is self.text.cache:
             return
         cache.activate_past_recording()
-        self.static, self.text = None, GrowingText(cache)
+        self.text = GrowingText(cache)
         own = {cache_argument(self.target): cache}
         self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
 
@@ -271,10 +250,10 @@ def has_usual_inputs(target: CausalLM) -> bool:
 
 
 def try_pass(
-    text: TargetText, read: Callable[[dict[str, Any], int], Any], input_ids: Tensor, as_tree: bool, count: int
+    text: TargetText, read: Callable[[dict[str, Any]], Any], input_ids: Tensor, as_tree: bool, count: int
 ) -> Tensor:
     """Make a pass over `count` candidates, all alike, only for it to be captured, compared or timed, and forget it; its
-    logits, `[1 + count, vocab]`. `read` makes a pass with these arguments over so many tokens."""
+    logits, `[1 + count, vocab]`. `read` makes a pass with these arguments."""
     if as_tree:
         tree = DraftTree(int(input_ids[0, -1]))
         for _ in range(count):
@@ -282,7 +261,7 @@ def try_pass(
         inputs = text.tree_inputs(input_ids, TreePass(tree))
     else:
         inputs = text.chain_inputs(input_ids, input_ids[0, -1:].expand(count))
-    logits: Tensor = read(inputs, count + 1).logits[0]
+    logits: Tensor = read(inputs).logits[0]
     text.roll_back()
     return logits
 
@@ -328,14 +307,8 @@ def without_last(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
     return shorter
 
 
-def extended(model_kwargs: dict[str, Any], count: int, dummies: int = 0) -> dict[str, Any]:
-    """`model_kwargs` for `count` more tokens: the mask, positions and token types that grow with the text.
-
-    Dummies after them stand where the last token stands, so that they need no position that the text does not.
-
-    Example: a token at position 7 is followed by two candidates and one dummy: positions 8, 9 and 9.
-    """
-    count += dummies
+def extended(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+    """`model_kwargs` for `count` more tokens: the mask, positions and token types that grow with the text."""
     if count == 0:
         return model_kwargs
     longer = dict(model_kwargs)
@@ -343,8 +316,7 @@ def extended(model_kwargs: dict[str, Any], count: int, dummies: int = 0) -> dict
         longer["attention_mask"] = torch.cat((mask, mask.new_ones((len(mask), count))), dim=-1)
     if (positions := model_kwargs.get("position_ids")) is not None:
         steps = torch.arange(1, count + 1, device=positions.device, dtype=positions.dtype)
-        further = positions[..., -1:] + (steps.clamp(max=count - dummies) if dummies else steps)
-        longer["position_ids"] = torch.cat((positions, further), dim=-1)
+        longer["position_ids"] = torch.cat((positions, positions[..., -1:] + steps), dim=-1)
     if (types := model_kwargs.get("token_type_ids")) is not None:
         longer["token_type_ids"] = torch.cat((types, types[:, -1:].expand(-1, count)), dim=-1)
     if (types := model_kwargs.get("mm_token_type_ids")) is not None:

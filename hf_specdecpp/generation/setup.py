@@ -200,8 +200,7 @@ def plan_of(setup: DraftSetup, target: CausalLM, generation: GenerationConfig, c
     else:
         most = int(min(config.max_tokens, drafter.places))
         most = max(most, setup.decisions.lookup_tokens) if config.lookup else most
-    is_static = generation.cache_implementation == "static"
-    passes = "captured" if captures else "static" if is_static and setup.rows == 1 else "growing"
+    passes = "captured" if captures else "growing"
     mixes = setup.decisions.mixes(not generation.do_sample, drafter.reads is not None)
     products = setup.described_products(target)
     times = setup.product_times(target)

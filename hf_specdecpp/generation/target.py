@@ -187,7 +187,7 @@ class OneTarget(TargetSide):
         text = CapturedText(prefix, passes, self.generator.setup.drafter.reads)
         if not passes.checked:
 
-            def own(inputs: dict[str, Any], _count: int) -> Any:
+            def own(inputs: dict[str, Any]) -> Any:
                 return self.model(**inputs, return_dict=True)
 
             expected = try_pass(prefix, own, self.text.ids, False, 0)[-1]
@@ -228,7 +228,7 @@ class OneTarget(TargetSide):
                 inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
             else:
                 inputs = self.prefix.tree_inputs(input_ids, each.rows)
-            each.outputs, each.width = self._forward(inputs, len(tree) + 1), self.prefix.width
+            each.outputs, each.width = self._forward(inputs), self.prefix.width
             reason = None
         except torch.OutOfMemoryError as error:
             if not self.prefix.is_captured:
@@ -247,12 +247,11 @@ class OneTarget(TargetSide):
                 each.tree, each.rows = (alone := DraftTree.chain()), TreePass(alone)
                 self.read(rounds)
 
-    def _forward(self, inputs: dict[str, Any], count: int) -> Any:
-        """The target's pass over `count` tokens, in a static cache with dummies after them."""
+    def _forward(self, inputs: dict[str, Any]) -> Any:
         if self.prefix.is_captured or self.device.type != "cpu":
-            return self.prefix.forward(self.states, inputs, count)
+            return self.prefix.forward(self.states, inputs)
         work, clock = time.process_time(), time.perf_counter()
-        outputs = self.prefix.forward(self.states, inputs, count)
+        outputs = self.prefix.forward(self.states, inputs)
         self.passes.note(self.prefix.width, time.process_time() - work, time.perf_counter() - clock)
         return outputs
 

@@ -126,7 +126,7 @@ class Rounds:
         most: candidates of the largest.
         trees: whether these are trees, or chains.
         rows: of a batch.
-        passes: how the target's are made: `"growing"`, or with widths that are filled up, `"static"` and `"captured"`.
+        passes: how the target's are made: `"growing"`, or with widths that are filled up, `"captured"`.
         mixes: whether the draft's logits are mixed with the target's successors (`Decisions.draft_successors`).
         products: which matrix products they may take (`DraftSetup.described_products`).
         times: what the products of the target's large layers take, if that was measured.
@@ -229,7 +229,7 @@ def without_known_costs() -> Iterator[None]:
 
 
 def in_widths(costs: Costs, max_tokens: int) -> Costs:
-    """What rounds cost where passes are filled up with dummies, as over static caches (`caches.static`).
+    """What rounds cost where passes are filled up with dummies, as captured ones are.
 
     Example: passes over 1, 2, 3, 4 and 5 tokens take 10, 11, 12, 13 and 14 ms, so one over 8 is expected to take 17. A
     pass over 3 tokens then costs 13 ms, and one over 5 to 8 costs 17.

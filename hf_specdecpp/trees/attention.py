@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, as_mask, counts_rows, grow_in, layer_types, shown_rows, unknown_window
@@ -87,19 +87,14 @@ def tree_mask(
         prefix_mask = prefix_mask.to(ancestors.device)
     masks = {}
     for kind, layer in _kinds(config, cache).items():
-        num_rows, unused = num_queries, 0
-        if isinstance(layer, StaticLayer):  # whose rows are all there from the beginning
-            num_rows = num_prefix + ancestors.shape[1]
-            unused = layer.max_cache_len - num_rows
-        elif layer is not None:
-            num_rows = shown_rows(layer, num_queries)
+        num_rows = num_queries if layer is None else shown_rows(layer, num_queries)
         seen = _seen(ancestors, num_prefix, num_rows, prefix_mask)
         if kind in WINDOWED:
             text = torch.arange(num_prefix - num_rows + depths.shape[0], num_prefix, device=ancestors.device)
             padding = 0 if prefix_mask is None else (prefix_mask.cumsum(0) == 0).sum()
             places = torch.cat((text, num_prefix + depths))
             seen &= _near(config, kind, places[-num_queries:], places, padding)
-        masks[kind] = as_mask(nn.functional.pad(seen, (0, unused)) if unused else seen, model)
+        masks[kind] = as_mask(seen, model)
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 

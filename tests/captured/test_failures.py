@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.capturing import generate, pretended
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.zoo import tiny_of
 from torch import Tensor
 
 from hf_specdecpp.captured import graphs
@@ -97,6 +98,18 @@ def test_what_failed_in_the_middle_of_a_text_is_tried_in_the_next(
     assert "out of memory" in str(assistant.stats.uncaptured)
     assert torch.equal(generate(target, assistant, 248, max_new_tokens=8), plain)
     assert assistant.stats.uncaptured is None
+
+
+def test_a_batch_whose_pass_raises_is_uncaptured(pretended: Counter[str]) -> None:
+    """GPTBigCode gives one head of keys and values a mask of four dimensions of its own."""
+    target = tiny_of("gpt_bigcode")
+    assistant = assistant_of("early_exit", target, **CHAIN)
+    ids = torch.cat([prompt(12, seed) for seed in range(3)]) % target.config.vocab_size
+    how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
+    plain = target.generate(ids, pad_token_id=0, **how)
+    assert torch.equal(target.generate(ids, pad_token_id=0, assistant_model=assistant, **how), plain)
+    assert "its pass cannot be captured (RuntimeError" in str(assistant.stats.uncaptured)
+    assert assistant.stats.rounds > 0
 
 
 @pytest.mark.takes(4)

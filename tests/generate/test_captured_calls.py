@@ -94,12 +94,12 @@ def test_a_static_cache_that_generate_makes(family: str, settings: dict[str, Any
 
 
 def test_a_static_cache_of_the_users_own() -> None:
-    """Is read and written by uncaptured passes, and said."""
+    """Holds the text afterwards, which captured passes have read."""
     target, assistant = made()
     cache = static_cache(target)
     text = generate(target, assistant, past_key_values=cache)
     assert torch.equal(text, generate(target, None))
-    assert assistant.stats.uncaptured == "the text is in a StaticCache"
+    assert_captured(assistant)
     assert int(cache.get_seq_length()) == text.shape[1] - 1
 
 

@@ -1,6 +1,6 @@
-"""Targets with a static cache: the text of plain `generate()`, the rows that are held, and widths."""
+"""Targets with a static cache: the text of plain `generate()`, and the rows that are held afterwards."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,32 +11,23 @@ from support.models import prompt, quiet_later_layers, tiny, told
 from support.multimodal import multimodal
 from support.outputs import RECORDS, assert_same
 from support.static_caches import (
-    COSTS,
     GROWTHS,
     OPTIONS,
     RULES,
     STATIC,
-    assert_held_rows_are_text,
-    assert_others_unattended,
     assert_prefilled,
     attached,
     held,
     static_cache,
 )
-from support.tree_generation import TREES
-from support.watchers import no_work, unnoticed
+from support.watchers import no_work
 from support.zoo import tiny_of
 from torch import Tensor
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.caches import text as texts
-from hf_specdecpp.caches.text import PathRows, StaticText, hold, move
-from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.generation.prefix import extended
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among
-from hf_specdecpp.throughput.known_costs import in_widths
-from hf_specdecpp.trees.tree import TreePass
+from hf_specdecpp.generation.doors import calls
+from hf_specdecpp.models.causal_lm import CausalLM
 
 EACH = pytest.mark.parametrize("how", ["fixed", "dyspec"])  # a chain and a tree
 
@@ -120,7 +111,7 @@ def test_turns_with_a_users_cache(family: str, how: str) -> None:
         text = torch.cat((text, turn), dim=1)
     plain, length = generate(), int(cache.get_seq_length())
     assert torch.equal(generate(assistant_model=assistant, past_key_values=cache), plain), "up to its last row"
-    hold(cache, length)
+    cache.crop(length - int(cache.get_seq_length()))
     assert torch.equal(generate(past_key_values=cache), plain), "plain generation goes on, too"
 
 
@@ -138,99 +129,81 @@ def test_records(family: str, how: str) -> None:
     plain = target.generate(prompt(), **arguments)
     ours = target.generate(prompt(), assistant_model=attached(target, how), **arguments)
     assert torch.equal(ours.sequences, plain.sequences)
-    # Windows are kept whole, so attentions are as wide as the text there.
+    # Nodes of a tree see one another, and full windows have other columns in a static layer.
     for name in RECORDS if (family, how) == ("llama", "fixed") else RECORDS[:-1]:
         assert_same(getattr(ours, name), getattr(plain, name))
     assert isinstance(ours.past_key_values, StaticCache)
     assert_prefilled(held(ours.past_key_values), target, ours.sequences[:, :-1])
 
 
-@pytest.mark.every(5)
+@pytest.mark.every(2)
 @EACH
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
-def test_held_rows_are_the_texts_after_every_round(family: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = quiet_later_layers(tiny(family))
-    assert_held_rows_are_text(target, attached(target, how), monkeypatch)
+@pytest.mark.parametrize("turns", [(3,), (3, 9), (9, 3), (3, 3, 3)], ids=str)
+def test_turns_beyond_the_windows(turns: tuple[int, ...], how: str) -> None:
+    """Each by plain generation, and then with an assistant: full windows move on in a static layer, too."""
+    target = quiet_later_layers(tiny("mistral"))  # windows of 8 tokens
+    ours, plain = static_cache(target), static_cache(target)
+    assistant, text = attached(target, how), prompt(6)
+    for count in turns:
+        options = {**OPTIONS, "max_new_tokens": count, "attention_mask": torch.ones_like(text)}
+        expected = target.generate(text, past_key_values=plain, **options)
+        assert torch.equal(target.generate(text, past_key_values=ours, assistant_model=assistant, **options), expected)
+        for mine, theirs in zip(held(ours), held(plain), strict=True):
+            assert_same([each[:, :, -7:] for each in mine], [each[:, :, -7:] for each in theirs])
+        text = torch.cat((expected, prompt(1, seed=count)), dim=1)
+    options = {**OPTIONS, "attention_mask": torch.ones_like(text)}
+    ids = [target.generate(text, past_key_values=each, **options) for each in (ours, plain)]
+    assert torch.equal(*ids), "plain generation goes on"
+
+
+def shifted(static: StaticCache, growing: DynamicCache) -> None:
+    """As if rows of a full window began in the first place."""
+    copied(static, growing)
+    for layer in list[Any](static.layers):
+        layer.keys, layer.values = layer.keys.roll(-1, dims=2), layer.values.roll(-1, dims=2)
+
+
+def not_at_all(static: StaticCache, growing: DynamicCache) -> None: ...
+
+
+def one_too_few(static: StaticCache, growing: DynamicCache) -> None:
+    copied(static, growing)
+    for layer in list[Any](static.layers):
+        layer.crop(-1)
+
+
+copied = calls.copy_back
+
+
+@pytest.mark.parametrize("mutant", [shifted, not_at_all, one_too_few])
+def test_what_is_copied_back_wrongly_is_noticed(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "copy_back", mutant)
+    with pytest.raises((AssertionError, IndexError, RuntimeError, ValueError)):
+        test_turns_beyond_the_windows((3, 9), "fixed")
 
 
 @EACH
-def test_rows_that_are_not_held_are_never_attended_to(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = quiet_later_layers(tiny("llama"))
-    assert_others_unattended(target, attached(target, how), monkeypatch)
+def test_a_cache_that_is_too_small(how: str) -> None:
+    """As in plain generation, and afterwards it holds nothing of the text."""
+    target = tiny("llama")
+    for more in ({}, {"assistant_model": attached(target, how)}):
+        cache = static_cache(target, room=20)
+        with pytest.raises(IndexError):
+            target.generate(prompt(), past_key_values=cache, **OPTIONS, **more)
+    assert not int(cache.get_seq_length())
+    short = {**OPTIONS, "max_new_tokens": 9}
+    text = target.generate(prompt(), past_key_values=cache, assistant_model=attached(target, how), **short)
+    assert torch.equal(text, target.generate(prompt(), **short)), "up to its last row"
 
 
-def no_roll_back(text: StaticText, count: int, of: int, path: Any) -> None:
-    text.held = int(text.cache.get_seq_length())
-
-
-def keeps_one_too_many(text: StaticText, count: int, of: int, path: Any) -> None:
-    """Where all candidates stand a dummy."""
-    fed = int(text.cache.get_seq_length()) - text.held
-    text.held += fed if text.held == 0 else min(fed, count + 1)
-    hold(text.cache, text.held)
-
-
-def forgets_too_much(text: StaticText, count: int, of: int, path: Any) -> None:
-    text.held = int(text.cache.get_seq_length()) if text.held == 0 else text.held + 1
-    hold(text.cache, text.held)
-
-
-def stays(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
-    """The path is not moved."""
-
-
-def one_off(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
-    move(rows, indices - 1, to)
-
-
-def from_the_start(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
-    move(rows, indices, to - 1)
-
-
-def keeps_a_row_too_many(text: StaticText, count: int, of: int, path: PathRows | None) -> None:
-    kept(text, count, of, path)
-    if path is not None:
-        text.held += 1
-        hold(text.cache, text.held)
-
-
-def unmoved_past(text: StaticText, count: int, of: int, _: PathRows | None) -> None:
-    """As in a chain."""
-    kept(text, count, of)
-
-
-def sees_dummies(tree_pass: TreePass, *args: Any) -> Any:
-    tokens, ancestors, depths = uploaded(tree_pass, *args)
-    ancestors[:, len(tree_pass.order) :] = True
-    return tokens, ancestors, depths
-
-
-def one_place_behind(tree_pass: TreePass, *args: Any) -> Any:
-    tokens, ancestors, depths = uploaded(tree_pass, *args)
-    return tokens, ancestors, (depths - 1).clamp(min=0)
-
-
-kept, uploaded = StaticText.keep, TreePass.upload
-MUTANTS: list[tuple[str, Any, str, Callable[..., Any]]] = [
-    *(("fixed", StaticText, "keep", each) for each in (no_roll_back, keeps_one_too_many, forgets_too_much)),
-    *(("dyspec", texts, "move", each) for each in (stays, one_off, from_the_start)),
-    *(("dyspec", StaticText, "keep", each) for each in (keeps_a_row_too_many, unmoved_past)),
-    *(("dyspec", TreePass, "upload", each) for each in (sees_dummies, one_place_behind)),
-]
-
-
-@pytest.mark.parametrize(("how", "owner", "name", "mutant"), MUTANTS, ids=[each[-1].__name__ for each in MUTANTS])
-def test_what_is_read_or_kept_wrongly_is_noticed(
-    how: str, owner: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, options = tiny("llama"), {**STATIC, "max_new_tokens": 50}
-    plain, assistant = target.generate(prompt(), **options), attached(target, how)
-    monkeypatch.setattr(owner, name, mutant)
-    try:
-        ours = target.generate(prompt(), assistant_model=assistant, **options)
-    except (IndexError, RuntimeError):
-        return  # beyond the last row
-    assert not torch.equal(ours, plain)
+def test_what_only_the_prompt_shows_leaves_a_users_cache_as_it_was() -> None:
+    target = tiny("mistral", attn_implementation="eager")
+    assistant, cache = attached(target), static_cache(target)
+    padded = torch.cat((torch.zeros((1, 5), dtype=torch.long), prompt()), dim=1)
+    with pytest.raises(ValueError, match="begins with padding"):
+        target.generate(padded, attention_mask=(padded != 0).long(), past_key_values=cache, assistant_model=assistant)
+    assert not cache.is_initialized
+    assert not int(cache.get_seq_length())
 
 
 @pytest.mark.every(3)
@@ -255,67 +228,23 @@ def test_an_exception_rolls_a_users_cache_back(length: int, how: str) -> None:
     assert torch.equal(target.generate(whole, past_key_values=cache, **OPTIONS)[:, : again.shape[1]], again)
 
 
-def test_dummies_need_no_further_positions() -> None:
-    longer = extended({"position_ids": torch.tensor([[6, 7]]), "attention_mask": torch.tensor([[0, 1]])}, 2, dummies=1)
-    assert longer["position_ids"].tolist() == [[6, 7, 8, 9, 9]]
-    assert longer["attention_mask"].tolist() == [[0, 1, 1, 1, 1]]
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("how", ["fixed", "threshold", *GROWTHS])
-def test_passes_have_few_widths_and_end_within_the_cache(how: str) -> None:
-    """Trees are drafted up to the end of the text: a cache that `generate()` makes has room for one after it."""
-    target, passes, length = quiet_later_layers(tiny("llama")), [], 12 + 40
-
-    def note(_: Any, __: Any, inputs: dict[str, Any]) -> None:
-        cache: Any = cache_among(inputs)
-        if isinstance(cache, StaticCache):  # not where trees are tried on the target
-            first: Any = cache.layers[0]
-            width, room = inputs["input_ids"].shape[1], first.max_cache_len
-            passes.append((int(cache.get_seq_length()), width, room))
-            mask = inputs.get("attention_mask") if how in GROWTHS else None
-            assert mask is None or mask.shape == (1, 1, width, room)
-
-    assistant = attached(target, how)
-    target.register_forward_pre_hook(unnoticed(note), with_kwargs=True)
-    target.generate(prompt(), assistant_model=assistant, **STATIC)
-    begins, widths, rooms = zip(*passes[1:], strict=True)
-    assert set(widths) <= {1, 2, 4, 8, 16}
-    assert len(set(widths)) >= (3 if how in RULES else 2)
-    assert set(rooms) == {length - 1 + {"looked up": 8, **dict.fromkeys(RULES, 0)}.get(how, 16)}
-    ends = [begin + width for begin, width in zip(begins, widths, strict=True)]
-    assert max(ends) <= rooms[0]
-    last = max(begin for begin, width in zip(begins, widths, strict=True) if width == max(widths))
-    assert how not in TREES or last + max(widths) > length - 1
-
-
-@pytest.mark.parametrize("how", ["throughput", "tree, throughput"])
-def test_costs_of_the_widths_that_are_run(how: str) -> None:
-    costs = Costs(draft=0.001, verify=(0.010, 0.011, 0.012, 0.013, 0.014))
-    assert in_widths(costs, 5).verify == pytest.approx((0.010, 0.011, 0.013, 0.013, 0.017, 0.017))
-    target = tiny("llama")
-    assistant = attached(target, how)
-
-    def verify() -> tuple[float, ...]:
-        (learned,) = assistant.memory.learned[target].values()
-        plan: Any = learned.plan
-        return tuple(plan.costs.verify)
-
-    target.generate(prompt(), assistant_model=assistant, **STATIC)
-    assert verify()[2:4] == (1.1, 1.1)
-    target.generate(prompt(), assistant_model=assistant, **OPTIONS)
-    assert verify() == tuple(COSTS["verify"])  # type: ignore[arg-type]
-    target.generate(prompt(), assistant_model=assistant, past_key_values=static_cache(target), **OPTIONS)
-    assert verify()[2:4] == (1.1, 1.1)
+class Cache(StaticCache):
+    """Of a user's."""
 
 
 @pytest.mark.parametrize(("make", "own", "message"), [
-    (lambda: tiny_of("qwen3_5_text"), False, "keeps LinearAttentionLayer in it"),
-    (lambda: tiny("mistral"), True, "has windows of 8 tokens in it, the text may grow to 52"),
+    (lambda: tiny_of("qwen3_5_text"), None, "keeps LinearAttentionLayer in it"),
+    (lambda: tiny("mistral"), 6, "has windows of 8 tokens, of which it has room for 6, and the text may grow to 52"),
+    (lambda: tiny("llama"), Cache, "Cache may have code of its own"),
+    (lambda: tiny("llama"), "mistral", "its layers are not those of LlamaForCausalLM"),
 ])  # fmt: skip
-def test_refusals(make: Callable[[], CausalLM], own: bool, message: str) -> None:
+def test_refusals(make: Callable[[], CausalLM], own: Any, message: str) -> None:
     target = make()
-    options = {**OPTIONS, "past_key_values": static_cache(target)} if own else STATIC
+    caches: dict[Any, Callable[[], Any]] = {
+        6: lambda: static_cache(target, room=6), Cache: lambda: Cache(target.config, 99),
+        "mistral": lambda: static_cache(tiny("mistral")),
+    }  # fmt: skip
+    options = {**OPTIONS, "past_key_values": caches[own]()} if own else STATIC
     draft = informed_draft(prompt(), target.config.get_text_config().vocab_size)
     assistant = told(SpecDecPPAssistant.from_draft(draft, target), **RULES["fixed"])
     with no_work(target), pytest.raises(ValueError, match=f"A static cache cannot be used here: .*{message}"):

@@ -1,17 +1,13 @@
 """Static caches, and what is in them."""
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
-import torch
 from torch import Tensor
 from transformers import StaticCache
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.models.causal_lm import CausalLM
-from support.models import assistant_of, prompt
+from support.models import assistant_of
 from support.outputs import assert_same, prefill
 from support.tree_generation import TREES
 
@@ -51,43 +47,3 @@ def assert_prefilled(rows: list[tuple[Tensor, Tensor]], target: CausalLM, text: 
     for (keys, values), layer in zip(rows, layers, strict=True):
         count = layer.keys.shape[2]
         assert_same((keys[:, :, -count:], values[:, :, -count:]), (layer.keys, layer.values))
-
-
-def settled(monkeypatch: pytest.MonkeyPatch, then: Callable[[Prefix], None]) -> None:
-    """Have something done after each round."""
-    settle = Prefix.settle
-
-    def and_then(prefix: Prefix, *args: Any, **kwargs: Any) -> None:
-        settle(prefix, *args, **kwargs)
-        then(prefix)
-
-    monkeypatch.setattr(Prefix, "settle", and_then)
-
-
-def assert_held_rows_are_text(target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every round of a text to `prompt()`."""
-    found: list[Any] = []
-
-    def note(prefix: Prefix) -> None:
-        found.append((prefix.text.held, [(keys.clone(), values.clone()) for keys, values in held(prefix.cache)]))
-
-    with monkeypatch.context() as patch:
-        settled(patch, note)
-        text = target.generate(prompt(), assistant_model=assistant, **STATIC)
-    assert (found[0][0], found[-1][0]) == (12, text.shape[1] - 1)
-    for length, rows in found:
-        assert {keys.shape[2] for keys, _ in rows} == {length}
-        assert_prefilled(rows, target, text[:, :length])
-
-
-def assert_others_unattended(target: CausalLM, assistant: SpecDecPPAssistant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text is that of plain generation though rows that are not held are spoilt after every round."""
-    plain = target.generate(prompt(), **STATIC)
-
-    def poison(prefix: Prefix) -> None:
-        for layer in prefix.cache.layers:
-            layer.keys[:, :, prefix.text.held :] = 1e8
-            layer.values[:, :, prefix.text.held :] = 1e8
-
-    settled(monkeypatch, poison)
-    assert torch.equal(target.generate(prompt(), assistant_model=assistant, **STATIC), plain)

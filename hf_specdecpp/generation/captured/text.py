@@ -69,7 +69,7 @@ class CapturedText(TargetText):
         tokens, ancestors, depths = tree_pass.upload(input_ids.device, self.width)
         return {"tokens": extend(input_ids[:, -1:], tokens), "tree": (ancestors, depths)}
 
-    def forward(self, states: TargetStates, inputs: dict[str, Any], count: int) -> Any:  # noqa: ARG002
+    def forward(self, states: TargetStates, inputs: dict[str, Any]) -> Any:
         outputs = self.passes.read(**inputs)
         outputs.logits = outputs.logits.clone()  # which the next pass would write over
         states.give(outputs.states)
@@ -163,6 +163,8 @@ class Captured:
         except torch.OutOfMemoryError as error:
             passes.close()
             reason = memory_ended(error)
+        except Exception as error:  # a foreign forward may do anything with masks and caches that it does not know
+            passes.why_not = reason = f"its pass cannot be captured ({type(error).__name__}: {error})"
         return reason
 
     def make_round(self, texts: Sequence[Text]) -> bool:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_specdecpp.caches.static import as_growing, as_static, check_static, prepare_static
+from hf_specdecpp.caches.static import as_growing, copy_back, with_static
 from hf_specdecpp.caches.text import num_rows
-from hf_specdecpp.captured import graphs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
@@ -35,7 +35,7 @@ from hf_specdecpp.generation.several.target import TargetOfRows
 from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.generation.text import Text
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.sampling.processors import Processing, for_row, in_order
 
 # Arguments of transformers' decoding method that are not for the model's forward.
@@ -89,11 +89,9 @@ def decoding_of(
     target, count = call.target, input_ids.shape[0]
     check_inputs(input_ids, call.model_kwargs)
     warn_of_ignored(call.config)
-    if count == 1 and assistant.speculation.graphs == "auto" and graphs.can_capture(input_device(target)):
-        config, model_kwargs = as_growing(target, call.config, call.model_kwargs)
-        call = replace(call, config=config, model_kwargs=model_kwargs)
+    given = cache_among(call.model_kwargs)
+    call = _growing(call, input_ids)
     unused = _unused_layers(cache := cache_among(call.model_kwargs))
-    check_static(target, input_ids, call.model_kwargs, call.config)
     if is_spread(target):
         check_ranks(target, assistant.speculation, Processing(call.processors), count)
     if count > 1:
@@ -101,24 +99,37 @@ def decoding_of(
         check_batch(target, call.model_kwargs, call.config, call.processors, call.criteria)
         check_foreign(target, cache, count)
         return partial(_run, _batch_decoding(call, assistant, count), cache, unused)
-    return partial(_run, _text_decoding(call, assistant, input_ids.shape[1], kind).run, cache, unused)
+    run = partial(_run, _text_decoding(call, assistant, input_ids.shape[1], kind).run, cache, unused)
+    return run if given is cache else partial(_run_static, run, given, cache)
+
+
+def _growing(call: Call, input_ids: Tensor) -> Call:
+    """The call with a cache that grows in the place of a static one; `ValueError` if there can be none."""
+    if not isinstance(cache := cache_among(call.model_kwargs), StaticCache):
+        return call
+    mask, config = call.model_kwargs.get("attention_mask"), copy.copy(call.config)
+    read = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
+    # With the text of earlier turns, of which perhaps nothing but the rows in the cache is left.
+    longest = config.max_length + read - input_ids.shape[1]
+    growing, config.cache_implementation = as_growing(call.target, cache, len(input_ids), longest), None
+    kwargs = {name: growing if each is cache else each for name, each in call.model_kwargs.items()}
+    return replace(call, config=config, model_kwargs=kwargs)
 
 
 def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[AssistedDecoding]) -> AssistedDecoding:
     """The decoding of one sequence whose prompt has so many tokens."""
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
     foreign = check_foreign(target, cache_among(model_kwargs), 1)
-    known_as, processors = as_static(config, model_kwargs), call.processors
+    processors = call.processors
     if not all(ends_as_told(each, config) for each in call.criteria):  # the draft may go on behind the end
         processors = in_order(processors)
     try:
-        generator = assistant.start_generation(target, known_as, processors, model_kwargs.get("attention_mask"))
+        generator = assistant.start_generation(target, config, processors, model_kwargs.get("attention_mask"))
     except ValueError as refusal:
         if foreign is None:
             raise
         raise PlainCallError(f"{type(target).__name__} runs {foreign.name}, and so: {refusal}") from refusal
     assistant.calls.note(generator.stats, call.streamer)
-    prepare_static(model_kwargs, config, generator.setup.most_tokens if generator.draws_trees else 0)
     parts = target, generator, call.criteria, config, call.streamer
     if is_spread(target):
         ranks = Ranks(target, most=generator.setup.most_tokens + 3)
@@ -144,6 +155,20 @@ def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None
         if unused is not None:
             cache.layers = unused
         raise
+
+
+def _run_static(run: Callable[[Tensor], Any], static: StaticCache, growing: DynamicCache, input_ids: Tensor) -> Any:
+    """The same, after which a static cache holds the text of a growing one, also after an exception."""
+    try:
+        found = run(input_ids)
+    except LateRefusalError:  # a plain call follows
+        raise
+    except BaseException:
+        with suppress(IndexError):
+            copy_back(static, growing)
+        raise
+    copy_back(static, growing)
+    return with_static(found, static, growing)
 
 
 def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[Tensor], Any]:
