@@ -163,8 +163,9 @@ class Captured:
         except torch.OutOfMemoryError as error:
             passes.close()
             reason = memory_ended(error)
-        except Exception as error:  # a foreign forward may do anything with masks and caches that it does not know
-            passes.why_not = reason = f"its pass cannot be captured ({type(error).__name__}: {error})"
+        except Exception as error:  # noqa: BLE001 - a forward may do anything with masks and caches of ours
+            reason = f"its pass cannot be captured ({type(error).__name__}: {error})"
+            passes.why_not = None if graphs.is_out_of_memory(error) else reason
         return reason
 
     def make_round(self, texts: Sequence[Text]) -> bool:
