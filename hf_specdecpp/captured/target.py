@@ -53,14 +53,14 @@ class CapturedTarget:
     Attributes:
         busy: whether a text is using it.
         why_not: why its passes are never captured, once that was seen.
-        checked: whether a pass was compared with one of the target's own.
+        checked: widths of passes that were compared with one of the target's own, of one text and of several.
         longest (tokens): a text that the target has positions for.
         text: the one at hand.
     """
 
     def __init__(self, target: CausalLM, fuse: bool = False) -> None:
         self.model = for_capture(target, fuse=fuse)
-        self.device, self.busy, self.checked = input_device(target), False, False
+        self.device, self.busy, self.checked = input_device(target), False, set[tuple[bool, int]]()
         self.why_not: str | None = None
         self.graphs = Graphs(self.device)
         self._cache_argument, self.longest = cache_argument(self.model), longest_text(target)
@@ -130,7 +130,7 @@ class CapturedTarget:
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
         """Run a function by its graph. In the middle of a text one that cannot be captured runs as it is."""
-        self.graphs.run(key, function, falls_back=self.checked)
+        self.graphs.run(key, function, falls_back=bool(self.checked))
 
     def forward(self, cache: RoomCache, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
         """What is captured: a pass of the model over `tokens` `[texts, width]` after the texts, with arguments as in

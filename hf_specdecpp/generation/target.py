@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.caches.trial import Held, Trial
 from hf_specdecpp.captured.target import CapturedTarget
-from hf_specdecpp.generation.captured.text import Captured, CapturedText, differs, memory_ended
+from hf_specdecpp.generation.captured.text import Captured, CapturedText, memory_ended
 from hf_specdecpp.generation.prefix import Prefix, TargetText, reading_again, try_pass
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text
@@ -185,16 +185,15 @@ class OneTarget(TargetSide):
     def enter(self, passes: CapturedTarget) -> str | None:
         prefix: Any = self.prefix
         text = CapturedText(prefix, passes, self.generator.setup.drafter.reads)
-        if not passes.checked:
 
-            def own(inputs: dict[str, Any]) -> Any:
-                return self.model(**inputs, return_dict=True)
+        def own(tokens: Tensor) -> Tensor:
+            inputs = prefix.chain_inputs(self.text.ids, tokens[0, 1:])
+            logits: Tensor = self.model(**inputs, return_dict=True).logits
+            prefix.roll_back()
+            return logits
 
-            expected = try_pass(prefix, own, self.text.ids, False, 0)[-1]
-            found = passes.read(**text.chain_inputs(self.text.ids, [])).logits[0, -1]
-            if (reason := differs(found, expected, self.model.dtype)) is not None:
-                return reason
-            passes.checked = True
+        if (reason := self.captured.compare(passes, own, prefix.most_candidates(self.text.ids))) is not None:
+            return reason
         self.time_one_token()  # of the target's usual passes, which the verdict compares with
         self.prefix = text
         return None

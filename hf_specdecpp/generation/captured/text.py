@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -16,7 +16,7 @@ from hf_specdecpp.captured import graphs
 from hf_specdecpp.captured.graphs import CannotCaptureError
 from hf_specdecpp.captured.rooms import why_not_in_place, why_not_rooms
 from hf_specdecpp.captured.target import CapturedTarget, captured_target
-from hf_specdecpp.generation.captured.whole import WholeRounds, whole_rounds, why_not_whole
+from hf_specdecpp.generation.captured.whole import WholeRounds, shapes_of, whole_rounds, why_not_whole
 from hf_specdecpp.generation.prefix import Prefix, TargetText, has_usual_inputs
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import devices_of, num_processes
@@ -134,8 +134,7 @@ class Captured:
             )
 
     def _enter(self) -> str | None:
-        """Let the texts go on in rooms, or say why they cannot. A target's first pass is compared with one of its own:
-        what its forward does beside attention, positions and masks is not known."""
+        """Let the texts go on in rooms, or say why they cannot."""
         side, setup = self.side, self.generator.setup
         if (reason := _why_not(side)) is not None:
             return reason
@@ -167,6 +166,46 @@ class Captured:
             reason = f"its pass cannot be captured ({type(error).__name__}: {error})"
             passes.why_not = None if graphs.is_out_of_memory(error) else reason
         return reason
+
+    def compare(self, passes: CapturedTarget, own: Callable[[Tensor], Tensor], room: int | None = None) -> str | None:
+        """What is wrong with captured passes of a width that rounds may have, beside a pass of the target's own over
+        the same tokens: what its forward does beside attention, positions and masks is not known, and with some widths
+        it may do something else.
+
+        Args:
+            own: makes a pass over the last token of each text and further tokens, `[texts, n]`, and forgets it; its
+                logits `[texts, n, vocab]`.
+            room: for so many further tokens; `None`: any number.
+        """
+        several = len(self.texts) > 1
+        widths = [width for width in self._widths() if (several, width) not in passes.checked]
+        if not widths:
+            return None
+        left = [passes.longest - max(text.length for text in self.texts), *([] if room is None else [room])]
+        most = int(max(min(widths[-1] - 1, *left), 0)) + 1
+        tokens = torch.cat([_some_tokens(text.ids, widths[-1]) for text in self.texts])
+        expected, cache = own(tokens[:, :most]), passes.text.with_room(passes.text.held + widths[-1])
+        for width in widths:
+            if width == 1 and not several:
+                found = passes.read(tokens[:, :1]).logits
+            else:
+                places = torch.arange(width, device=tokens.device)
+                found = passes.forward(cache, tokens[:, :width], places <= places[:, None], places)[0]
+            if (reason := differs(found[:, :most], expected[:, :width], self.side.model.dtype)) is not None:
+                return f"a captured pass over {width} tokens is {reason}"
+            if width <= most:
+                passes.checked.add((several, width))
+        return None
+
+    def _widths(self) -> list[int]:
+        """Of all passes that rounds of these texts may have, ascending."""
+        setup, found = self.generator.setup, {1}
+        if not self._rounds_alone:
+            found |= {1 << power for power in range(width_of(setup.most_tokens + 1).bit_length())}
+        if why_not_whole(self.texts) is None:
+            shapes = shapes_of(setup.speculation, self.generator.round_steps, len(self.texts))
+            found |= {shape.nodes + 1 for shape in shapes}
+        return sorted(found)
 
     def make_round(self, texts: Sequence[Text]) -> bool:
         """Make a round that is captured whole; `False` where rounds are made step by step."""
@@ -238,14 +277,24 @@ def memory_ended(error: torch.OutOfMemoryError) -> str:
     return f"{MEMORY} ({str(error).partition('. ')[0]})"
 
 
+def _some_tokens(ids: Tensor, count: int) -> Tensor:
+    """The last token of a text `[1, length]` and others after it, `[1, count]`: of those before the last, few, since
+    further back there may be an image."""
+    latest = ids[:, -4:].flip(1)
+    return latest.repeat(1, -(-count // latest.shape[1]))[:, :count]
+
+
 def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """What is wrong with the logits of a captured pass, beside those of the target's own over the same token."""
+    """What is wrong with the logits `[..., vocab]` of a captured pass, beside those of the target's own.
+
+    In half precision half of the tokens have to be off: at single tokens a router may choose other experts."""
     expected = expected.double()
-    error = float((found.double() - expected).norm() / (expected - expected.mean()).norm())
-    tolerance = TREE_TOLERANCE.get(dtype, HALF_TREE_TOLERANCE)
+    errors = (found.double() - expected).norm(dim=-1) / (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    exact = TREE_TOLERANCE.get(dtype)
+    error, tolerance = float(errors.median() if exact is None else errors.max()), exact or HALF_TREE_TOLERANCE
     if error <= tolerance:
         return None
-    return f"a captured pass is off by {error:.2g} of the spread of its logits (rounding explains {tolerance:g})"
+    return f"off by {error:.2g} of the spread of its logits (rounding explains {tolerance:g})"
 
 
 def _why_not(side: Any) -> str | None:

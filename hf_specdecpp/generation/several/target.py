@@ -22,7 +22,6 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from hf_specdecpp.caches.batches import BatchText
 from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.generation import refusals
-from hf_specdecpp.generation.captured.text import differs
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended
 from hf_specdecpp.generation.target import TargetSide
@@ -80,20 +79,17 @@ class TargetOfRows(TargetSide):
         return self.model_kwargs
 
     def enter(self, passes: CapturedTarget) -> str | None:
-        texts = self.captured.texts
         passes.watch(self.generator.setup.drafter.reads)
         passes.begin(self.growing, self.text.valid.shape[1], self.text.valid, self.positions[:, None])
-        if not passes.checked:
-            rounds = [Round(text, DraftTree.chain()) for text in texts]
-            expected = self.model(**self._inputs(rounds, _is_token(rounds)), return_dict=True).logits[:, -1]
+
+        def own(tokens: Tensor) -> Tensor:
+            rows = zip(self.captured.texts, tokens.tolist(), strict=True)
+            rounds = [Round(text, DraftTree.chain(row[1:])) for text, row in rows]
+            logits: Tensor = self.model(**self._inputs(rounds, _is_token(rounds)), return_dict=True).logits
             self.text.back()
-            tokens = torch.cat([text.ids[:, -1:] for text in texts])
-            alone = torch.zeros_like(tokens[0])
-            found = passes.forward(passes.text.cache, tokens, alone[None] == 0, alone)[0][:, -1]
-            if (reason := differs(found, expected, self.model.dtype)) is not None:
-                return reason
-            passes.checked = True
-        return None
+            return logits
+
+        return self.captured.compare(passes, own)
 
     def leave_rooms(self, texts: Sequence[Text] = ()) -> None:
         lengths = torch.tensor([text.length - 1 for text in texts])
