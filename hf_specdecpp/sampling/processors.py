@@ -115,10 +115,14 @@ def _of_all_rows(processor: Any) -> Any:
     return processor.processor if isinstance(processor, OfRow) else processor
 
 
-def _ignored(processor: Any) -> Tensor | None:
-    """`[texts]`: up to where a penalty leaves out each text, which `generate()` tells it where prompts are padded."""
+def _ignored(processor: Any) -> Any:
+    """How many of its first tokens a penalty leaves out of a text: a number, or `[texts]`, as `generate()` says where
+    prompts are padded. `None`: it leaves out none."""
+    processor, row = (processor.processor, processor.row) if isinstance(processor, OfRow) else (processor, 0)
     ignored = getattr(processor, "prompt_ignore_length", None)
-    return ignored if type(processor) in ASKS_WHICH and isinstance(ignored, Tensor) else None
+    if type(processor) not in ASKS_WHICH or not isinstance(ignored, int | Tensor):
+        return None
+    return ignored[row] if isinstance(ignored, Tensor) else ignored
 
 
 class Processing:
@@ -141,11 +145,8 @@ class Processing:
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
         looks = [type(processor) for processor in self.processors if type(processor) not in PREFIX_FREE]
         self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)
-        given = list(map(_of_all_rows, self.processors))
-        # A number of tokens that a penalty leaves out may reach beyond the prompt.
-        counts = any(isinstance(getattr(each, "prompt_ignore_length", None), int) for each in given)
-        self.fits_graphs = not self.may_forbid_all and len(looks) <= 1 and not counts
-        self.answers_all = all(type(each) in KNOWN for each in given)
+        self.fits_graphs = not self.may_forbid_all and len(looks) <= 1
+        self.answers_all = all(type(_of_all_rows(each)) in KNOWN for each in self.processors)
 
     def for_graphs(self) -> Processing:
         """Those of them that `fits_graphs`."""
@@ -164,17 +165,20 @@ class Processing:
 
     def together(self) -> Processing:
         """For all texts of a call at once, as `shown` leaves them: with nothing of one call, so that it fits others."""
-        processors = map(_of_all_rows, self.processors)
-        return Processing([type(each)(each.penalty) if _ignored(each) is not None else each for each in processors])
+        processors = [(_of_all_rows(each), _ignored(each)) for each in self.processors]
+        return Processing([each if left is None else type(each)(each.penalty) for each, left in processors])
+
+    def can_show(self, length: int) -> bool:
+        """Whether a text of so many tokens can be `shown`: no penalty leaves out its last token, or what follows."""
+        return all(int(ignored) < length for ignored in map(_ignored, self.processors) if ignored is not None)
 
     def shown(self, text: Tensor) -> Tensor:
-        """A text `[1, length]` of these processors, with its last token in the place of padding that a penalty leaves
-        out: `[[0, 0, 5, 6]]` with two tokens of padding is `[[6, 6, 5, 6]]`."""
+        """A text `[1, length]` of these processors, with its last token in the place of the tokens that a penalty
+        leaves out: `[[0, 0, 5, 6]]` with two tokens of padding is `[[6, 6, 5, 6]]`."""
         places = torch.arange(text.shape[1], device=text.device)
-        for processor in self.processors:
-            if (ignored := _ignored(_of_all_rows(processor))) is not None:
-                row = processor.row if isinstance(processor, OfRow) else 0
-                text = torch.where(places < ignored[row].to(text.device), text[:, -1:], text)
+        for ignored in map(_ignored, self.processors):
+            if ignored is not None:
+                text = torch.where(places < int(ignored), text[:, -1:], text)
         return text
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:

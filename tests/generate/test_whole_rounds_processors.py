@@ -137,13 +137,26 @@ def test_padding_of_another_row_is_noticed(tmp_path: Path, monkeypatch: pytest.M
         assert torch.equal(ours, expected) == (mutant is shown or not LEAVES_OUT_PADDING)
 
 
-@pytest.mark.parametrize("ignored", [3, 12, 20])
-def test_a_penalty_that_leaves_out_a_number_of_tokens(ignored: int, tmp_path: Path) -> None:
-    """More than the prompt has, too."""
+@pytest.mark.parametrize("ignored", [3, 12, 13, 20])
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+def test_a_penalty_that_leaves_out_tokens(as_tensor: bool, ignored: int, tmp_path: Path) -> None:
+    """More than the prompt has, too: then what the graphs note of a text would not do."""
     target, assistant = made("independent", tmp_path, **CHAIN)
-    penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored)
-    how: dict[str, Any] = {"logits_processor": LogitsProcessorList([penalty])}
-    assert torch.equal(generate(target, assistant, **how), generate(target, None, **how))
+    for penalty in (1.5, 3.0):
+        count = torch.tensor([ignored]) if as_tensor else ignored
+        processor = RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=count)
+        how: dict[str, Any] = {"logits_processor": LogitsProcessorList([processor])}
+        assert torch.equal(generate(target, assistant, **how), generate(target, None, **how))
+        assert assistant.stats.decided["rounds"] == ("captured" if ignored < 13 else BETWEEN)
+
+
+def test_rows_whose_penalty_leaves_out_other_numbers_of_tokens(tmp_path: Path) -> None:
+    target, assistant = made("independent", tmp_path, **CHAIN)
+    ids, mask = batch(2)
+    for counts in ([ids.shape[1], 2], [2, ids.shape[1] + 3]):
+        penalty = RepetitionPenaltyLogitsProcessor(3.0, prompt_ignore_length=torch.tensor(counts))
+        how: dict[str, Any] = {"logits_processor": LogitsProcessorList([penalty])}
+        assert torch.equal(*(together(target, each, ids, mask, **how) for each in (assistant, None)))
 
 
 def test_padding_before_one_text_is_no_part_of_it(tmp_path: Path) -> None:

@@ -109,15 +109,16 @@ def whole_rounds(texts: Sequence[Text], passes: CapturedTarget) -> WholeRounds:
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
     steps: Any = generator.round_steps  # or there would be no whole rounds
     greedy, processing = generator.randomness is None, generator.processing.together()
+    fits = processing.fits_graphs and all(text.processing.can_show(text.length) for text in texts)
     rules = RoundRules(
         greedy, generator.draft_processing.together().for_graphs(),
-        processing if processing.fits_graphs else Processing([]),
+        processing if fits else Processing([]),
         generator.setup.estimator if speculation.rule != "fixed" or speculation.tree is not None else None,
         speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
         decisions.verification if generator.processing.answers_all else "token",
     )  # fmt: skip
     shapes = shapes_of(speculation, steps, len(texts))
-    key = steps.key, tuple(shapes), greedy, steps.vocab_size, len(texts), processing.fits_graphs
+    key = steps.key, tuple(shapes), greedy, steps.vocab_size, len(texts), fits
     known = passes.rounds
     if key not in known:
         if len(known) >= MOST_KEPT:
