@@ -21,6 +21,9 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 from huggingface_hub.constants import HF_HUB_CACHE
 from torch import Generator, Tensor, nn, strided
 from torch.nn.modules import module as every_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -197,12 +200,21 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
     attention = ALL_ATTENTION_FUNCTIONS.get(implementation)
     if attention is not None and "/" not in implementation and is_foreign(attention):  # else a kernel of the Hub
         yield ForeignCode(attention, f"attention, {_name(attention)}")
+    for mode in active_modes():
+        if is_foreign(mode):
+            yield ForeignCode(mode, f"in a mode of PyTorch, {_name(mode)}")
     if cache is not None:
         layers = {type(each) for each in cache.layers} | {cache.layer_class_to_replicate or DynamicLayer}
         updates = [each.update for each in layers if issubclass(each, CacheLayerMixin)]
         for code in (vars(cache).get("update", type(cache).update), *updates):
             if code not in _usual and is_foreign(code):
                 yield ForeignCode(code, f"a cache, {_name(code)}")
+
+
+def active_modes() -> list[Any]:
+    """The modes that PyTorch's functions and operations go through in this thread, but for that of a default device."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return [mode for mode in modes if type(mode).__module__ != DeviceContext.__module__]
 
 
 def _ownpackage_of(kind: type[Any], method: str, model: CausalLM) -> str | None:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import types
 from collections.abc import Callable
 from threading import Lock
@@ -15,7 +16,11 @@ from support.pretend_graph import pretend_graphs
 from support.watchers import Collector
 from support.zoo import tiny_of
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules import module as every_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -445,6 +450,70 @@ def test_graphs_are_not_made_of_it() -> None:
             assert torch.equal(target.generate(PROMPT, **GREEDY, assistant_model=assistant), plain)
             assert "runs a hook of LlamaDecoderLayer" in str(assistant.stats.uncaptured)
     assert assistant.stats.drafted > 0
+
+
+class Functions(TorchFunctionMode):
+    """Scales what linear layers make; of some passes alone, where it is asked to."""
+
+    def __init__(self, only_alone: bool = False) -> None:
+        super().__init__()
+        self.only_alone = only_alone
+
+    def change(self, func: Any, found: Any) -> Any:
+        is_one = not self.only_alone or isinstance(found, Tensor) and found.shape[-2:-1] == (1,)
+        return found * STRENGTH[0] if is_one and func in (functional.linear, torch.ops.aten.mm.default) else found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.change(func, func(*args, **(kwargs or {})))
+
+
+class Operations(TorchDispatchMode):
+    """The same of matrix products."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * STRENGTH[0] if func is torch.ops.aten.mm.default else found
+
+
+STRENGTH = [1.0]
+
+
+@pytest.mark.takes(2)
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [(Functions, "runs in a mode of PyTorch, Functions"), (Operations, "runs in a mode of PyTorch, Operations"),
+     (lambda: FlopCounterMode(display=False), "made in a mode of PyTorch, .*FlopCounterMode"),
+     (lambda: torch.device("cpu"), None)],
+    ids=["functions", "operations", "counter", "device"],
+)  # fmt: skip
+def test_graphs_are_not_made_in_modes(
+    mode: Callable[[], Any], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay would not go through a user's; a default device is one of PyTorch's."""
+    target, how = quiet_later_layers(tiny("llama")), {"do_sample": False, "max_new_tokens": 16}
+    assistant = assistant_for(target)
+    with pretend_graphs():
+        target.generate(PROMPT, **how, assistant_model=assistant)
+        assert assistant.stats.uncaptured is None
+        for strength in (1.1, 1.4):
+            monkeypatch.setattr(f"{__name__}.STRENGTH", [strength])
+            with mode():
+                plain = target.generate(PROMPT, **how)
+                assert torch.equal(target.generate(PROMPT, **how, assistant_model=assistant), plain)
+            assert assistant.stats.uncaptured is None if says is None else re.search(says, assistant.stats.uncaptured)
+    assert assistant.stats.drafted > 0
+
+
+def test_a_mode_that_looks_at_the_tokens_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = quiet_later_layers(tiny("llama"))
+    assistant = assistant_for(target)
+    monkeypatch.setattr(f"{__name__}.STRENGTH", [1.7])
+    with Functions(only_alone=True):
+        plain = target.generate(PROMPT, **GREEDY)
+        assert torch.equal(target.generate(PROMPT, **GREEDY, assistant_model=assistant), plain)
+    assert "runs in a mode of PyTorch, Functions" in str(assistant.stats.refusal)
+    target.generate(PROMPT, **GREEDY, assistant_model=assistant)
+    assert assistant.stats.refusal is None
 
 
 def test_where_passes_are_not_compared() -> None:

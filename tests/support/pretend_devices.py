@@ -22,6 +22,7 @@ import torch.mps
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdecpp.sampling.randomness import widest
@@ -138,6 +139,8 @@ class DeviceTensor(Tensor):
 class _Dispatch(TorchDispatchMode):
     """Operations that make a tensor on a device out of none."""
 
+    __module__ = DeviceContext.__module__  # no code of a user's
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_device(_wanted(args, kwargs)) or _placed(args, kwargs):
@@ -147,6 +150,8 @@ class _Dispatch(TorchDispatchMode):
 
 class _Functions(TorchFunctionMode):
     """`torch.tensor` and `copy_` into a tensor of the host do not pass through the dispatcher."""
+
+    __module__ = DeviceContext.__module__
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -20,6 +20,7 @@ from hf_specdecpp.generation.captured.whole import WholeRounds, shapes_of, whole
 from hf_specdecpp.generation.prefix import Prefix, TargetText, has_usual_inputs
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import devices_of, num_processes
+from hf_specdecpp.models.foreign import active_modes
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.sampling.processors import Tokens, extend
 from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE
@@ -312,6 +313,8 @@ def _why_not(side: Any) -> str | None:
         return reason
     if side.foreign is not None:
         return f"the target runs {side.foreign.name}, which a graph would not call"
+    if modes := active_modes():
+        return f"the call is made in a mode of PyTorch, {type(modes[0]).__name__}, which a graph would not call"
     if config.output_hidden_states or config.output_attentions:
         return "the states or attentions of all layers are asked for"
     model_kwargs = side.forward_arguments
