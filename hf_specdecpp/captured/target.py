@@ -167,7 +167,8 @@ class CapturedTarget:
 
     def close(self) -> None:
         """Free all graphs and rooms but that of the text at hand. Later texts are captured anew."""
-        self.graphs.family.clear()
+        if any(self.graphs.family.members):  # else nothing is running
+            self.graphs.family.clear()
         self.rounds.clear()
         self.rooms.clear()
 

@@ -21,6 +21,8 @@ from hf_specdecpp.captured.graphs import CannotCaptureError, Family, Graphs, NoR
 from hf_specdecpp.generation.captured import whole
 from hf_specdecpp.generation.captured.rounds import CapturedRounds
 
+# Of what is freed after a test, too.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 FIRST, SECOND = (torch.device("cuda", number) for number in range(2))
 IDS = prompt(9)
 

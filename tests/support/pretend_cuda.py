@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_specdecpp.captured import target
 from support import pretend_devices
 from support.pretend_graph import PretendGraph
 
@@ -139,7 +140,11 @@ def pretend_cuda(counts: Counter[str]) -> Iterator[None]:
         patch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
         patch.setattr(CUDAGraph, "counts", counts)
         patch.setattr("hf_specdecpp.captured.graphs.can_capture", lambda device: device.type == "cuda")
-        yield
+        try:
+            yield
+        finally:
+            for _, passes in list(target._known.values()):  # targets that go later have nothing to wait for then
+                passes.close()
 
 
 @contextmanager
