@@ -10,8 +10,6 @@ from statistics import fmean, median
 
 import torch
 
-PAYS, LOSES = 1.03, 0.97  # times the speed of plain `generate()`: between them speeds count as equal
-
 
 def computing_clock(*devices: torch.device) -> Callable[[], float]:
     """Reads the seconds of computations on these devices (the CPU); with one thread, those of this process alone."""

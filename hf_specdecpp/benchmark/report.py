@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN, SAME_PASSES
-from hf_specdecpp.benchmark.summary import FIRST, best_of_families, busy_elsewhere, overall, too_close, verdict
+from hf_specdecpp.benchmark.summary import FIRST, best_of_families, busy_elsewhere, overall, too_close, verdict_of
 from hf_specdecpp.figures import COLOURS, new_figure, save
 
 WIDTH = 100
@@ -63,7 +63,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
         if rows := overall(summary, temperature):
             title = f"{mode(temperature)}, best setting of each kind of contestant, prompts: {rows[0]['prompts']}"
             console.print(_table(best_of_families(rows), title))
-            console.print(verdict(rows), "")
+            console.print(verdict_of(rows), "")
         for name in dict.fromkeys(row["set"] for row in summary if row["batch"]):
             rows = [row for row in summary if (row["set"], row["temperature"]) == (name, temperature)]
             console.print(_table(rows, f"{mode(temperature)}, {name}: {rows[0]['prompts']}"), "")
@@ -149,7 +149,7 @@ def markdown(results: dict[str, Any]) -> str:
     for temperature in settings["temperatures"]:
         here = [row for row in summary if row["temperature"] == temperature]
         if rows := [row for row in here if not row["batch"]]:
-            said = verdict(overall(summary, temperature))
+            said = verdict_of(overall(summary, temperature))
             parts += [f"## {mode(temperature)}, measured", said, *picture("speed-up", temperature), _live_table(rows)]
         if rows := [row for row in here if row["batch"]]:
             parts += [f"## {mode(temperature)}, batches", _BATCHES, _live_table(rows)]

@@ -15,14 +15,13 @@ from typing import Any
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import BASELINES, SAME_PASSES, Contestant
-from hf_specdecpp.clocks import LOSES, PAYS
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.estimation.ledger import PAYS, Speed, effect, verdict
 from hf_specdecpp.figures import median_of_ratios
 
 ALL = "all"  # the sets together, batches left out
 FIRST = 5  # texts of a session
 BUSY = 0.1  # processors that other processes may use without a word
-IDLE = 1.02  # tokens a pass of a contestant that has all but stopped speculating
 MORE = "take more prompts (--data FILE)"
 Row = dict[str, Any]
 Moment = tuple[Any, ...]
@@ -148,61 +147,27 @@ def speed_table(summary: Iterable[Row], facts: Row) -> Row:
 # The verdict ----------------------------------------------------------------------------------------------------------
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """What speculation gains, and what faster passes do, by the rows of one set and temperature, fastest first.
-
-    It pays where it is faster than plain generation, both as that is and with the same passes, by more than chance.
-    """
+def verdict_of(rows: Sequence[Row]) -> str:
+    """What speculation gains, and what faster passes do, by the rows of one set and temperature, fastest first."""
     others = [row for row in rows if row["contestant"] not in {each.name for each in BASELINES}]
     if not others:
         return "Only plain generate() took part, so there is nothing to compare."
     best = others[0]
-    ratios = [best["plain"], best["same_passes"]] if best["ours"] else [best["plain"]]
-    gain, low, high = min(ratios)
-    runs = f"{best['contestant']}, runs at {_speeds(best)}"
-    if (same := [row for row in rows if row["contestant"] == SAME_PASSES.name]) and best["ours"]:
-        runs += _of_products(same[0], best)
+    plain, same = Speed(*best["plain"]), Speed(*best["same_passes" if best["ours"] else "plain"])
+    passes = next((Speed(*row["plain"]) for row in rows if row["contestant"] == SAME_PASSES.name), Speed(1.0, 1.0, 1.0))
+    said = [verdict(plain, same, passes if best["ours"] else None, f"the fastest, {best['contestant']}, runs at ")]
+    if effect(plain, same) == "unclear":
+        said.append(f"To tell, {MORE}.")
     if rivals := too_close(others)[1:]:
-        runs += f" Too close to tell from it: {_some([row['contestant'] for row in rivals])}."
+        said.append(f"Too close to tell from it: {_some([row['contestant'] for row in rivals])}.")
     if any(row["disturbed"] for row in rows):
-        runs += " Other load disturbed some of the runs, so repeat this on a quiet machine."
-    if best["tokens_per_pass"] < IDLE and gain > LOSES:
-        return f"Speculation does not pay here, and all but stops: the fastest, {runs}"
-    if LOSES < gain < PAYS:
-        return f"Speculation neither pays nor costs here: the fastest, {runs}"
-    if low <= 1.0 <= high:
-        return f"Whether speculation pays here is too close to tell, so {MORE}: the fastest, {runs}"
-    if gain >= PAYS:
-        return f"Speculation pays here: the fastest, {runs}"
-    return f"Speculation does not pay here: even the fastest, {runs}"
+        said.append("Other load disturbed some of the runs, so repeat this on a quiet machine.")
+    return " ".join(said)
 
 
 def too_close(rows: Sequence[Row]) -> list[Row]:
     """The fastest, which comes first, and those whose intervals overlap with its own."""
     return [row for row in rows if row["plain"][2] >= rows[0]["plain"][1]]
-
-
-def _speeds(row: Row) -> str:
-    """Both ratios of ours; only the first of others, whose passes are those of plain generation."""
-
-    def times(ratio: Sequence[float]) -> str:
-        middle, low, high = ratio
-        return f"{middle:.2f} ({low:.2f} to {high:.2f})" if row["prompts"] > 1 else f"{middle:.2f} (a single prompt)"
-
-    plain = f"{times(row['plain'])} times the speed of plain generate()"
-    if not row["ours"]:
-        return f"{plain}."
-    return f"{plain} and at {times(row['same_passes'])} times that of plain generate() with the same passes."
-
-
-def _of_products(same: Row, best: Row) -> str:
-    """What plain generation gains from the CPU products alone, by its row, where that is something."""
-    passes, low, high = same["plain"]
-    if LOSES < passes < PAYS:
-        return ""
-    most = ", so most of the speed comes from the passes" if low > 1.0 and passes * passes > best["plain"][0] else ""
-    slower = ": turn them off (cpu_products)" if high < 1.0 else ""
-    return f" The same passes alone take plain generate() to {passes:.2f}{most}{slower}."
 
 
 def next_step(rows: Sequence[Row], contestants: Sequence[Contestant], assistant: SpecDecPPAssistant) -> str:

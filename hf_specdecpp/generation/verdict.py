@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_specdecpp.clocks import LOSES, PAYS
+from hf_specdecpp.estimation.ledger import LOSES, PAYS, Speed, effect, verdict
 from hf_specdecpp.generation.counters import Counters, ratio
 
 MUCH = 0.05  # of a call's seconds: what is prepared in so many is told apart
@@ -43,43 +43,31 @@ def outcome(stats: Counters) -> str:
         said = f"{stats.tokens_per_pass:.2f} tokens per target pass."
         return f"{said} The speed relative to plain generate() was not measured."
     prepares = stats.preparing_seconds > MUCH * stats.call_seconds
-    later = stats.call_seconds / (stats.call_seconds - stats.preparing_seconds) if prepares else 1.0
+    faster = stats.call_seconds / (stats.call_seconds - stats.preparing_seconds) if prepares else 1.0
+    passes = stats.speedup / stats.same_pass_speedup
     # A round takes at least a pass, so what was counted bounds what was timed, which varies on a busy machine.
-    gain = min(later * stats.same_pass_speedup, ratio(stats.generated - stats.plain_passes, stats.rounds))
-    said = _judged(stats, gain, stats.speedup / stats.same_pass_speedup)
-    if not prepares:
-        return said
-    return (
-        f"{said} This call took {stats.preparing_seconds:.2f} s longer to compare passes and copy weights: it ran at "
+    gain = min(faster * stats.same_pass_speedup, ratio(stats.generated - stats.plain_passes, stats.rounds))
+    plain, same, of_passes = (Speed(each, each, each) for each in (gain * passes, gain, passes))
+    pays = effect(plain, same) == "gain"
+    why = f"{stats.tokens_per_pass:.2f} tokens per target pass." if pays else _reason(stats, gain)
+    later = (
+        f"This call took {stats.preparing_seconds:.2f} s longer to compare passes and copy weights: it ran at "
         f"{stats.speedup:.2f} times the speed of plain generate()."
     )
+    said = verdict(plain, same, None if LOSES < passes < PAYS else of_passes), why, later if prepares else ""
+    return " ".join(filter(None, said))
 
 
-def _judged(stats: Counters, gain: float, passes: float) -> str:
-    """What speculation gains, relative to plain `generate()` with the same passes, and what these passes do."""
-    speed, differ = gain * passes, not LOSES < passes < PAYS
-    products = f" {_of_products(gain, passes)}" if differ else ""
-    if differ and not gain >= PAYS > speed:
-        times, plain = gain, "plain generate() with the same passes"
-    else:  # also where slower products take back what speculation gains
-        times, plain = speed, "plain generate()"
-    if min(gain, speed, times) >= PAYS:
-        tokens = f"{stats.tokens_per_pass:.2f} tokens per target pass"
-        who = "It pays" if (stats.speedup or 0.0) >= PAYS else "Later calls pay"
-        return f"{who}: about {times:.2f} times the speed of {plain}, {tokens}.{products}"
-    # Where the call is faster all the same, "it" would be taken for the call.
-    lost = "Speculating does not pay here" if speed >= PAYS else "It does not pay"
-    how = f"about as fast as {plain}" if times > LOSES else f"about {times:.2f} times the speed of {plain}"
+def _reason(stats: Counters, gain: float) -> str:
+    """Why speculation does not pay that gains so much over plain generation with the same passes."""
     if 2 * stats.idle_rounds > stats.rounds:
         by_rule = not {"throughput", "draft"} & stats.remedies
-        why = "Speculating does not pay here, so rule='throughput' stopped" if by_rule else "Little was drafted"
-        return f"{why}: {stats.idle_rounds} of {stats.rounds} passes without candidates, {how}.{products}"
+        why = "rule='throughput' stopped" if by_rule else "Little was drafted"
+        return f"{why}: {stats.idle_rounds} of {stats.rounds} passes without candidates."
     if not stats.accepted:  # whatever the times say
-        none = "the only candidate was not" if stats.drafted == 1 else f"none of {stats.drafted} candidates was"
-        return f"{lost}: {none} accepted.{products} {_better_draft(stats)}"
-    if gain >= PAYS:
-        return f"{lost}: {how}.{products}"
-    return f"{lost}: {how}.{products} {_why_not(stats)}"
+        none = "The only candidate was not" if stats.drafted == 1 else f"None of {stats.drafted} candidates was"
+        return f"{none} accepted. {_better_draft(stats)}"
+    return "" if gain >= PAYS else _why_not(stats)
 
 
 def _why_not(stats: Counters) -> str:
@@ -119,12 +107,3 @@ def _better_draft(stats: Counters) -> str:
 def _told(stats: Counters, **ways: str) -> str:
     """Sentences on the remedies that the assistant does not use yet."""
     return "".join(f" {way}." for name, way in ways.items() if name in stats.remedies)
-
-
-def _of_products(gain: float, passes: float) -> str:
-    """What the CPU products alone give, and whether that is most of the speed of products and speculation together."""
-    most = ", most of which comes from the products" if passes >= PAYS and 1.0 < gain < passes else ""
-    return (
-        f"The CPU products alone run at {passes:.2f} times the speed of plain generate() as it is, with speculation "
-        f"it is {gain * passes:.2f} times{most}."
-    )

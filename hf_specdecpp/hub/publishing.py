@@ -15,12 +15,12 @@ from typing import Any
 import transformers
 from huggingface_hub import CommitInfo, EvalResult, HfApi, ModelCard, ModelCardData
 
-from hf_specdecpp.clocks import PAYS
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Parts
 from hf_specdecpp.drafts.known import describe, kind_of
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.ledger import Speed, effect
 from hf_specdecpp.files import Repository, read_json, save_tensors, save_text
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD
 from hf_specdecpp.models.adapters import ADAPTER_FILES
@@ -198,12 +198,12 @@ def opening(speed: dict[str, Any] | None) -> str:
             "How fast that is has not been measured: `specdecpp bench` does."
         )
     best = max(ours, key=lambda row: row["speedup"])
-    pairs = ((best["speedup"], best["interval"]), (best["same_passes"], best["same_passes_interval"]))
-    plain, same = (f"{value:.2f} ({low:.2f} to {high:.2f})" for value, (low, high) in pairs)
-    pays = all(value >= PAYS and low > 1.0 for value, (low, _) in pairs)
+    plain = Speed(best["speedup"], *best["interval"])
+    same = Speed(best["same_passes"], *best["same_passes_interval"])
+    made = "Makes" if effect(plain, same) == "gain" else "Did not make"
     how = f"{best['contestant']}; {best['set']}, temperature {best['temperature']:g}"
     return (
-        f"{'Makes' if pays else 'Did not make'} `generate()` of the target faster without changing one token of what "
+        f"{made} `generate()` of the target faster without changing one token of what "
         f"it says\n{by}.\n[Measured](#speed): {plain} times the speed of plain `generate()` and {same} times that "
         f"with the same passes, at best ({how})."
     )

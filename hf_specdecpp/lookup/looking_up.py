@@ -9,18 +9,16 @@ from typing import Protocol
 import numpy as np
 
 from hf_specdecpp.config.costs import Costs, Floats
+from hf_specdecpp.estimation.ledger import LEAST_GAIN, RECENT, Ledger
 from hf_specdecpp.lookup.text import Continuation, LookupRates, TextLookup, TextRates
 from hf_specdecpp.trees.tree import DraftTree
 
-LEAST_GAIN = 1.02  # over a pass without candidates that those that were looked up must promise
-REMEMBERED = 0.98  # of a round's tokens and seconds, a round later
-TRUSTED = 8.0  # rounds that what is promised before there were any counts for
 LEAST_SURVIVAL = 0.3  # of candidates that are looked up where nothing is known of costs
 USUAL_ACCEPTANCE = 0.7  # of drafts, before there were any
 
 
-class Choice:
-    """What drafting has brought, by costs, and when looking up is better.
+class Choice(Ledger):
+    """What drafting has brought, and when looking up is better.
 
     A passage that repeats what was seen has to be written whatever was fast before it, and so has one that does not. So
     each round takes what promises most tokens a second there and then. What was looked up is judged by its estimates,
@@ -33,18 +31,10 @@ class Choice:
     Args:
         seconds: of a round without candidates.
         drafting: tokens a second that drafting promises; `None` where nothing drafts.
-
-    Attributes:
-        drafted: tokens and seconds of the rounds that drafted, later ones counting more.
     """
 
     def __init__(self, seconds: float, drafting: float | None) -> None:
-        self.drafted = [TRUSTED * max((drafting or 0.0) * seconds, 1.0), TRUSTED * seconds]
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second where nothing is looked up."""
-        return self.drafted[0] / self.drafted[1]
+        super().__init__(RECENT, max(drafting or 0.0, 1.0 / seconds), seconds)
 
     def length(
         self, estimates: Sequence[Sequence[float]], seconds: Floats, catching_up: float = 0.0, drafts: bool = True
@@ -72,10 +62,6 @@ class Choice:
         `[n + 1]`, of passes with 0, 1, ... of them."""
         tokens = survival * np.cumsum(np.concatenate(([0.0], np.cumprod(estimates))))
         return int((tokens - self.rate * seconds).argmax())
-
-    def observe(self, tokens: float, seconds: float) -> None:
-        """Take note of a round that drafted."""
-        self.drafted = [REMEMBERED * self.drafted[0] + tokens, REMEMBERED * self.drafted[1] + seconds]
 
 
 def by_estimate(estimates: Sequence[float], drafting: float) -> int:
@@ -232,7 +218,7 @@ class LookingUp:
                 drafting = float(self._rounds[min(drawn, self.most)] - self.verify[min(drawn, self.most)])
             elif self._costs is not None and tree.passes:
                 drafting = self._costs.tree_seconds(tree.passes, len(tree.scores), 0.0) - self._costs.overhead
-            self.choice.observe(kept, float(self.verify[min(width, self.most)]) + drafting)
+            self.choice.note(kept, float(self.verify[min(width, self.most)]) + drafting)
 
     @property
     def catching_up(self) -> float:

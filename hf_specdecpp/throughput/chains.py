@@ -98,7 +98,7 @@ class ChainPlan(Plan):
 
     def observe(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
         if num_drafted == 0:
-            self.credit.rest()
+            self.pause()
             return
         passes = -(-num_drafted // self.costs.block)
         self._settle(num_accepted + 1, num_drafted, passes, num_drafted, unread)

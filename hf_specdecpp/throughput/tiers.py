@@ -11,6 +11,7 @@ import numpy as np
 
 from hf_specdecpp.drafting.captured_draft import RoundShape
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.estimation.ledger import RECENT, Ledger
 from hf_specdecpp.trees.tree import DraftTree
 
 CHAINS = (0, 1, 3, 5, 7, 11, 15)
@@ -18,7 +19,6 @@ TREES = (RoundShape(5, 3), RoundShape(6, 5))  # passes of 16 and of 31 tokens
 TIMED = (0, 3, 7)  # whose rounds are timed before the first choice; a chain's seconds grow evenly between them
 FIRST = 5  # candidates of a rule's first rounds
 FOLLOWS = 0.2  # weight of a round in how long the next is expected to become
-FADES = 0.98  # what is left of a tree's rounds after each further one
 KEPT = 31  # rounds whose seconds are remembered
 PROBES = 16, 1024  # rounds without a probe until one is made, at first and at most: each costs half a round more
 PROBED = 12, 4  # rounds of a shape of trees in a row, at first and later; the very first is captured
@@ -119,14 +119,14 @@ class MostTokens:
 
     Attributes:
         rates: what is known of the estimates of a text's chains; set before each.
-        gains: by shape of a tree, tokens of its rounds and of their first branches; older rounds count less.
+        gains: by shape of a tree, tokens of its rounds, and of their first branches in the place of seconds.
     """
 
     rates: AcceptanceRates
 
     def __init__(self, shapes: list[RoundShape], seconds: RoundSeconds) -> None:
         self.shapes, self.seconds = shapes, seconds
-        self.gains: dict[RoundShape, tuple[float, float]] = {}
+        self.gains: dict[RoundShape, Ledger] = {}
         self._trees = [shape for shape in shapes if shape.width > 1]
         self._probing: list[RoundShape] = []
         self._since, self._until_probe, self._next_tree = 0, PROBES[0], 0
@@ -145,8 +145,8 @@ class MostTokens:
     def _promised(self) -> np.ndarray:
         """Tokens a second of each shape."""
         known = self.rates.expected_tokens(max(shape.levels for shape in self.shapes))
-        gains = np.array([self.gains.get(shape, (1.0, 1.0)) for shape in self.shapes])
-        tokens = known[[shape.levels for shape in self.shapes]] * gains[:, 0] / gains[:, 1]
+        gains = np.array([self.gains[shape].rate if shape in self.gains else 1.0 for shape in self.shapes])
+        tokens = known[[shape.levels for shape in self.shapes]] * gains
         promised: np.ndarray = tokens / self.seconds.of(self.shapes)
         return promised
 
@@ -168,9 +168,8 @@ class MostTokens:
         for each, first in zip(reports, firsts, strict=True):
             self.rates.observe(each.estimates, min(len(each.tree), shape.levels), first)
         if shape.width > 1:
-            of_all, of_first = self.gains.get(shape, (0.0, 0.0))
-            tokens = sum(len(each.path) + 1 for each in reports)
-            self.gains[shape] = FADES * of_all + tokens, FADES * of_first + sum(firsts) + len(reports)
+            of_all = self.gains.setdefault(shape, Ledger(RECENT, trusted=0.0))
+            of_all.note(sum(len(each.path) + 1 for each in reports), sum(firsts) + len(reports))
 
 
 def first_branch(tree: DraftTree, path: Sequence[int]) -> int:

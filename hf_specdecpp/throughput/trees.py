@@ -121,7 +121,7 @@ class TreePlan(Plan, SlotValuation):
 
     def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
         if tree.levels == 0:
-            self.credit.rest()
+            self.pause()
             return
         self._settle(len(path) + 1, len(tree), tree.passes, len(tree.scores), self.unread)
         self._learn_shape(tree)

@@ -9,7 +9,7 @@ from support.repos import head_for
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants
-from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, verdict
+from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, verdict_of
 from hf_specdecpp.drafts.kind import Parts
 
 
@@ -24,26 +24,25 @@ def summary_row(contestant: str, speedup: float, same: float, **fields: Any) -> 
 
 @pytest.mark.parametrize(("row", "passes", "says"), [
     (summary_row("x", 1.4, 1.4), 1.0, "Speculation pays here: the fastest, x, runs at 1.40 (1.35 to 1.45) times"),
-    (summary_row("x", 2.1, 1.3), 1.6, "1.30 (1.25 to 1.35) times that of plain generate() with the same passes."),
-    (summary_row("x", 2.1, 1.3), 1.6, "take plain generate() to 1.60, so most of the speed comes from the passes."),
-    (summary_row("x", 0.7, 1.2), 0.6, "does not pay here: even the fastest, x, runs at 0.70"),
+    (summary_row("x", 2.1, 1.3), 1.6, "and at 1.30 (1.25 to 1.35) times that with the same passes."),
+    (summary_row("x", 2.1, 1.3), 1.6, "take plain generate() to 1.60, so most of the speed comes from them."),
+    (summary_row("x", 0.7, 1.2), 0.6, "does not pay here: the fastest, x, runs at 0.70"),
     (summary_row("x", 0.7, 1.2), 0.6, "take plain generate() to 0.60: turn them off (cpu_products)."),
     (summary_row("x", 2.1, 1.9), 1.1, "take plain generate() to 1.10."),
-    (summary_row("x", 1.4, 1.4, same_passes=[1.4, 0.9, 1.5]), 1.0, "too close to tell, so take more prompts"),
-    (summary_row("x", 0.9, 0.9, plain=[0.9, 0.6, 1.1]), 1.0, "pays here is too close to tell"),
+    (summary_row("x", 1.4, 1.4, same_passes=[1.4, 0.9, 1.5]), 1.0, "too close to tell: the fastest, x, runs"),
+    (summary_row("x", 0.9, 0.9, plain=[0.9, 0.6, 1.1]), 1.0, "To tell, take more prompts"),
     (summary_row("x", 1.0, 1.0, same_passes=[1.0, 0.9, 1.5]), 1.0, "neither pays nor costs here"),
     (summary_row("x", 1.5, 1.0), 1.5, "neither pays nor costs here"),
-    (summary_row("x", 1.5, 0.8), 1.9, "does not pay here: even the fastest, x"),
-    (summary_row("x", 1.2, 1.0, tokens_per_pass=1.0), 1.2, "does not pay here, and all but stops: the fastest, x"),
+    (summary_row("x", 1.5, 0.8), 1.9, "does not pay here: the fastest, x"),
     (summary_row("theirs", 1.4, 0.9, ours=False), 1.6, "Speculation pays here: the fastest, theirs, runs at 1.40"),
 ])  # fmt: skip
 def test_verdict(row: dict[str, Any], passes: float, says: str) -> None:
     """What speculation gains is the ratio to plain generation with the same passes; faster passes are named as such."""
-    found = verdict([row, summary_row("plain, same passes", passes, 1.0)])
+    found = verdict_of([row, summary_row("plain, same passes", passes, 1.0)])
     assert says in found
     assert ("same passes" in found) == row["ours"]
     assert "quiet machine" not in found
-    assert "quiet machine" in verdict([{**row, "disturbed": 1}])
+    assert "quiet machine" in verdict_of([{**row, "disturbed": 1}])
 
 
 def test_the_next_step_is_the_fastest_of_ours() -> None:
@@ -82,10 +81,10 @@ def test_what_overlaps_is_too_close_to_tell() -> None:
         "assistant.speculation = SpeculationConfig(rule='throughput')  # throughput (q), too close to tell from fixed "
         "5: take more prompts (--data FILE)"
     )
-    assert "Too close to tell from it: throughput (q)." in verdict([fixed, throughput, plain])
+    assert "Too close to tell from it: throughput (q)." in verdict_of([fixed, throughput, plain])
     others = [summary_row(f"fixed {length}", 1.6, 1.6) for length in (2, 3, 4, 5)]
-    assert "Too close to tell from it: fixed 3, fixed 4 and 1 more." in verdict([*others, plain])
-    assert "Too close" not in verdict([summary_row("fixed 5", 1.65, 1.65), summary_row("throughput (q)", 1.5, 1.5)])
+    assert "Too close to tell from it: fixed 3, fixed 4 and 1 more." in verdict_of([*others, plain])
+    assert "Too close" not in verdict_of([summary_row("fixed 5", 1.65, 1.65), summary_row("throughput (q)", 1.5, 1.5)])
 
 
 def timed(seconds: dict[str, list[float]], **fields: Any) -> list[dict[str, Any]]:

@@ -72,34 +72,36 @@ def test_rates() -> None:
     assert stats.speedup == pytest.approx(30 * 0.1 / 1.4)
 
 
+PAYS = "Speculation pays here"
 BAD, SLOW, WIDE = {"accepted": 4, "generated": 15}, {"draft_seconds": 4.0}, {"target_seconds": 4.0}
 MANY = {"same_pass_seconds": 0.2, "target_seconds": 3.0}
 OF_A_TREE: dict[str, object] = {**BAD, "tree_depths": [0, 0, 10]}
 
 
 @pytest.mark.parametrize(("values", "remedies", "says", "never"), [
-    ({}, set(), "It pays: about 2.14 times", "products"),
-    ({"overhead_seconds": 3.0}, set(), "too fast for the overhead", "It pays"),
-    ({"target_seconds": 2.8}, set(), "about as fast as plain", "It pays"),
+    ({}, set(), f"{PAYS}: 2.14 times the speed of plain generate(). 2.82 tokens per target pass.", "same passes"),
+    ({"overhead_seconds": 3.0}, set(), "too fast for the overhead", PAYS),
+    ({"target_seconds": 2.8}, set(), "neither pays nor costs here: 1.00 times the speed of plain", PAYS),
     ({"plain_pass_seconds": None}, set(), "was not measured", "times"),
-    ({"accepted": 0, "generated": 11}, set(), "It does not pay: none of 40 candidates was accepted.", "times"),
-    ({"accepted": 0, "drafted": 1, "generated": 11}, set(), "the only candidate was not accepted.", "times"),
+    ({"accepted": 0, "generated": 11}, set(), "does not pay here: 0.71 times the speed", "passes over one token"),
+    ({"accepted": 0, "generated": 11}, set(), "None of 40 candidates was accepted. The draft is not good", PAYS),
+    ({"accepted": 0, "drafted": 1, "generated": 11}, set(), "The only candidate was not accepted.", PAYS),
     # What the products gained.
-    ({"same_pass_seconds": 0.05}, set(), "with speculation it is 2.14 times, most of which comes from the", "not"),
-    ({"same_pass_seconds": 0.08}, set(), "The CPU products alone run at 1.25 times", "most of which"),
-    ({"same_pass_seconds": 0.04}, set(), "Speculating does not pay here: about 0.86 times the speed of", "It pays"),
-    (MANY, set(), "with speculation it is 0.94 times.", "It pays"),
+    ({"same_pass_seconds": 0.05}, set(), "to 2.00, so most of the speed comes from them", "not"),
+    ({"same_pass_seconds": 0.08}, set(), "and 1.71 times that with the same passes. These passes alone", "most of"),
+    ({"same_pass_seconds": 0.04}, set(), "does not pay here: 2.14 times the speed of plain generate() and 0.86", PAYS),
+    (MANY, set(), "take plain generate() to 0.50: turn them off (cpu_products).", PAYS),
     # What a first call took to prepare.
-    ({"preparing_seconds": 0.05}, set(), "It pays: about 1.94 times the speed of plain generate(), ", "longer"),
-    ({"preparing_seconds": 0.4}, set(), "and copy weights: it ran at 1.60 times", "Later"),
-    ({"preparing_seconds": 3.0}, set(), "Later calls pay: about 2.00 times", "It pays"),
+    ({"preparing_seconds": 0.05}, set(), f"{PAYS}: 1.94 times the speed of plain generate(). ", "longer"),
+    ({"preparing_seconds": 0.4}, set(), "and copy weights: it ran at 1.60 times", "does not"),
+    ({"preparing_seconds": 3.0}, set(), f"{PAYS}: 2.00 times", "does not"),
     # What the assistant does already is no advice.
     (BAD, {"training", "head", "throughput"}, "Train it and a head: specdecpp train. Spec", "Another"),
     (BAD, {"head"}, "Train a head: specdecpp train.", "it and"),
     (BAD, {"draft", "throughput"}, "The text is not good enough for this target. SpeculationConfig", "rain"),
     (BAD, set(), "The draft is not good enough for this target. Another one may be, or one that is tr", "rain it"),
     (OF_A_TREE, set(), "", "not good enough"),
-    ({**OF_A_TREE, "accepted_at": [4, 0, 0, 0]}, set(), "not good enough", "It pays"),
+    ({**OF_A_TREE, "accepted_at": [4, 0, 0, 0]}, set(), "not good enough", PAYS),
     (SLOW, set(), "The draft is too slow: one of its tokens costs 1.00 target passes.", "SpeculationConfig"),
     (WIDE, {"throughput", "training"}, "SpeculationConfig(rule='throughput')", "rain it"),
     (WIDE, set(), "Verifying several tokens at once is expensive on this device.", "SpeculationConfig"),
@@ -126,8 +128,8 @@ def test_a_rule_that_stopped_is_named_and_gains_no_more_than_was_counted() -> No
         count(stats, drafted, 0)
     assert stats.speedup == pytest.approx(1.55)
     assert stats.verdict == (
-        "Speculating does not pay here, so rule='throughput' stopped: 30 of 31 passes without candidates, about as "
-        "fast as plain generate()."
+        "Speculation neither pays nor costs here: 0.97 times the speed of plain generate(). rule='throughput' stopped: "
+        "30 of 31 passes without candidates."
     )
     stats.remedies = frozenset({"throughput"})
     assert "Little was drafted: 30 of 31 passes without candidates" in stats.verdict
@@ -140,9 +142,8 @@ def test_it_pays_is_said_of_nothing_that_is_slower_than_plain() -> None:
         one = made(same_pass_seconds=gain * 1.4 / 30, plain_pass_seconds=passes * gain * 1.4 / 30)
         stats = one if rows == 1 else SpeculationStats.of_batch([replace(one) for _ in range(rows)])
         assert stats.speedup == pytest.approx(gain * passes)
-        pays, loses = stats.verdict.startswith("It pays"), "does not pay" in stats.verdict
-        assert pays is (min(gain, gain * passes) >= 1.03) is not loses
-        assert not (stats.verdict.startswith("It does not pay") and gain * passes >= 1.03), "the call is faster"
+        assert stats.verdict.startswith(PAYS) is (min(gain, gain * passes) >= 1.03)
+        assert ("does not pay" in stats.verdict) is (min(gain, gain * passes) <= 0.97)
 
 
 @pytest.mark.parametrize("kind", ["untrained", "trained", "lookup"])
