@@ -68,7 +68,7 @@ class LoadingOptions(TypedDict, total=False):
         merge: of an early exit, as in `Options`.
         eagle3: how to read an EAGLE-3 draft of others where its config is silent or wrong: `norm_before_residual`,
             `norm_output`, `rope_theta`, `own_embeddings=False` for the target's, or `reads`, the target's layers whose
-            outputs it reads, counted from 0. `specdecpp inspect REPO --target ID` finds out.
+            outputs it reads, counted from 0 (docs/ready-made.md). `stats.agreement` says how well it is read.
         token, cache_dir, local_files_only, force_download: passed to every download.
     """
 
@@ -135,7 +135,7 @@ class SpecDecPPAssistant(AssistantModel):
             check_hash(target, config.vocab_hash, config.target_id)
         if eagle3 is not None:
             override(config, eagle3)
-        head, parts = load_parts(repository, config, draft)
+        head, parts = load_parts(repository, config, draft, target)
         parts = replace(parts, merge=merge)
         kind, how = kind_of(config), Loading(draft, target, dtype, device, hub_kwargs)
         drafter = None if kind.rests_on == "target" else kind.draft(config, parts, how)
@@ -160,6 +160,7 @@ class SpecDecPPAssistant(AssistantModel):
         if not isinstance(draft, str | Path):
             causal_lm.base_model(draft)  # raises where this is no model
         parts = _parts(options)
+        target = None if target is None else causal_lm.base_model(target)
         if (kind := ready_made(draft)) is not None:
             if parts.adapter is not None or parts.draft_vocab is not None:
                 raise ValueError(f"A {kind.name} draft is taken as it is: leave adapter and draft_vocab out.")
@@ -170,9 +171,8 @@ class SpecDecPPAssistant(AssistantModel):
             else:
                 name, commit = given.config.name_or_path or None, commit_of(given)
                 config = SpecDecPPConfig(draft_kind=kind.name, draft_id=name, draft_revision=commit)
-            parts = Parts(module=kind.load(config, repository, given))
+            parts = Parts(module=kind.load(config, repository, given, target))
             return cls.of_parts(config, None, parts, target, options)
-        target = None if target is None else causal_lm.base_model(target)
         drafter = kind_of(SpecDecPPConfig()).draft(SpecDecPPConfig(), parts, Loading(draft, target))
         model: CausalLM = drafter.model
         name, commit = model.config.name_or_path or None, commit_of(model)

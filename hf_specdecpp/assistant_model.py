@@ -12,12 +12,14 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers.utils import logging
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import check_values
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
+from hf_specdecpp.drafts import acceptance
 from hf_specdecpp.drafts.kind import Loading, Parts
 from hf_specdecpp.drafts.known import describe, draft_name, kind_of
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
@@ -31,7 +33,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.product_times import measured_copy
 from hf_specdecpp.models.cpu.products import quantise
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
-from hf_specdecpp.models.loading import check_hash, check_same_tokenizer, warn_of_sizes
+from hf_specdecpp.models.loading import check_hash, check_same_tokenizer, tokenizer_of, warn_of_sizes
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.provenance import warn_of_drift
 from hf_specdecpp.throughput.memory import Memory
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+logger = logging.get_logger("hf_specdecpp")
 CHECKED = {"speculation": SpeculationConfig, "decisions": Decisions, "head": AcceptanceHead | None, "memory": Memory}
 
 
@@ -240,11 +243,24 @@ class AssistantModel(PreTrainedModel):
         # Offloaded ones are replaced in each pass.
         self._made_of = [ref(each) for each in causal_lm.parameters_of(target) if each.device.type != "meta"]
         self.drafter = self.kind.draft(self.config, self.parts, Loading(target=target))
+        self._check_published(target)
         self._made_for = target.dtype, causal_lm.input_device(target)
         TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
         if self.head is not None:
             self.head.to(self.drafter.device)
             check_head(self.head, self.drafter, draft_name(self.config))
+
+    def _check_published(self, target: CausalLM) -> None:
+        """Say how often a draft that others published guesses what the target says, where the target has a
+        tokenizer."""
+        if self.config.draft_id is None or (form := self.kind.format) is None:
+            return
+        name, tokenizer = describe(self.config), tokenizer_of(target.config.name_or_path)
+        self.drafter.suspect = name if form.is_whole else None
+        if tokenizer is not None:
+            told = acceptance.check(self.drafter, target, tokenizer)
+            log = logger.warning if acceptance.is_wrong(self.drafter) else logger.info
+            log(f"{name}: {told}")
 
     # What a generation asks for --------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from typer.core import TyperGroup
 from hf_specdecpp.cli_options import BenchmarkConfig, ChatConfig, DemoConfig, TrainOptions, options_of, settings_from
 
 if TYPE_CHECKING:
-    from hf_specdecpp.drafts.kind import SelfCheck
     from hf_specdecpp.hub.inspection import Report
 
 
@@ -158,10 +157,10 @@ def inspect(
         report = inspection.inspect(repository)
         name, commit = _pin(target)
         with quiet_loading():
-            found = inspection.self_check(repository, name, commit) if name is not None and report.sound else None
+            found = inspection.check_draft(repository, name, commit) if name is not None and report.sound else None
     _show(report, _console())
     if found is not None:
-        _show_readings(found, _console())
+        _console().print("", _text(found), sep="\n")
     if not report.sound:
         raise typer.Exit(1)
     at = f", revision={repository.revision!r}" if repository.revision else ""
@@ -264,17 +263,6 @@ def _show(report: Report, console: Console) -> None:
         console.print(Text("warning  ", "yellow") + _text(trap))
     broken = sum(file.problem is not None for file in report.files)
     console.print(f"{broken} of {len(report.files)} files have problems." if broken else "All files are sound.")
-
-
-def _show_readings(found: SelfCheck, console: Console) -> None:
-    """How often the first and second candidate agree with the target, for each reading, and what follows."""
-    table = Table.grid(padding=(0, 2))
-    table.add_row("agrees with the target", "first", "second")
-    for name, agreement in found.readings:
-        table.add_row(_text(name), *(f"{share:.0%}" for share in agreement))
-    console.print("", table, "", sep="\n")
-    for remark in found.remarks:
-        console.print(_text(remark))
 
 
 def _facts(report: Report) -> dict[str, str]:

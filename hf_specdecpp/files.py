@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from transformers.utils.hub import extract_commit_hash
 
 CHECKPOINT, PICKLE = "model.safetensors", "pytorch_model.bin"  # of weights; only `hub/conversion.py` opens the latter
 INDEX, SHARDS = "model.safetensors.index.json", "model-*.safetensors"  # of weights in several files
-MOST_CONFIG_BYTES, MOST_LEVELS, MOST_TENSORS = 2**18, 50, 2**11
+MOST_CONFIG_BYTES, MOST_LEVELS = 2**18, 50
 
 
 @dataclass
@@ -194,20 +194,27 @@ class Weights(Mapping[str, Tensor]):
         return len(self.files)
 
     def all(self) -> dict[str, Tensor]:
-        """All tensors of a draft, on the CPU; `ValueError` for a damaged or missing file, or for others than listed."""
-        if len(self) > MOST_TENSORS:
-            raise ValueError(
-                f"{self.index} has {len(self):,} tensors, and a draft has {MOST_TENSORS:,} at most: it is something "
-                "else. Download it again, or name another repository."
-            )
+        """All tensors, on the CPU; `ValueError` for a damaged or missing file, or for others than listed."""
+        return self._of_files(load_tensors)
+
+    def outline(self) -> dict[str, Tensor]:
+        """The same on the meta device: names, shapes and dtypes, of which none but the files' headers are read."""
+        return self._of_files(_outline)
+
+    def _of_files(self, load: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
         shards = [self.source.file(name) for name in sorted(set(self.files.values()))]
-        found = [(name, tensor) for shard in shards for name, tensor in load_tensors(shard).items()]
+        found = [(name, tensor) for shard in shards for name, tensor in load(shard).items()]
         tensors = dict(found)
         if len(found) != len(tensors) or set(tensors) != set(self.files):
             raise ValueError(
                 f"{self.index} and the files that it lists have other tensors. Download the repository again."
             )
         return tensors
+
+
+def _outline(path: Path) -> dict[str, Tensor]:
+    with _opened(path) as file:
+        return {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118 - not a dict
 
 
 def _listed(index: Path) -> dict[str, str]:

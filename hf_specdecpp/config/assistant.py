@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from hf_specdecpp.config.checks import TOKENS, check_fields, check_values
+from hf_specdecpp.config.checks import check_numbers, check_values
 from hf_specdecpp.config.speculation import SpeculationConfig, warn_unknown
 from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -100,8 +100,7 @@ class SpecDecPPConfig(PretrainedConfig):
         # transformers would act upon others: `attn_implementation`, say, can name code on the Hub.
         own = {name: value for name, value in config_dict.items() if name in known and value is not None}
         check_values(own, known)
-        counts = dict.fromkeys(("vocab_size", "draft_vocab_size"), TOKENS)
-        check_fields({name: own.get(name) for name in counts}, counts)
+        check_numbers({name: own.get(name) for name in ("vocab_size", "draft_vocab_size")})
         ranks = max(map(len, own.get("acceptance_by_rank", {}).values()), default=0)
         if ranks > MOST_RANKS:
             raise ValueError(

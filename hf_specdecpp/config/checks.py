@@ -1,7 +1,8 @@
 """Whether what files and users say is of the right type and within bounds, checked before anything is made of it.
 
-A repository is data of anybody. None of its numbers may decide how long loading takes, and none of its fields may name
-code that transformers would fetch and run, as `attn_implementation` can: fields that are not known do not get there.
+A repository may come from anybody. None of its numbers may decide how long loading takes, and none of its fields may
+name code that transformers would fetch and run, as `attn_implementation` can. So only fields that are listed here reach
+transformers, whose own configs check their types.
 """
 
 from __future__ import annotations
@@ -13,10 +14,7 @@ from difflib import get_close_matches
 from functools import cache, wraps
 from numbers import Real
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
-
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hf_specdecpp.models.causal_lm import article
 
@@ -109,17 +107,14 @@ def _is(value: Any, rule: Any) -> bool:
         return isinstance(value, str) and value in inner
     if kind is Sequence:
         return isinstance(value, Sequence) and not isinstance(value, str) and all(_is(each, inner[0]) for each in value)
-    if kind is list or isinstance(rule, list):
-        item = inner[0] if kind is list else rule[0]
-        return isinstance(value, list | tuple) and all(_is(each, item) for each in value)
+    if kind is list:
+        return isinstance(value, list | tuple) and all(_is(each, inner[0]) for each in value)
     if kind is dict:
         return isinstance(value, dict) and all(_is(each, inner[1]) for each in value.values())
     if isinstance(rule, range):
         return type(value) is int and value in rule
     if isinstance(rule, tuple):
         return type(value) in (int, float) and rule[0] <= value <= rule[1]  # NaN is not
-    if isinstance(rule, frozenset):
-        return isinstance(value, str) and value in rule
     if rule is Any:
         return True
     if isinstance(value, bool):
@@ -140,16 +135,14 @@ def _name(rule: Any) -> str:
         return " or ".join(_name(one) for one in inner)
     if kind is Literal:
         return f"one of {', '.join(inner)}" if len(inner) > 1 else repr(inner[0])
-    if kind in (list, Sequence) or isinstance(rule, list):
-        return f"a list, each item {_name(rule[0] if isinstance(rule, list) else inner[0])}"
+    if kind in (list, Sequence):
+        return f"a list, each item {_name(inner[0])}"
     if kind is dict and inner[1] is not Any:
         return f"a mapping, each value {_name(inner[1])}"
     if isinstance(rule, range):
-        return f"{'an even' if rule.step == 2 else 'a whole'} number from {rule[0]} to {rule[-1]}"
+        return f"a whole number from {rule[0]} to {rule[-1]}"
     if isinstance(rule, tuple):
         return f"a number from {rule[0]:g} to {rule[1]:g}"
-    if isinstance(rule, frozenset):
-        return f"one of {', '.join(sorted(rule))}"
     if kind is dict or rule is dict:
         return "a mapping"
     if (known := NAMES.get(rule)) is not None:
@@ -172,95 +165,73 @@ def shown(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-# Bounds. --------------------------------------------------------------------------------------------------------------
+# Configs of drafts that anybody may have written. ---------------------------------------------------------------------
 
-# What a field may be: a whole number in a range; a number from the first to the second of a pair; one of some names;
-# true or false (`bool`); a list of one of these; a mapping with fields of its own.
-Bounds: TypeAlias = "range | tuple[float, float] | frozenset[str] | type[bool] | list[Any] | Mapping[str, Any]"
-
-POSITIVE = (1e-9, 2.0**31)
-TOKENS = range(1, 2**22 + 1)
-SIZE = range(1, 2**20 + 1)
-HEADS = range(1, 2**12 + 1)
-HEAD_SIZE = range(2, 2**12 + 1, 2)
-PLACES = range(1, 2**31)
-BLOCK = range(1, 128 + 1)  # rows of a block, which a pass has in every round; 16 are usual
-DEPTH = range(1, 64 + 1)  # layers of a draft; most have one, and none is known with more than ten
-OF_TARGET = range(2**10)  # a layer of a target
-ACTIVATIONS = frozenset(ACT2FN) - {"prelu", "xielu"}  # which have weights
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-ROPE: dict[str, Bounds] = {
-    "rope_type": frozenset({"default", *ROPE_INIT_FUNCTIONS}),
-    "rope_theta": POSITIVE,
-    "partial_rotary_factor": (1e-9, 1.0),
-    "mrope_section": [range(2**12)],
-    "mrope_interleaved": bool,
-    "truncate": bool,
-    "original_max_position_embeddings": PLACES,
-    **dict.fromkeys(("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"), POSITIVE),
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), POSITIVE),
-    **dict.fromkeys(("short_factor", "long_factor"), [POSITIVE]),
-}
-WHOLE_HEADS = (None, "default", "proportional")  # rotate as many numbers as a head has, whatever the share
-# Of Llama's and Qwen3's layers, with transformers' names.
-LAYER: dict[str, Bounds] = {
-    "vocab_size": TOKENS,
-    "hidden_size": SIZE,
-    "intermediate_size": SIZE,
-    "num_hidden_layers": DEPTH,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "head_dim": HEAD_SIZE,
-    "hidden_act": ACTIVATIONS,
+COUNT = range(1, 2**31)
+LISTS = ("reads", "layer_ids", "target_layer_ids")  # of layers of a target
+# Numbers of a config, by name: those that take memory or time, or without which a draft computes NaN. All others decide
+# shapes, which are compared with those of the tensors.
+BOUNDS: dict[str, range | tuple[float, float]] = {
+    **dict.fromkeys(("vocab_size", "draft_vocab_size"), range(1, 2**22 + 1)),
+    "num_hidden_layers": range(1, 64 + 1),  # of a draft; most have one, and none is known with more than ten
+    "num_target_layers": range(1, 2**10 + 1),
+    **dict.fromkeys(LISTS, range(2**10 + 1)),
+    **dict.fromkeys(("hidden_size", "state_size"), range(1, 2**20 + 1)),
+    **dict.fromkeys(("num_reads", "num_kv_shared_layers"), range(64 + 1)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads"), range(1, 2**12 + 1)),
+    **dict.fromkeys(("num_centroids", "centroid_intermediate_top_k", "sliding_window", "swa_window_size"), COUNT),
+    "max_position_embeddings": COUNT,
+    "mask_token_id": range(2**22 + 1),
+    "block_size": range(1, 128 + 1),  # rows of a block, which a pass has in every round; 16 are usual
     "rms_norm_eps": (0.0, 1.0),
-    "max_position_embeddings": PLACES,
-    "attention_bias": bool,
-    "mlp_bias": bool,
-    "layer_types": [frozenset({FULL, SLIDING})],
-    "sliding_window": PLACES,
-    "use_sliding_window": bool,
-    "max_window_layers": range(2**31),
-    "rope_parameters": ROPE,
+    "logit_cap": (1e-9, 2.0**31),
 }
-KEY_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
+FULL, SLIDING = "full_attention", "sliding_attention"
+WHOLE_HEADS = (None, "default", "proportional")  # rotate as many numbers as a head has, whatever the share
+# Fields of Llama's and Qwen3's layers, with transformers' names.
+LAYER = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "rms_norm_eps", "max_position_embeddings", "attention_bias", "mlp_bias", "layer_types",
+    "sliding_window", "use_sliding_window", "max_window_layers", "rope_parameters",
+)  # fmt: skip
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 CURE = "Correct config.json, or download or save the repository again."
 
 
-def check_fields(values: Any, known: Mapping[str, Bounds], path: str = "", needed: Iterable[str] = ()) -> None:
-    """Raise `ValueError` naming the first field that is not known, out of bounds, or needed and missing.
+def check_numbers(values: Mapping[str, Any], path: str = "") -> None:
+    """Raise `ValueError` naming the first field, at any depth, whose number is outside `BOUNDS`, or no finite one.
 
     Args:
         values: by name; `None` is as if left out.
         path: what the fields are called before their names, such as `"layer."`.
     """
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{path.rstrip('.')}={shown(values)} must be a mapping. {CURE}")
-    if missing := [name for name in needed if values.get(name) is None]:
-        raise ValueError(f"{path}{missing[0]} is missing, so the draft's tensors cannot be checked. {CURE}")
     for name, value in values.items():
-        if name not in known:
-            raise ValueError(
-                f"{path}{str(name)[:80]} is not known; it may be of a newer version: pip install -U hf-specdecpp"
-            )
-        bounds = known[name]
-        if value is not None and isinstance(bounds, Mapping):
-            check_fields(value, bounds, f"{path}{name}.")
-        elif value is not None and not _is(value, bounds):
-            raise ValueError(f"{path}{name}={shown(value)} must be {_name(bounds)}. {CURE}")
+        bounds = BOUNDS.get(name)
+        for each in value if isinstance(value, list) and (bounds is None or name in LISTS) else [value]:
+            if bounds is not None and each is not None and not _is(each, bounds):
+                raise ValueError(f"{path}{name}={shown(value)} must be {_name(bounds)}. {CURE}")
+            if isinstance(each, Mapping):
+                check_numbers(each, f"{path}{name}.")
+            elif type(each) in (int, float) and not -LARGEST < each < LARGEST:  # NaN is not
+                raise ValueError(f"{path}{name}={shown(value)} must be a finite number below 2**63. {CURE}")
 
 
-def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Mapping[str, Bounds] = LAYER) -> None:
-    """The same of a draft's layers, whose numbers must also go together."""
-    check_fields(layer, known, path, NEEDED)
-    heads, differing = layer["num_attention_heads"], layer.get("per_layer_config") or {}
-    for name, keys in [(name, each.get(name)) for each in (layer, *differing.values()) for name in KEY_HEADS]:
-        if heads % (keys or heads):
-            raise ValueError(f"{path}num_attention_heads={heads} must be a multiple of {name}={keys}. {CURE}")
-    types, depth = layer.get("layer_types"), layer["num_hidden_layers"]
-    if types is not None and len(types) != depth:
-        raise ValueError(f"layer_types={shown(types)} must say a type for each of {depth} layers. {CURE}")
+def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Iterable[str] = LAYER) -> None:
+    """The same of the config of a draft's layers, which also has the fields that are needed, no others than `known`,
+    and numbers of heads that go together."""
+    if not isinstance(layer, Mapping):
+        raise ValueError(f"{path.rstrip('.')}={shown(layer)} must be a mapping. {CURE}")
+    if missing := [name for name in NEEDED if layer.get(name) is None]:
+        raise ValueError(f"{path}{missing[0]} is missing, so the draft's tensors cannot be checked. {CURE}")
+    if unknown := sorted(map(str, set(layer) - set(known))):
+        raise ValueError(
+            f"{path}{unknown[0][:80]} is not known; it may be of a newer version: pip install -U hf-specdecpp"
+        )
+    check_numbers(layer, path)
+    heads, keys = layer["num_attention_heads"], layer.get("num_key_value_heads")
+    if heads % (keys or heads):
+        raise ValueError(f"{path}num_attention_heads={heads} must be a multiple of num_key_value_heads={keys}. {CURE}")
     rope = layer.get("rope_parameters") or {}
-    if rope.get("partial_rotary_factor") not in (None, 1.0) and rope.get("rope_type") not in WHOLE_HEADS:
+    share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    if share not in (None, 1.0) and rope.get("rope_type") not in WHOLE_HEADS:
         raise ValueError(f"rope_parameters={shown(rope)} rotate a part of each head, which is not supported. {CURE}")

@@ -7,16 +7,16 @@ module made: none of a repository's numbers decides how long loading takes or ho
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp.config.checks import CURE, LAYER, ROPE, check_arguments
+from hf_specdecpp.config.checks import CURE, LAYER, check_arguments, shown
 from hf_specdecpp.files import Weights, load_strict
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, renew_rotary
 
@@ -25,6 +25,7 @@ Settings = TypeVar("Settings")
 
 SPECULATORS = "speculators_model_type"  # marks the dialect of that package
 DEFAULT_THETA = 10000.0  # of the original code, whatever the target's is
+INSTEAD = "Load an EAGLE-3 or DFlash draft of this target, or train one of this package (specdecpp train)"
 
 
 # Configs. -------------------------------------------------------------------------------------------------------------
@@ -44,34 +45,13 @@ def target_of(raw: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-class Relative(NamedTuple):
-    """A draft like those that are read, and what it is known by: the names of its types, fields, or tensors."""
-
-    what: str
-    types: str = "(?!)"  # nothing
-    fields: Collection[str] = ()
-    tensors: str = "(?!)"
-
-
-def relative_by(relatives: Sequence[Relative], raw: Mapping[str, Any], own: str, *parts: str) -> str | None:
-    """Which relative a config is of, if it is of one. `own`: the type of speculators that is none; `parts`: of the
-    config, that have further fields."""
-    said: dict[str, Any] = dict(raw)
-    for part in parts:
-        said |= mapping(raw, part)
-    names = f"{raw.get('architectures')} {raw.get(SPECULATORS)} {said.get('projector_type')} /{said.get('model_type')}"
-    # No experts, for example, are none; but 0 is also a token.
-    has = {name for name, value in said.items() if value not in (None, False) or name.endswith("_id") and value == 0}
-    for each in relatives:
-        if re.search(each.types, names, re.IGNORECASE) or not has.isdisjoint(each.fields):
-            return each.what
-    return None if raw.get(SPECULATORS, own) == own else f"a {raw[SPECULATORS]} draft of speculators"
-
-
-def relative_among(relatives: Sequence[Relative], tensors: Iterable[str]) -> str | None:
-    """Which relative tensors of these names are of, if they are of one."""
-    names = "\n".join(tensors)
-    return next((each.what for each in relatives if re.search(each.tensors, names, re.MULTILINE)), None)
+def refuse_other_types(raw: Mapping[str, Any], own: str) -> None:
+    """Raise `ValueError` for a config of speculators whose type is not `own`."""
+    if (found := raw.get(SPECULATORS, own)) != own:
+        raise ValueError(
+            f"This repository holds a draft of speculators of type {shown(found)}, which hf_specdecpp cannot draft "
+            f"with. {INSTEAD}."
+        )
 
 
 def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: float | None = None) -> dict[str, Any]:
@@ -96,7 +76,7 @@ def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: f
         raise ValueError(f"The draft's rotary parameters make no sense: rope_theta={found!r}, {rope}. {cure}")
     if kind in ("mrope", "default") or "mrope_section" in rope:
         rope, kind = {}, "default"  # a draft's positions are those of text
-    rotary = {"rope_type": kind, "rope_theta": found, **{name: rope[name] for name in ROPE if name in rope}}
+    rotary = {"rope_type": kind, "rope_theta": found, **rope}
     return {**{name: config[name] for name in names}, "rope_parameters": rotary}
 
 
@@ -120,7 +100,9 @@ def own_reader(
         with as_described(title):
             check_arguments(settings, arguments)
             made = settings(**arguments)
-        return build(made, Weights.at(path).all(), str(path))
+        weights = Weights.at(path)
+        build(made, weights.outline(), str(path))
+        return build(made, weights.all(), str(path))
 
     return read
 
@@ -172,7 +154,8 @@ def build(
     make: Callable[[], Module], named: Mapping[str, Tensor], depth: int, source: str, title: str, names: Names = Names()
 ) -> Module:  # fmt: skip
     """A draft with the tensors of a checkpoint, which are taken as they are, not copied; `ValueError` if it cannot be
-    made, or a tensor is missing, unknown, of another shape, or of whole numbers.
+    made, or a tensor is missing, unexpected, of another shape, or of whole numbers. Of tensors on the meta device
+    (`Weights.outline`) all is checked but the numbers in them.
 
     Args:
         make: makes it; is called on no device.
@@ -181,7 +164,7 @@ def build(
         source, title, names: where they are from, and what such drafts and their tensors are called, for messages.
     """
     found = {int(match[1]) for name in named if (match := re.search(r"(?:^|\.)layers\.(\d{1,4})\.", name))}
-    if found != set(range(depth)):
+    if found and found != set(range(depth)):
         raise ValueError(
             f"{source} has tensors of {len(found)} layers, and config.json says {depth} (num_hidden_layers). The two "
             "do not belong together: download the repository again."
@@ -189,13 +172,9 @@ def build(
     with as_described(title), torch.device("meta"):
         model = make()
     expected: Mapping[str, Tensor] = model.state_dict()
-    for what, others in (("lacks", set(expected) - set(named)), ("has unknown", set(named) - set(expected))):
-        if others:
-            raise ValueError(
-                f"{source} {what} {', '.join(sorted(map(names.original, others))[:9])}, so what the draft computes is "
-                f"not known. The file is incomplete (download it again), or of a variant of {title}s that config.json "
-                "does not describe or hf_specdecpp does not know: look for another draft of the target."
-            )
+    missing, unexpected = set(expected) - set(named), set(named) - set(expected)
+    if missing or unexpected:
+        raise ValueError(not_of_form(source, title, map(names.original, missing), map(names.original, unexpected)))
     for name, wanted in expected.items():
         tensor, there = named[name], f"{source}: {names.original(name)}"
         if tensor.shape != wanted.shape:
@@ -209,8 +188,22 @@ def build(
                 "loaded: look for the draft in bfloat16."
             )
     model.load_state_dict(named, assign=True)
-    renew_rotary(model, torch.device("cpu"))
+    with as_described(title):
+        renew_rotary(model, torch.device("cpu"))
+        if not all(buffer.isfinite().all() for _, buffer in model.named_buffers()):
+            raise ValueError("its rotary frequencies are not finite")
     return model.eval().requires_grad_(False)
+
+
+def not_of_form(source: str, title: str, missing: Iterable[str], unexpected: Iterable[str]) -> str:
+    """The refusal of a repository whose tensors are not those that its config describes."""
+    lists = (("missing", sorted(missing)), ("unexpected", sorted(unexpected)))
+    named = ", ".join(f"{what} {', '.join(names[:9])}" for what, names in lists if names)
+    article = "an" if title[0] in "AEIOU" else "a"
+    return (
+        f"{source}: this is not {article} {title} of the form that this package reads: {named}. The file is incomplete "
+        f"(download it again) or of another form. {INSTEAD}."
+    )
 
 
 def read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: Path, hint: str) -> Module:
@@ -229,11 +222,16 @@ def read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: 
     return module.eval()
 
 
+def check_fit(target: CausalLM, name: str, wrong: str | None, belongs: str) -> None:
+    """Raise `ValueError` if something about a draft is `wrong` for its target. `name` and `belongs`: what the draft is
+    called, and in whole sentences which target it is for."""
+    if wrong is not None:
+        raise ValueError(f"{name} {wrong} in {type(target).__name__}. {belongs}")
+
+
 def meet(
     model: CausalLM, target: CausalLM, name: str, wrong: str | None, belongs: str, dtype: torch.dtype | None = None
 ) -> None:
-    """Bring a draft to its target, by default in the target's dtype; `ValueError` if something about it is `wrong`.
-    `name` and `belongs`: what the draft is called, and in whole sentences which target it is for."""
-    if wrong is not None:
-        raise ValueError(f"{name} {wrong} in {type(target).__name__}. {belongs}")
+    """Move a draft to its target, in the target's dtype or another one, if it fits (`check_fit`)."""
+    check_fit(target, name, wrong, belongs)
     move(model, input_device(target), dtype or target.dtype)

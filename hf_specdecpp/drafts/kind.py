@@ -18,12 +18,16 @@ from transformers import PreTrainedConfig
 
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.checks import check_numbers
 from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.files import Repository, Weights
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.loading import outside
 from hf_specdecpp.serving import Destination, Exported
 
 Config: TypeAlias = Mapping[str, Any]  # what a `config.json` says
+PARTS = ("transformer_layer_config", "text_config")  # of a config, which may hold the fields of the layers
 
 
 @dataclass(frozen=True)
@@ -83,15 +87,6 @@ class OwnFile:
 
 
 @dataclass(frozen=True)
-class SelfCheck:
-    """How well a draft guesses what a target says, as it is read and as it may have to be read: by name how often the
-    first, second, ... candidate of a round is the target's choice, and what follows from that, in sentences."""
-
-    readings: list[tuple[str, list[float]]]
-    remarks: list[str]
-
-
-@dataclass(frozen=True)
 class Format:
     """A form in which others publish such drafts: repositories that `config.draft_id` names.
 
@@ -101,12 +96,12 @@ class Format:
             draft, damaged, or do not go together.
         recognises: whether a `config.json` of others is of such a draft, or of a relative that `read` refuses.
         is_marked: whether it says so itself, so that it is of no ordinary model; by default as above.
+        misfit: what about a draft does not fit a target, as a clause after the draft's name; `None` where it fits.
+        belongs: in whole sentences which target such a draft is for.
         fields: what it says of an assistant: fields of `SpecDecPPConfig`; `ValueError` if damaged.
         facts: what `inspect` shows of a draft, by label.
         check_overrides: what is to be read otherwise than the config says, if that is known and makes sense; else
             `ValueError`. `None` where a checkpoint has one meaning.
-        self_check: how well a draft guesses what a target says, in each way to read it: of the assistant's config, the
-            draft, the target and a tokenizer.
         module: the class of the draft, where it is a model that a user may have as an object.
         no_model: why a model object is none, with which a message goes on; `None` where it can be one.
         served_by: which engines serve such a repository, and how; `None` where it is exported for them.
@@ -118,10 +113,11 @@ class Format:
     read: Callable[..., Any]
     recognises: Callable[[Config], bool] = lambda _: False
     is_marked: Callable[[Config], bool] | None = None
+    misfit: Callable[[Any, CausalLM], str | None] = lambda *_: None
+    belongs: str = ""
     fields: Callable[[Config], dict[str, Any]] = lambda _: {}
     facts: Callable[[Any], dict[str, str]] = lambda _: {}
     check_overrides: Callable[[Any], dict[str, Any]] | None = None
-    self_check: Callable[[SpecDecPPConfig, Any, CausalLM, Any], SelfCheck] | None = None
     module: type | None = None
     no_model: str | None = None
     served_by: str | None = None
@@ -140,9 +136,14 @@ class Format:
             raise ValueError(f"draft={type(draft).__name__} is a model, and {self.no_model}.")
         return self.read(draft.config.to_dict(), draft.state_dict(), type(draft).__name__)
 
-    def load(self, source: Repository, overrides: dict[str, Any] | None = None) -> Any:
-        """The draft in a repository; errors as of `read`, and those of a download."""
+    def load(self, source: Repository, overrides: dict[str, Any] | None, target: CausalLM | None, name: str) -> Any:
+        """The draft in a repository; errors as of `read` and of a download. Of a draft, `name` in messages, for another
+        `target` no weights are read, and where its config says so none are downloaded."""
         raw = files.read_fields(source.file("config.json"), self.most_config_bytes)
+        if target is not None and self.is_whole:
+            part = next((raw[key] for key in PARTS if isinstance(raw.get(key), dict)), raw)
+            check_numbers({"vocab_size": part.get("vocab_size")})
+            checkpoints.check_fit(target, name, outside(part.get("vocab_size"), target), self.belongs)
         weights = Weights.of(source)
         if not weights:
             raise ValueError(
@@ -153,6 +154,9 @@ class Format:
         otherwise = [overrides] if overrides and self.check_overrides is not None else []
         if not self.is_whole:
             return self.read(raw, weights, source.full_name, *otherwise)
+        outline = self.read(raw, weights.outline(), str(weights.index), *otherwise)  # before weights are read
+        if target is not None:
+            checkpoints.check_fit(target, name, self.misfit(outline, target), self.belongs)
         return self.read(raw, weights.all(), str(weights.index), *otherwise)
 
 
@@ -216,10 +220,16 @@ class Kind:
         """The draft's file in the assistant's repository, if it has one there: what others publish stays elsewhere."""
         return self.own if config.draft_id is None else None
 
-    def load(self, config: SpecDecPPConfig, repository: Repository, draft: CausalLM | str | Path | None = None) -> Any:
+    def load(
+        self,
+        config: SpecDecPPConfig,
+        repository: Repository,
+        draft: CausalLM | str | Path | None = None,
+        target: CausalLM | None = None,
+    ) -> Any:
         """What was trained of the draft beside an adapter, in the assistant's repository, or in `draft` in the place of
-        what the config names; `None` where that is nothing. `ValueError` if a file is damaged, or not what is
-        described."""
+        what the config names; `None` where that is nothing. `ValueError` if a file is damaged, not what is described,
+        or, before weights are read, if the draft does not fit `target`."""
         if self.format is not None and is_model(draft):
             return self.format.of_model(draft)
         if (own := self.own_of(config)) is not None:
@@ -237,7 +247,8 @@ class Kind:
             )
         named, commit = (config.draft_id, config.draft_revision) if draft is None else (draft, None)
         source = Repository(str(named), commit, None, repository.hub_kwargs)
-        return self.format.load(source, getattr(config, self.own.field) if self.own else None)
+        otherwise = getattr(config, self.own.field) if self.own else None
+        return self.format.load(source, otherwise, target, self.describe(config))
 
 
 def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:

@@ -69,6 +69,8 @@ class Counters:
         last_tree: the latest tree with candidates that was verified; `str()` draws it. `None` for chains.
         branched_tree: of these trees the one with the most nodes that have several children, and of such the largest.
         rows: of a batch, each sequence's; everything else here is their sum.
+        agreement: of a published draft, the share of first, second and third candidates that were the target's choice
+            in a few short texts, when it was attached; empty where no tokenizer was found beside the target.
         suspect: a draft that others trained, by its name: it may be for another target, or read in a wrong way.
         refusal: why a target's default assistant was left out of a call, which was a plain one.
         remedies: what could still be done for its speed, of `DraftSetup.remedies`.
@@ -111,6 +113,7 @@ class Counters:
     last_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata={OF_TWO: last})
     branched_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata={OF_TWO: most_branched})
     rows: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={OF_TWO: lambda *_: []})
+    agreement: list[float] = field(default_factory=list, metadata={OF_TWO: first})
     suspect: str | None = field(default=None, metadata={OF_TWO: first})
     refusal: str | None = field(default=None, metadata={OF_TWO: first})
     uncaptured: str | None = field(default=None, metadata={OF_TWO: first})

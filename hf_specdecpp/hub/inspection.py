@@ -15,7 +15,8 @@ from torch import nn
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.kind import SelfCheck
+from hf_specdecpp.drafts import acceptance
+from hf_specdecpp.drafts.kind import Loading, Parts
 from hf_specdecpp.drafts.known import KINDS, kind_of
 from hf_specdecpp.files import CHECKPOINT, INDEX, PICKLE, SHARDS, Repository
 from hf_specdecpp.hub import repository
@@ -76,19 +77,21 @@ def inspect(repository: Repository) -> Report:
     return report
 
 
-def self_check(repository: Repository, target_id: str, revision: str | None = None) -> SelfCheck:
-    """How well the draft of a repository guesses what a target says, and whether it is read rightly."""
+def check_draft(repository: Repository, target_id: str, revision: str | None = None) -> str:
+    """How often a published draft guesses what a target says, in sentences; `ValueError` for other repositories, or for
+    another target."""
     config = load_config(repository)
     kind = kind_of(config)
-    form = kind.format
-    if form is None or form.self_check is None:
+    if kind.format is None or config.draft_id is None:
         raise ValueError(
-            f"--target finds out how an EAGLE-3 draft that others trained is to be read. This draft "
-            f"({kind.describe(config)}) can be read in one way only, so leave --target out. How fast it is: "
-            f"specdecpp bench --target {target_id} --assistant {repository.full_name}"
+            f"--target tells how often a draft that others published guesses what a target says, and this assistant "
+            f"drafts with {kind.describe(config)}. Leave --target out. How fast it is: specdecpp bench --target "
+            f"{target_id} --assistant {repository.full_name}"
         )
-    module = kind.load(config, repository)
-    return form.self_check(config, module, load_model(target_id, revision), load_tokenizer(target_id, revision))
+    target = load_model(target_id, revision)
+    module = kind.load(config, repository, target=target)
+    draft = kind.draft(config, Parts(module=module), Loading(target=target))
+    return acceptance.check(draft, target, load_tokenizer(target_id, revision))
 
 
 def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> None:

@@ -45,15 +45,19 @@ def load_config(repository: Repository) -> SpecDecPPConfig:
 
 
 def load_parts(
-    repository: Repository, config: SpecDecPPConfig, draft: CausalLM | str | Path | None = None
+    repository: Repository,
+    config: SpecDecPPConfig,
+    draft: CausalLM | str | Path | None = None,
+    target: CausalLM | None = None,
 ) -> tuple[AcceptanceHead | None, Parts]:
-    """Head, and what the config promises of the draft, which may be a copy elsewhere; errors as below."""
+    """Head, and what the config promises of the draft, which may be a copy elsewhere; errors as below, and `ValueError`
+    before weights are read where the draft of others does not fit `target`."""
     kind = kind_of(config)
     if draft is not None and not kind.is_named and config.draft_id is None:  # no copy can take its place
         raise ValueError(f"This assistant drafts with {kind.describe(config)}, so draft= must be left out.")
     head = load_head(repository, config) if config.head is not None else None
     draft_vocab = load_draft_vocab(repository, config) if config.draft_vocab_size is not None else None
-    module = kind.load(config, repository, draft)
+    module = kind.load(config, repository, draft, target)
     return head, Parts(find_adapter(repository) if config.adapter else None, draft_vocab, module)
 
 

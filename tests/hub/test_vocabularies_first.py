@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from support import dflash_files, eagle3_files, gemma4_files
 from support.hub_server import HubServer, point_client_at
 from support.models import partly_agreeing, prompt, tiny
-from support.repos import save_model, tokenizer
+from support.repos import change_json, save_model, tokenizer
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist, files
 from hf_specdecpp.models import loading
 
 OTHER_WORDS = ["<unk>", *(f"v{i}" for i in range(1, 48))]
@@ -92,6 +94,51 @@ def test_of_the_hub_small_files_are_enough(
     with pytest.raises(ValueError, match="have different tokenizers" if what == "other words" else "has 20 token ids"):
         assist(target, "org/draft")
     assert not [path for _, path, _ in hub.requests if path.endswith(".safetensors")]
+
+
+PUBLISHED: dict[str, tuple[Callable[[Path], Any], Callable[..., Any], str | None]] = {
+    "eagle3": (eagle3_files.VARIANTS["plain"].save, lambda: tiny("llama"), None),
+    "dflash": (dflash_files.VARIANTS["plain"].save, dflash_files.target_for, None),
+    "gemma4": (
+        lambda to: gemma4_files.VARIANTS["plain"].theirs().save_pretrained(to), gemma4_files.target_for, "text_config"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_a_published_draft_with_other_tokens_is_not_downloaded(
+    kind: str, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, target_for, part = PUBLISHED[kind]
+    save(tmp_path / "draft")
+    sizes: dict[str, Any] = {"vocab_size": 5000}
+    raw = files.read_json(tmp_path / "draft/config.json")
+    change_json(tmp_path / "draft/config.json", **({part: {**raw[part], **sizes}} if part else sizes))
+    point_client_at(monkeypatch, hub, tmp_path / "cache")
+    hub.commit("org/draft", {each.name: each.read_bytes() for each in (tmp_path / "draft").iterdir()})
+    with pytest.raises(ValueError, match="was made for 5000 token ids, and there are .*"):
+        SpecDecPPAssistant.from_pretrained("org/draft", target_for())
+    assert not [path for _, path, _ in hub.requests if path.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+@pytest.mark.parametrize("what", ["another target", "another form"])
+def test_of_a_published_draft_that_is_refused_only_headers_are_read(
+    what: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, target_for, _ = PUBLISHED[kind]
+    save(tmp_path)
+    if what == "another form":
+        save_file(
+            {**files.load_tensors(tmp_path / "model.safetensors"), "x": torch.ones(1)}, tmp_path / "model.safetensors"
+        )
+    sizes = {"hidden_size": 24, **({"head_dim": 8} if kind == "eagle3" else {})}
+    target = (
+        target_for() if what == "another form" else tiny("llama", **sizes) if kind == "eagle3" else target_for(**sizes)
+    )
+    monkeypatch.setattr(files, "load_tensors", lambda path: pytest.fail(f"{path} was read"))
+    with pytest.raises(ValueError, match="unexpected x" if what == "another form" else "is 32 wide|of 32 numbers"):
+        SpecDecPPAssistant.from_pretrained(tmp_path, target)
 
 
 def small(target: Any, num_ids: int) -> Any:

@@ -11,7 +11,8 @@ from support.watchers import unnoticed
 from support.zoo import tiny_of
 
 from hf_specdecpp.caches.states import check_states, state_error
-from hf_specdecpp.drafts.eagle3.meeting import Heard
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.drafts.acceptance import agreement
 from hf_specdecpp.models.causal_lm import CausalLM, trying
 from hf_specdecpp.trees.attention import check_tree, tree_error
 
@@ -19,9 +20,9 @@ TOKENS = prompt(5)
 TRIALS: dict[str, tuple[CausalLM, Callable[[CausalLM], Any]]] = {
     "states": (tiny_of("granitemoehybrid", attention_dropout=0.5), state_error),
     "tree": (tiny_of("gpt2", resid_pdrop=0.5), tree_error),
-    "a draft's self-check": (
+    "the check of a draft": (
         tiny_of("gpt2", resid_pdrop=0.5),
-        lambda model: float(Heard(model, TOKENS).states[1].sum()),
+        lambda model: agreement(Drafter(copy.deepcopy(model).eval()), model, [prompt(24)]),
     ),
 }
 

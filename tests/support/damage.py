@@ -21,7 +21,7 @@ from torch import Tensor
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, assist
 from hf_specdecpp.drafts.dflash.kind import read_model
 from hf_specdecpp.drafts.kind import Parts
-from hf_specdecpp.drafts.mtp.kind import BOUNDS
+from hf_specdecpp.drafts.mtp.kind import FIELDS
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -151,7 +151,7 @@ def _mtp(family: str) -> Callable[[Path], Sound]:
 
 
 def _known_to_mtp(config: dict[str, Any]) -> dict[str, Any]:
-    known = (*BOUNDS, "chain_hidden_post_norm", "model_type", "hidden_size")
+    known = (*FIELDS, "chain_hidden_post_norm", "model_type", "hidden_size")
     return {name: value for name, value in config.items() if name in known}
 
 

@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import Qwen3Config
 
-from hf_specdecpp.config import checks
-from hf_specdecpp.config.checks import Bounds, check_fields, check_layers
+from hf_specdecpp.config.checks import CURE, check_layers, check_numbers, check_types
 from hf_specdecpp.drafts import checkpoints
-from hf_specdecpp.drafts.checkpoints import Relative
 
-NOT_NEGATIVE = (0.0, 2.0**31)
-BOUNDS: dict[str, Bounds] = {
-    "reads": [checks.OF_TARGET],
-    "block_size": checks.BLOCK,
-    "mask_token_id": range(checks.TOKENS.stop),
-    "embedding_scale": NOT_NEGATIVE,
-    "output_multiplier": NOT_NEGATIVE,
-    "logit_cap": checks.POSITIVE,
-    "num_target_layers": range(1, checks.OF_TARGET.stop + 1),
-}
 TRANSFORMERS = "muse_glimmer_assistant"
-NUMBERS = {
-    **{name: BOUNDS[name] for name in ("block_size", "mask_token_id", "output_multiplier", "num_target_layers")},
-    **dict.fromkeys(("input_embedding_scale", "final_logit_softcapping"), NOT_NEGATIVE),
-}
 SCALES = {"input_embedding_scale": "embedding_scale", "output_multiplier": "output_multiplier"}  # what is here what
 OF_TRANSFORMERS = {"block_size", "mask_token_id", "target_layer_ids"}
-RELATIVES = (
-    Relative("DSpark, whose candidates depend on one another (a Markov head)", "dspark", {"markov_rank"}, "markov_"),
-    Relative(
-        "Domino, whose candidates depend on one another (a recurrent head over them, prefix_gru)",
-        "domino",
-        tensors=r"prefix_gru\.",
-    ),
-    Relative(
-        "DFlash2, whose candidates are selected one after another",
-        "dflash2",
-        {"selector_rank"},
-        r"candidate_selector|_conv\.",
-    ),
-    Relative("P-EAGLE", tensors="mask_hidden"),
-    Relative(
-        "a DFlash draft with attention sinks (attention_sink_bias)",
-        fields={"attention_sink_bias", "add_swa_attention_sink_bias"},
-        tensors="attention_sink_bias",
-    ),
-    Relative("a DFlash draft with an embedding of its own for mask tokens (mask_embedding)", tensors="mask_embedding"),
-)
-INSTEAD = "Load a DFlash or EAGLE-3 draft of this target, or train a draft of this package (specdecpp train)"
 
 
 @dataclass(frozen=True)
@@ -95,12 +57,13 @@ class DFlashSettings:
     own_head: bool = False
 
     def __post_init__(self) -> None:
-        check_fields({name: getattr(self, name) for name in BOUNDS}, BOUNDS)
+        check_types(self)
+        check_numbers({**vars(self), "layer": {}})
         check_layers(self.layer)
         if not self.reads or self.places < 1:
             raise ValueError(
                 f"A DFlash draft with block_size={self.block_size} that reads layers {self.reads} proposes nothing: a "
-                f"block has at least 2 rows, made of outputs of the target. {checks.CURE}"
+                f"block has at least 2 rows, made of outputs of the target. {CURE}"
             )
 
     @property
@@ -125,12 +88,12 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
 
     Ids of layers count what comes out of them, from 0; those of speculators are one higher.
     """
-    refuse_relatives(raw)
+    check_numbers(raw)
+    checkpoints.refuse_other_types(raw, "dflash")
     is_nested, is_theirs = checkpoints.SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
     layers = checkpoints.mapping(raw, "transformer_layer_config") if is_nested else raw
     own = checkpoints.mapping(raw, "dflash_config")
     said = {**raw, **own}
-    check_fields({name: said.get(name) for name in NUMBERS}, NUMBERS, needed=("block_size", "mask_token_id"))
     layer, has_other_windows = _layer(layers, said, is_theirs)
     ids = said.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
     if ids is None and not is_nested:
@@ -140,7 +103,7 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
     if is_nested and raw.get("draft_vocab_size") not in (None, layers.get("vocab_size")):
         raise ValueError(
             f"The draft proposes {raw['draft_vocab_size']} of {layers.get('vocab_size')} tokens (draft_vocab_size) "
-            f"with an LM head of its own, which hf_specdecpp does not read in DFlash drafts. {INSTEAD}."
+            f"with an LM head of its own, which hf_specdecpp does not read in DFlash drafts. {checkpoints.INSTEAD}."
         )
     causal = False if is_theirs or raw.get("sliding_window_non_causal") else _is_causal(raw, own)
     if causal is None and has_other_windows:
@@ -148,8 +111,8 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
     return DFlashSettings(
         layer=layer,
         reads=[each - is_nested for each in ids],
-        block_size=said["block_size"],
-        mask_token_id=said["mask_token_id"],
+        block_size=said.get("block_size"),
+        mask_token_id=said.get("mask_token_id"),
         **{field: said[name] for name, field in SCALES.items() if said.get(name) is not None},
         logit_cap=said.get("final_logit_softcapping") or None,
         scales_as_target=is_theirs,
@@ -192,9 +155,9 @@ def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) 
     kind = layers.get("model_type", "qwen3")
     if kind not in ("qwen3", TRANSFORMERS):
         raise ValueError(
-            f"The draft has layers of type {kind!r}; DFlash drafts with 'qwen3' layers are read. {INSTEAD}."
+            f"The draft has layers of type {kind!r}; DFlash drafts with 'qwen3' layers are read. {checkpoints.INSTEAD}."
         )
-    layer = checkpoints.layers_of(layers, ["mlp_bias"], f"{INSTEAD}.")
+    layer = checkpoints.layers_of(layers, ["mlp_bias"], f"{checkpoints.INSTEAD}.")
     types, size = layer.get("layer_types"), said.get("swa_window_size") or layer.get("sliding_window")
     some_have = isinstance(types, list) and "sliding_attention" in types
     all_have = bool(said.get("use_swa")) and not some_have
@@ -212,12 +175,3 @@ def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) 
         layer["sliding_window"] = size
     check_layers(layer, "")
     return layer, all_have
-
-
-def refuse_relatives(raw: Mapping[str, Any], tensors: Iterable[str] = ()) -> None:
-    """Raise `ValueError` for other drafts, by their config, or by the names of their tensors."""
-    found = checkpoints.relative_by(RELATIVES, raw, "dflash", "dflash_config") or checkpoints.relative_among(
-        RELATIVES, tensors
-    )
-    if found is not None:
-        raise ValueError(f"This repository holds {found}, which hf_specdecpp cannot draft with. {INSTEAD}.")

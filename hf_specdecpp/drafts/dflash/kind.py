@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import Names, own_reader, target_of
-from hf_specdecpp.drafts.dflash.config import DFlashSettings, looks_like_one, read_settings, refuse_relatives
+from hf_specdecpp.drafts.dflash.config import DFlashSettings, looks_like_one, read_settings
 from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
 from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, Trainable, pinned
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
@@ -43,7 +43,6 @@ BELONGS = (
 
 def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
     """The draft of a `config.json` and tensors (`Format.read`); `ValueError` for relatives, or misfit tensors."""
-    refuse_relatives(raw, tensors)
     named = NAMES.here(tensors, source)
     own: dict[str, Any] = {name: f"{part}.weight" in named for name, part in OWN.items()}
     return build(replace(read_settings(raw), **own), tensors, source)
@@ -62,26 +61,27 @@ def tensors_of(
     return NAMES.in_file(state or model.state_dict(), dtype)
 
 
-def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
-    """Bring a draft, `name` in messages, to its target, in its dtype; `ValueError` if it was made for another."""
+def misfit(model: DFlashModel, target: CausalLM) -> str | None:
+    """What about a draft does not fit a target (`Format.misfit`)."""
     config, settings = target.config.get_text_config(decoder=True), model.settings
     depth, width = config.num_hidden_layers, model.reader.hidden_size
     known = num_embeddings(target) if model.embed_tokens is None else model.embed_tokens.num_embeddings
     theirs = target.get_input_embeddings().weight.shape[1], sizes_of(target.get_output_embeddings())[0]
-    wrong = None
     if not width == theirs[0] == theirs[1] == config.hidden_size:
-        wrong = (
-            f"is {width} wide, and embeddings, states and LM head are {theirs[0]}, {config.hidden_size}, {theirs[1]}"
-        )
-    elif settings.num_target_layers not in (None, depth):
-        wrong = f"was made for {settings.num_target_layers} layers, and there are {depth}"
-    elif max(settings.reads) >= depth:
-        wrong = f"reads layers {settings.reads}, counted from 0, and there are {depth}"
-    elif (misfit := outside(settings.layer.get("vocab_size"), target)) is not None:
-        wrong = misfit
-    elif settings.mask_token_id >= known:
-        wrong = f"has the mask token {settings.mask_token_id}, and there are {known} embeddings"
-    checkpoints.meet(model, target, name, wrong, BELONGS)
+        return f"is {width} wide, and embeddings, states and LM head are {theirs[0]}, {config.hidden_size}, {theirs[1]}"
+    if settings.num_target_layers not in (None, depth):
+        return f"was made for {settings.num_target_layers} layers, and there are {depth}"
+    if max(settings.reads) >= depth:
+        return f"reads layers {settings.reads}, counted from 0, and there are {depth}"
+    if settings.mask_token_id >= known:
+        return f"has the mask token {settings.mask_token_id}, and there are {known} embeddings"
+    return outside(settings.layer.get("vocab_size"), target)
+
+
+def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
+    """Bring a draft, `name` in messages, to its target, in its dtype; `ValueError` if it was made for another."""
+    checkpoints.meet(model, target, name, misfit(model, target), BELONGS)
+    config = target.config.get_text_config(decoder=True)
     # Left out is what a file holds of its target, as those of `speculators` do: a copy would cost memory for nothing.
     shared = {"own_embeddings": target.get_input_embeddings(), "own_head": target.get_output_embeddings()}
     for own_name, part in OWN.items():
@@ -96,7 +96,7 @@ def meet(model: DFlashModel, target: CausalLM, name: str) -> None:
     if settings.scales_as_target:
         multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
         model.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)
-    model.reader.meet(settings.reads, depth - 1 if settings.reads_normed else None)
+    model.reader.meet(settings.reads, config.num_hidden_layers - 1 if settings.reads_normed else None)
 
 
 def fields(raw: Config) -> dict[str, Any]:
@@ -123,6 +123,8 @@ DFLASH = Kind(
     format=Format(  # the original dialect, that of transformers, and that of speculators
         read_model,
         looks_like_one,
+        misfit=misfit,
+        belongs=BELONGS,
         fields=fields,
         module=DFlashModel,
         served_by="vLLM and SGLang serve it from its own repository, with the method dflash",

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_specdecpp.config import checks
-from hf_specdecpp.config.checks import Bounds, check_fields, check_values, shown
+from hf_specdecpp.config.checks import SLIDING, check_numbers, check_values, shown
 from hf_specdecpp.drafts import checkpoints
-from hf_specdecpp.drafts.checkpoints import DEFAULT_THETA, SPECULATORS, Names, Relative, mapping
+from hf_specdecpp.drafts.checkpoints import DEFAULT_THETA, SPECULATORS, Names, mapping
 from hf_specdecpp.drafts.eagle3.model import LAYER_CONFIGS, NUM_USUAL, Eagle3Model, Eagle3Settings
 
 logger = logging.get_logger("hf_specdecpp")
@@ -22,26 +21,6 @@ logger = logging.get_logger("hf_specdecpp")
 # Configs. -------------------------------------------------------------------------------------------------------------
 
 OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
-NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-ABOVE: dict[str, Bounds] = {"target_hidden_size": checks.SIZE, "draft_vocab_size": checks.TOKENS}  # beside the layers
-RELATIVES = (
-    Relative("Medusa heads", "medusa", {"medusa_num_heads"}, r"^(medusa_head|heads|blocks|lm_heads|\d+)\.\d+\."),
-    Relative("Hydra heads", "hydra", {"hydra_num_heads"}),
-    Relative("P-EAGLE", "peagle", {"parallel_drafting", "mask_token_id", "ptd_token_id", "pard_token"}, "mask_hidden"),
-    Relative(
-        "an EAGLE-3 draft with an MLA layer (DeepSeek's attention)",
-        "deepseek|(?-i:MLA)",
-        {"kv_lora_rank"},
-        "kv_[ab]_proj",
-    ),
-    Relative(
-        "an EAGLE-3 draft with a mixture of experts",
-        r"/\w*moe",
-        {"num_experts", "num_local_experts", "n_routed_experts"},
-        r"\.experts\.|mlp\.gate\.weight",
-    ),
-    Relative("a quantised EAGLE-3 draft", fields={"quantization_config", "compression_config"}),
-)
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # What somebody may know better than a config: `from_pretrained(..., eagle3={...})`. The names are those of the settings
 # and of their layers; `own_embeddings=False` takes the target's where the file has some.
@@ -50,11 +29,10 @@ OVERRIDES: dict[str, Any] = {
     "rope_theta": float,
     "reads": list[int],
 }
-TRAIN = "Train a draft of this package for the target (specdecpp train), or look for an EAGLE-3 head of it"
 
 
 def looks_like_one(raw: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is of an EAGLE-3 checkpoint, or of a relative that is refused by name.
+    """Whether a `config.json` is of an EAGLE-3 checkpoint, or of a draft like those, which is refused.
 
     Of EAGLE's own first drafts it says nothing but that a Llama has one layer.
     """
@@ -63,14 +41,13 @@ def looks_like_one(raw: Mapping[str, Any]) -> bool:
 
 def is_marked(raw: Mapping[str, Any]) -> bool:
     """The same where a config says so itself; a causal LM of one layer does not."""
-    marks = {SPECULATORS, "draft_vocab_size", "eagle_config", "medusa_num_heads", "hydra_num_heads"}
-    names = str(raw.get("architectures")).lower()
-    return bool(marks & set(raw)) or any(name in names for name in ("eagle", "medusa", "hydra"))
+    marks = {SPECULATORS, "draft_vocab_size", "eagle_config"}
+    return bool(marks & set(raw)) or "eagle" in str(raw.get("architectures")).lower()
 
 
 def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a `config.json` says before its tensors are looked at: arguments of `Eagle3Settings`. `ValueError` if it is
-    of a relative that is not supported, or a value is missing or makes no sense.
+    """What a `config.json` says before its tensors are looked at: arguments of `Eagle3Settings`. `ValueError` if a
+    value is missing, makes no sense, or is of another kind of draft.
 
     `layer` is without the number of layers, and perhaps of the other type; `num_reads` is 0 where the final state alone
     is read, else there is none: tensors tell both.
@@ -79,18 +56,19 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
         overrides: of its values (`OVERRIDES`).
     """
     overrides = check_overrides(overrides or {})
+    checkpoints.refuse_other_types(raw, "eagle3")
     is_nested = SPECULATORS in raw
     inner = mapping(raw, "transformer_layer_config") if is_nested else raw
     eagle = mapping(raw, "eagle_config")
-    if (
-        found := checkpoints.relative_by(RELATIVES, raw, "eagle3", "transformer_layer_config", "eagle_config")
-    ) is not None:
-        raise ValueError(f"This repository holds {found}, which hf_specdecpp cannot draft with. {TRAIN}.")
-    place = "transformer_layer_config." if is_nested else ""
-    check_fields({name: inner.get(name) for name in NEEDED}, checks.LAYER, place, NEEDED)
-    check_fields({name: raw.get(name) for name in ABOVE}, ABOVE)
+    layer = _layer(raw, inner, overrides.get("rope_theta"))
     said = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # the former is an older name
-    check_fields({name: said.get(name) or None for name in FLAGS}, dict.fromkeys(FLAGS, bool))
+    sizes = {
+        "state_size": raw.get("target_hidden_size") or layer.get("hidden_size"),
+        "draft_vocab_size": raw.get("draft_vocab_size"),
+    }
+    check_numbers({"layer": layer, **sizes})
+    needed = {name: layer.get(name) for name in ("vocab_size", "hidden_size")}
+    check_values({**sizes, **needed}, {**dict.fromkeys((*sizes, *needed), int), "draft_vocab_size": int | None})
     ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
     if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
         raise ValueError(
@@ -100,20 +78,19 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
     if is_nested and ids and 0 in ids:
         raise ValueError(
             f"eagle_aux_hidden_state_layer_ids={ids}: 0 is the target's embeddings in this dialect, and "
-            f"hf_specdecpp reads outputs of layers. {TRAIN}."
+            f"hf_specdecpp reads outputs of layers. {checkpoints.INSTEAD}."
         )
     reads = overrides.get("reads")
     if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
         reads = [each - 1 for each in ids]
     reads_states = eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False
     return {
-        "layer": _layer(raw, inner, overrides.get("rope_theta")),
+        **sizes,
+        "layer": layer,
         "layer_ids": ids,
         "reads": reads,
-        "state_size": raw.get("target_hidden_size") or inner["hidden_size"],
-        "draft_vocab_size": raw.get("draft_vocab_size"),
         "own_embeddings": overrides.get("own_embeddings", True),
-        **{name: bool(said.get(name)) for name in FLAGS},
+        **{name: said.get(name) or False for name in FLAGS},
         **({} if reads_states else {"num_reads": 0}),
     }
 
@@ -143,12 +120,10 @@ def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None
     if not is_its_own and not is_flat_llama:
         raise ValueError(
             f"The draft has layers of type {said!r}; EAGLE-3 drafts with 'llama' and 'qwen3' layers are supported. "
-            f"{TRAIN}."
+            f"{checkpoints.INSTEAD}."
         )
     cure = "Say what rope_theta it was trained with: eagle3={'rope_theta': 10000.0}."
-    layer = checkpoints.layers_of(inner, ("num_hidden_layers", *(() if is_its_own else OF_QWEN3)), cure, theta)
-    check_fields(layer, checks.LAYER)
-    return layer
+    return checkpoints.layers_of(inner, ("num_hidden_layers", *(() if is_its_own else OF_QWEN3)), cure, theta)
 
 
 # Tensors. -------------------------------------------------------------------------------------------------------------
@@ -165,7 +140,7 @@ RENAMED = (
     (r"^(layers|embed_tokens)\.", r"decoder.\1."),
     (r"^(fc|fc_norm|input_norm)\.", r"reader.\1."),
 )  # fmt: skip
-EMBEDDINGS = "decoder.embed_tokens.weight"
+EMBEDDINGS, MARK = "decoder.embed_tokens.weight", "decoder.layers.0.hidden_norm.weight"
 TITLE = "EAGLE-3 draft"
 
 
@@ -181,18 +156,11 @@ NAMES = Names(RENAMED, r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", origina
 def read_model(
     raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str, overrides: dict[str, Any] | None = None
 ) -> Eagle3Model:
-    """The draft that a `config.json` and its tensors make (`Format.read`); `ValueError` if the config is of a relative
-    or makes no sense, a tensor is missing, unknown or of another shape, or token ids make no sense."""
-    said = read_config(raw, overrides)
-    named = NAMES.here(tensors, source)
-    q, found = named.get("decoder.layers.0.self_attn.q_proj.weight"), checkpoints.relative_among(RELATIVES, named)
-    reads_both = q is not None and list(q.shape)[1:] == [2 * said["layer"]["hidden_size"]]
-    if found is None and not reads_both and "decoder.layers.0.hidden_norm.weight" not in named:
-        found = "a model of its own, which assist(model, ...) takes if it is a causal LM with the target's tokens"
-        if "reader.fc.weight" in named:
-            found = "a draft of EAGLE-1 or 2"
-    if found is not None:
-        raise ValueError(f"{source} is of {found}; it is no EAGLE-3 draft that hf_specdecpp can load. {TRAIN}.")
+    """The draft that a `config.json` and its tensors make (`Format.read`); `ValueError` if the config
+    makes no sense, a tensor is missing, unexpected or of another shape, or token ids make no sense."""
+    said, named = read_config(raw, overrides), NAMES.here(tensors, source)
+    if MARK not in named:  # a model of its own, a draft of EAGLE-1 or 2, or heads of another method
+        raise ValueError(checkpoints.not_of_form(source, TITLE, [original(MARK)], []))
     return build(settings_of(said, named), tensors, source)
 
 
@@ -212,13 +180,14 @@ def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Sett
     count = max(len(layers), 1)  # whatever config.json says: some files have one layer and say 40
     kind = "qwen3" if "decoder.layers.0.self_attn.q_norm.weight" in named else "llama"
     layer = {"model_type": kind, **said["layer"], "num_hidden_layers": count}
-    if types := layer.get("layer_types"):
+    types = found if isinstance(found := layer.get("layer_types"), list) else []
+    if types:
         layer["layer_types"] = types[:count]
     if kind == "llama":
-        if "sliding_attention" in (types or ()):
+        if SLIDING in types:
             raise ValueError(
                 "The draft is a Llama layer with a sliding window (layer_types), which transformers' Llama does not "
-                f"have, so it would see too much. {TRAIN}."
+                f"have, so it would see too much. {checkpoints.INSTEAD}."
             )
         layer = {name: value for name, value in layer.items() if name not in OF_QWEN3}
     settings = {
@@ -272,6 +241,8 @@ def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | 
             f"{source}: d2t is {list(offsets.shape)} of {str(offsets.dtype)[6:]}, and must be [{count}] whole numbers "
             "(int64), one for each of the draft's tokens. The file is damaged: download it again."
         )
+    if offsets.is_meta:  # its numbers are read later
+        return None
     ids = torch.arange(count) + offsets.long()
     listed = None if kept is None else kept.flatten().bool().nonzero().flatten()  # of some types torch counts none
     if listed is not None and not torch.equal(ids.sort().values, listed):

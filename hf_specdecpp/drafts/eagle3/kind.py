@@ -13,33 +13,14 @@ from hf_specdecpp.drafts.checkpoints import own_reader, target_of
 from hf_specdecpp.drafts.conditioned import NO_LATE_VERDICTS
 from hf_specdecpp.drafts.eagle3 import checkpoint
 from hf_specdecpp.drafts.eagle3.checkpoint import FLAGS, OF_QWEN3, build, tensors_of
-from hf_specdecpp.drafts.eagle3.meeting import GOOD, TEXT, better, compare, meanings, meet, usual_reads
+from hf_specdecpp.drafts.eagle3.meeting import BELONGS, meanings, meet, misfit, usual_reads
 from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model, Eagle3Settings
-from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, SelfCheck, Trainable, pinned
+from hf_specdecpp.drafts.kind import Config, Format, Kind, Loading, OwnFile, Parts, Trainable, pinned
 from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
-from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config
 from hf_specdecpp.serving import Destination, Exported, eagle3_commands
 
 WRITTEN = [name for name in LAYER if name not in (*OF_QWEN3, "rope_parameters")]  # of the layers
-
-
-def self_check(config: SpecDecPPConfig, module: Any, target: CausalLM, tokenizer: Any) -> SelfCheck:
-    """How well the draft guesses what `target` says, as it is read and in each other way (`Format.self_check`)."""
-    meet(module, target, words(config))
-    found = compare(module, target, tokenizer(TEXT, return_tensors="pt")["input_ids"])
-    best = better(found)
-    remarks = []
-    if best is not None:
-        override = {**(config.eagle3 or {}), **best.overrides}
-        remarks.append(f"Another reading agrees far better: {best.name}. Load the draft with eagle3={override}.")
-    if (share := (best or found[0]).agreement[0]) < GOOD:
-        remarks.append(
-            f"Only {share:.0%} of the first candidates agree, and a draft for this target has {GOOD:.0%} or more: "
-            "it is probably for another target, or read in a way that is not listed here."
-        )
-    fine = "The draft agrees as one for this target should, and no other reading agrees better by far."
-    return SelfCheck([(each.name, each.agreement) for each in found], remarks or [fine])
 
 
 def fields(raw: Config) -> dict[str, Any]:
@@ -155,10 +136,8 @@ def words(config: SpecDecPPConfig, target: str = "the target") -> str:
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Eagle3Drafter:
-    meet(parts.module, how.target, name := words(config))
-    drafter = Eagle3Drafter(parts.module, how.target)
-    drafter.suspect = None if config.draft_id is None else name
-    return drafter
+    meet(parts.module, how.target, words(config))
+    return Eagle3Drafter(parts.module, how.target)
 
 
 # A draft of the world's most common kind; `config.draft_id` names the repository that others trained it in.
@@ -172,10 +151,11 @@ EAGLE3 = Kind(
         checkpoint.read_model,
         checkpoint.looks_like_one,
         checkpoint.is_marked,
+        misfit,
+        BELONGS,
         fields,
         facts,
         checkpoint.check_overrides,
-        self_check,
         Eagle3Model,
         no_model="an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files",
     ),

@@ -1,39 +1,22 @@
-"""Bring an EAGLE-3 draft to its target (`meet`), and find out what its config leaves open by what the draft guesses.
-
-Ids of layers count what goes into layers, or what comes out; a self-check compares this and other likely misreadings.
-"""
+"""Bring an EAGLE-3 draft to its target (`meet`), and find out which layers it reads where its config leaves that open:
+ids of layers count what goes into layers, or what comes out, and the right ones make the draft guess better."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from transformers.utils import logging
 
-from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.drafts import checkpoints
-from hf_specdecpp.drafts.checkpoints import DEFAULT_THETA
-from hf_specdecpp.drafts.eagle3.checkpoint import build, tensors_of
+from hf_specdecpp.drafts.acceptance import TEXTS, agreement
 from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model, Eagle3Settings
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, trying
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import outside, tokenizer_of
-from hf_specdecpp.models.reader import Reader
-from hf_specdecpp.models.target_states import StateReader, TargetStates
 
 logger = logging.get_logger("hf_specdecpp")
 
-STEPS = 2  # candidates of a round that are looked at: the state that the second reads tells `norm_output`
-BETTER_BY = 0.1  # of all places, so that chance does not decide
 BELONGS = "It was trained for another target, or is read wrongly."
-GOOD = 0.4  # of the first candidates, on plain English
-TEXT = """The old lighthouse at the end of the harbour had not been used for twenty years. When the town decided to sell
-it, nobody expected that a young engineer would buy it and turn it into a small museum. She repaired the stairs, painted
-the walls white, and collected photographs and letters from the families of the keepers. In the first summer more than
-three thousand visitors came, and most of them stayed until the sun went down over the sea. Today the museum has a cafe,
-a library and a room where children can learn how the lamp worked and why ships needed it."""
 
 
 def usual_reads(depth: int) -> list[int]:
@@ -81,25 +64,31 @@ def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
     return readings(settings.layer_ids, depth) if settings.num_reads else [[]]
 
 
+def misfit(model: Eagle3Model, target: CausalLM) -> str | None:
+    """What about a draft does not fit a target (`Format.misfit`); `ValueError` if the target lacks layers that a
+    checkpoint names."""
+    config, settings = target.config.get_text_config(decoder=True), model.settings
+    depth, largest = config.num_hidden_layers, int(model.token_ids.max()) if model.token_ids is not None else -1
+    if settings.state_size != config.hidden_size:
+        return f"reads states of {settings.state_size} numbers, and they have {config.hidden_size}"
+    if largest >= config.vocab_size:
+        return f"proposes token ids up to {largest}, and there are {config.vocab_size}"
+    if max(found := meanings(settings, depth)[0], default=0) >= depth:
+        return f"reads the outputs of layers {found}, counted from 0, and there are {depth}"
+    return outside(settings.layer["vocab_size"], target)
+
+
 def meet(model: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
     """Move a draft, which messages call `name`, to its target, in its dtype or another one, and find out which layers
     it reads; `ValueError` if the draft was made for another target."""
-    config, settings = target.config.get_text_config(decoder=True), model.settings
-    depth, made_for, wrong = config.num_hidden_layers, settings.layer["vocab_size"], None
-    found = meanings(settings, depth) if settings.state_size == config.hidden_size else [[]]
-    largest = int(model.token_ids.max()) if model.token_ids is not None else -1
-    if settings.state_size != config.hidden_size:
-        wrong = f"reads states of {settings.state_size} numbers, and they have {config.hidden_size}"
-    elif largest >= config.vocab_size:
-        wrong = f"proposes token ids up to {largest}, and there are {config.vocab_size}"
-    elif max(found[0], default=0) >= depth:
-        wrong = f"reads the outputs of layers {found[0]}, counted from 0, and there are {depth}"
-    checkpoints.meet(model, target, name, wrong or outside(made_for, target), BELONGS, dtype)
+    checkpoints.meet(model, target, name, misfit(model, target), BELONGS, dtype)
+    config, made_for = target.config.get_text_config(decoder=True), model.settings.layer["vocab_size"]
     if made_for != config.vocab_size:
         logger.warning(
             f"{name} was made for {made_for} token ids, and the target has {config.vocab_size}. That is harmless "
             "padding if it is the same tokenizer; if almost nothing is accepted, it is not."
         )
+    found = meanings(model.settings, config.num_hidden_layers)
     model.meet(target, found[0])
     if len(found) > 1:
         _settle(model, target, found)
@@ -115,90 +104,11 @@ def _settle(model: Eagle3Model, target: CausalLM, found: list[list[int]]) -> Non
             f"the former are read. If little is accepted, say otherwise: eagle3={{'reads': {found[1]}}}."
         )
         return
-    heard = Heard(target, tokenizer(TEXT, return_tensors="pt")["input_ids"])
+    texts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in TEXTS]
 
-    def rate(reads: list[int]) -> float:
+    def rate(reads: list[int]) -> list[float]:
         model.meet(target, reads)
-        return heard.agreement(model)[0]
+        return agreement(Eagle3Drafter(model, target), target, texts)
 
     model.meet(target, chosen := max(found, key=rate))
     logger.info(f"eagle_aux_hidden_state_layer_ids={ids} means the outputs of layers {chosen}: these agree best.")
-
-
-class Reading(NamedTuple):
-    """A way to read a checkpoint, its name in words, the overrides for `from_pretrained(..., eagle3=overrides)`, and
-    how often the likeliest first and second candidate of a round is then the target's choice."""
-
-    name: str
-    overrides: dict[str, Any]
-    agreement: list[float]
-
-
-class Heard:
-    """What a target says of a text `[1, n]`, and its states there: one pass, for all readings of a draft."""
-
-    def __init__(self, target: CausalLM, text: Tensor) -> None:
-        config, reader, everything = target.config.get_text_config(decoder=True), Reader(target), StateReader()
-        everything.reads = list(range(config.num_hidden_layers))
-        self.target, self.width = target, target.config.get_text_config().vocab_size
-        with trying(target), TargetStates(target, everything) as caught:
-            final = reader.hidden_states(text.to(input_device(target)))
-            states: Any = caught.take()
-            self.chosen = reader.logits(final, self.width).argmax(-1)[0]
-        self.text, self.states = text.to(states.device), states.split(config.hidden_size, dim=-1)
-
-    @torch.no_grad()
-    def agreement(self, model: Eagle3Model) -> list[float]:
-        """How often the likeliest first and second candidate of a draft that has met it is what the target chooses."""
-        drafter, found = Eagle3Drafter(model, self.target), []
-        final, *outputs = self.states
-        read = [final] * model.reader.reads_final + [outputs[layer] for layer in model.reader.reads]
-        for step, hidden in enumerate(unrolled(drafter, self.text, torch.cat(read, dim=-1), STEPS), 1):
-            drafted = drafter.logits(hidden, self.width).argmax(-1)[0]
-            found.append(float((drafted.to(self.chosen.device) == self.chosen)[step:].float().mean()))
-        return found
-
-
-def variants(settings: Eagle3Settings, target: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What else a checkpoint may mean beside `settings`: names, and the overrides that read it so."""
-    reads, depth = settings.reads or [], target.num_hidden_layers
-    for name, by in (("layers one lower", -1), ("layers one higher", 1)):
-        moved = [read + by for read in reads]
-        if reads and min(moved) >= 0 and max(moved) < depth:
-            yield name, {"reads": moved}
-    targets_own = (getattr(target, "rope_parameters", None) or {}).get("rope_theta")  # which its trainer may have taken
-    for theta in dict.fromkeys((DEFAULT_THETA, targets_own)):
-        if theta not in (None, settings.layer["rope_parameters"]["rope_theta"]):
-            yield f"rope_theta {theta:.0f}", {"rope_theta": float(theta)}
-    if settings.own_embeddings and settings.state_size == settings.layer["hidden_size"]:
-        yield "the target's embeddings", {"own_embeddings": False}  # some exporters write random ones
-    for flag in ("norm_before_residual", "norm_output"):
-        value = not getattr(settings, flag)
-        yield f"{flag} {str(value).lower()}", {flag: value}
-
-
-def changed(settings: Eagle3Settings, overrides: dict[str, Any]) -> Eagle3Settings:
-    changes = dict(overrides)
-    if (theta := changes.pop("rope_theta", None)) is not None:
-        rope = {**settings.layer["rope_parameters"], "rope_theta": theta}
-        changes["layer"] = {**settings.layer, "rope_parameters": rope}
-    return replace(settings, **changes)
-
-
-def compare(model: Eagle3Model, target: CausalLM, text: Tensor) -> list[Reading]:
-    """The draft as it is read, then its likely misreadings, each with what it guesses right of a text `[1, n]`."""
-    heard = Heard(target, text)
-    found = [Reading("as read", {}, heard.agreement(model))]
-    tensors = tensors_of(model)
-    for name, overrides in variants(model.settings, target.config.get_text_config(decoder=True)):
-        other = build(changed(model.settings, overrides), tensors, "The draft")
-        move(other, model.device, model.dtype)
-        other.meet(target, other.settings.reads or [])
-        found.append(Reading(name, overrides, heard.agreement(other)))
-    return found
-
-
-def better(readings: list[Reading]) -> Reading | None:
-    """The reading that guesses far better than the first one, if there is one."""
-    best = max(readings, key=lambda reading: sum(reading.agreement))
-    return best if sum(best.agreement) > sum(readings[0].agreement) + BETTER_BY else None

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.config import checks
-from hf_specdecpp.config.checks import Bounds, check_fields, check_layers
+from hf_specdecpp.config.checks import check_layers, check_numbers, check_types
 from hf_specdecpp.drafting.draft import check_beside
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -21,13 +20,6 @@ from hf_specdecpp.models.target_states import StateReader
 
 LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 NUM_USUAL = 3  # outputs of layers are read where a checkpoint names none
-BOUNDS: dict[str, Bounds] = {
-    "state_size": checks.SIZE,
-    "reads": [checks.OF_TARGET],
-    "layer_ids": [range(checks.OF_TARGET.stop + 1)],
-    "num_reads": range(checks.DEPTH.stop),
-    "draft_vocab_size": checks.TOKENS,
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,8 @@ class Eagle3Settings:
     own_head: bool = True
 
     def __post_init__(self) -> None:
-        check_fields({name: getattr(self, name) for name in BOUNDS}, BOUNDS)
+        check_types(self)
+        check_numbers({**vars(self), "layer": {}})
         check_layers(self._arguments())
         if self.layer.get("vocab_size") is None:
             raise ValueError("layer.vocab_size is missing, so it is not known how many tokens the draft was made for.")

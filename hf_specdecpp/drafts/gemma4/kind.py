@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_specdecpp.config import checks
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.checks import Bounds, check_fields, check_layers, shown
+from hf_specdecpp.config.checks import check_layers, check_numbers, shown
 from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import as_described, mapping
 from hf_specdecpp.drafts.gemma4.drafter import Gemma4Draft, heads_of, sources
@@ -29,27 +29,17 @@ BELONGS = (
 )
 HEAD, EMBEDDINGS, ORDER = "lm_head.weight", "model.embed_tokens.weight", "masked_embedding.token_ordering"
 
-OWN: dict[str, Bounds] = {
-    "backbone_hidden_size": checks.SIZE,
-    "num_centroids": checks.TOKENS,
-    "centroid_intermediate_top_k": checks.TOKENS,
-    "use_ordered_embeddings": bool,
-    "tie_word_embeddings": bool,
-}
+OWN = (
+    "backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k", "use_ordered_embeddings",
+    "tie_word_embeddings",
+)  # fmt: skip
 # Of its layers. Those of one kind may have heads of their own, as the newest versions write it or as older ones do.
-HEADS_OF_LAYER: dict[str, Bounds] = {"head_dim": checks.HEAD_SIZE, "num_key_value_heads": checks.HEADS}
-TEXT: dict[str, Bounds] = {
-    **checks.LAYER,
-    "hidden_activation": checks.ACTIVATIONS,
-    "rope_parameters": {checks.FULL: checks.ROPE, checks.SLIDING: checks.ROPE},
-    "num_kv_shared_layers": range(checks.DEPTH.stop),
-    "global_head_dim": checks.HEAD_SIZE,
-    "num_global_key_value_heads": checks.HEADS,
-    "per_layer_config": {str(layer): HEADS_OF_LAYER for layer in range(checks.DEPTH.stop)},
-    "use_bidirectional_attention": frozenset({"all", "vision"}),
-    **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), range(checks.TOKENS.stop)),
-    **dict.fromkeys(("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "tie_word_embeddings"), bool),
-}
+TEXT = (
+    *checks.LAYER, "hidden_activation", "num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads",
+    "per_layer_config", "use_bidirectional_attention", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
+    "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "tie_word_embeddings",
+)  # fmt: skip
+HEADS_OF_LAYER = {"head_dim", "num_key_value_heads"}
 
 
 def looks_like_one(raw: Mapping[str, Any]) -> bool:
@@ -59,9 +49,9 @@ def looks_like_one(raw: Mapping[str, Any]) -> bool:
 
 def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What a config says of an assistant: the token ids of draft and target; `ValueError` if that is no number."""
-    size = mapping(raw, "text_config").get("vocab_size")
-    check_fields({"vocab_size": size}, TEXT)
-    return {"vocab_size": size}
+    size = {"vocab_size": mapping(raw, "text_config").get("vocab_size")}
+    check_numbers(size)
+    return size
 
 
 def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> CausalLM:
@@ -90,6 +80,8 @@ def read_model(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: st
     depth = config.text_config.num_hidden_layers
     model = checkpoints.build(lambda: _bare(config), named, depth, source, "Gemma 4 assistant")
     if model.masked_embedding is not None:
+        if order is not None and order.is_meta:  # its numbers are read later
+            return model
         ids = None if order is None or order.is_floating_point() or order.shape != (tokens,) else order.cpu().long()
         if ids is None or not torch.equal(ids.sort().values, torch.arange(len(ids))):
             found = "is missing"
@@ -121,14 +113,15 @@ def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     text = dict(mapping(raw, "text_config"))
     if (named := text.get("model_type")) not in (None, usual := f"{kind.removesuffix('_assistant')}_text"):
         raise ValueError(f"text_config.model_type={shown(named)} must be {usual!r}, as a {kind} has it.")
-    if isinstance(differing := text.get("per_layer_config"), Mapping):
-        text["per_layer_config"] = {str(layer): values for layer, values in differing.items()}
+    differing = mapping(text, "per_layer_config")
+    if strange := [each for each in differing.values() if not isinstance(each, Mapping) or set(each) - HEADS_OF_LAYER]:
+        raise ValueError(f"text_config.per_layer_config has {shown(strange[0])}, which is not known. {checks.CURE}")
     own = {name: raw[name] for name in OWN if raw.get(name) is not None}
     layers = {name: text[name] for name in TEXT if text.get(name) is not None}
-    check_fields(own, OWN)
+    check_numbers(own)
     check_layers(layers, "text_config.", TEXT)
-    rope = layers.get("rope_parameters")
-    if rope is not None and None in (rope.get(checks.FULL), rope.get(checks.SLIDING)):
+    rope = mapping(layers, "rope_parameters")
+    if rope and None in (rope.get(checks.FULL), rope.get(checks.SLIDING)):
         raise ValueError(
             f"text_config.rope_parameters={shown(rope)} must have both {checks.FULL} and {checks.SLIDING}. "
             f"{checks.CURE}"
@@ -136,7 +129,8 @@ def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, "text_config": {"model_type": usual, **layers}}
 
 
-def _misfit(model: CausalLM, target: CausalLM) -> str | None:
+def misfit(model: CausalLM, target: CausalLM) -> str | None:
+    """What about an assistant does not fit a target (`Format.misfit`)."""
     config, own = target.config.get_text_config(decoder=True), model.config.get_text_config()
     if not config.model_type.startswith("gemma4_"):
         return f"drafts for a Gemma 4, and there is a model of type {config.model_type!r}"
@@ -174,11 +168,8 @@ def words(config: SpecDecPPConfig, target: str = "the target") -> str:
 
 
 def draft_of(config: SpecDecPPConfig, parts: Parts, how: Loading) -> Gemma4Draft:
-    name, target = words(config), how.target
-    checkpoints.meet(parts.module, target, name, _misfit(parts.module, target), BELONGS)
-    drafter = Gemma4Draft(parts.module, target)
-    drafter.suspect = None if config.draft_id is None else name
-    return drafter
+    checkpoints.meet(parts.module, how.target, words(config), misfit(parts.module, how.target), BELONGS)
+    return Gemma4Draft(parts.module, how.target)
 
 
 # An assistant of transformers' class, beside the target that it was trained for.
@@ -190,6 +181,8 @@ GEMMA4 = Kind(
     format=Format(
         read_model,
         looks_like_one,
+        misfit=misfit,
+        belongs=BELONGS,
         fields=fields,
         facts=facts,
         served_by="engines that serve such assistants read its own repository",

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.checks import CURE, OF_TARGET, Bounds, check_fields
+from hf_specdecpp.config.checks import CURE, shown
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.checkpoints import mapping, renamed
@@ -26,10 +26,8 @@ logger = logging.get_logger("hf_specdecpp")
 
 ANNOUNCING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields of a config
 MOST_LAYERS = 16
-BOUNDS: dict[str, Bounds] = {
-    "num_hidden_layers": range(1, OF_TARGET.stop + 1),
-    **dict.fromkeys(ANNOUNCING, range(OF_TARGET.stop)),
-}
+FIELDS = ("num_hidden_layers", *ANNOUNCING)
+MOST_OF_TARGET = 2**10  # layers of a target
 MOST_BYTES = 2**22  # of the config of a target, which may list its quantised layers
 OWN = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "post_norm.weight")  # beside those of the decoder layer
 INSTEAD = (
@@ -78,7 +76,9 @@ def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: s
     """The multi-token layers of a target's repository, the only ones of its `tensors` that are read; `ValueError` if it
     has none, is quantised, or has them in a form that is not known, with what to do."""
     config = {**mapping(raw, "mtp_config"), **(mapping(raw, "text_config") or raw)}
-    check_fields({name: config.get(name) for name in BOUNDS}, BOUNDS)
+    for field in FIELDS:
+        if not isinstance(found := config.get(field) or 0, int) or not 0 <= found <= MOST_OF_TARGET:
+            raise ValueError(f"{field}={shown(found)} must be a whole number from 0 to {MOST_OF_TARGET}. {CURE}")
     name, count = next(((name, config[name]) for name in ANNOUNCING if config.get(name)), (None, 0))
     is_chained = bool(config.get("chain_hidden_post_norm"))
     named = layers_among(tensors, config.get("num_hidden_layers") or 0, source, is_chained)

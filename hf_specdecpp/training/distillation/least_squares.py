@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp.config.checks import ROPE
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
@@ -125,7 +124,6 @@ def layer_sizes(config: Any) -> dict[str, Any]:
     """What a draft's layer takes from the config of a target of any family, as a Llama's config names it."""
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # Gemma has one for each kind of layer
-    rope = {name: rope[name] for name in ROPE if name in rope}
     return {
         "hidden_act": "silu", "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
         "intermediate_size": 4 * config.hidden_size,

@@ -1,0 +1,76 @@
+"""How often a draft guesses what its target says of a few short texts: the check of drafts that others published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, trying
+from hf_specdecpp.models.target_states import TargetStates
+
+PLACES = 3  # candidates of a round that are looked at
+FIRST, EVERY = 8, 4  # where the first round of a text begins, and the tokens between two rounds
+NOTHING = 0.1  # of the first candidates: below it a draft is for another target, or its files are misread
+WRONG = "It is probably for another target, or read in a wrong way: docs/ready-made.md says what else to try."
+TEXTS = (
+    "The old lighthouse at the end of the harbour had not been used for twenty years. When the town decided to sell "
+    "it, nobody expected that a young engineer would buy it and turn it into a small museum.",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)\n",
+    "To find 15% of 80, first write the percentage as a fraction: 15% is 15/100. Then multiply: 80 * 15 / 100 = 12.",
+)
+
+
+def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[float]:
+    """The share of first, second and third candidates that equal the target's choice, `[at most 3]`.
+
+    Rounds begin at several places of each text. Each reads the text before, and proposes candidates after the text's
+    own tokens, which the target, too, has read: one pass of the target a text. Of two ways to read the files of a draft
+    the one with more agreement is right.
+
+    Args:
+        draft: that has met the target.
+        texts: token ids `[1, n]` each.
+    """
+    places, rounds = int(min(PLACES, draft.places)), 0
+    hits, width = [0] * places, target.config.get_text_config().vocab_size
+    for text in (each.to(input_device(target)) for each in texts):
+        # The target's own rows, for drafts that read them: the cache is cropped from round to round.
+        cache: Any = DynamicCache(config=target.config) if draft.shares_cache else None
+        states = TargetStates(target, draft.reads)
+        with trying(target) as read:
+            inputs = {} if cache is None else {cache_argument(target): cache}
+            logits = states.catch(read, text, **states.asked_for({"use_cache": cache is not None, **inputs})).logits
+            caught, chosen = states.take(), logits[0].argmax(-1).tolist()
+            for length in range(text.shape[1] - places, FIRST - 1, -EVERY):
+                reading = draft.session(width)
+                if cache is not None:
+                    cache.crop(length - 1)
+                    reading.share(SimpleNamespace(cache=cache, shown=None, position=torch.tensor([[length - 1]])))
+                reading.begin_round(text[:, :length], 0, None if caught is None else caught[:, : length - 1])
+                for place in range(places):
+                    step = reading.step(list(text[0, length : length + place]))
+                    hits[place] += step is not None and int(step[0].argmax()) == chosen[length - 1 + place]
+                rounds += 1
+    return [hit / max(rounds, 1) for hit in hits]
+
+
+def check(draft: Draft, target: CausalLM, tokenizer: Any) -> str:
+    """Note in a draft how often it guesses what the target says (`Draft.agreement`); that in sentences, with what to do
+    where next to nothing agrees."""
+    texts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in TEXTS]
+    draft.agreement = shares = agreement(draft, target, texts)
+    words = ", ".join(("first", "second", "third")[: len(shares)])
+    told = f"Of its {words} candidates {', '.join(f'{share:.0%}' for share in shares)} are what the target says."
+    return f"{told} {WRONG}" if is_wrong(draft) else told
+
+
+def is_wrong(draft: Draft) -> bool:
+    """Whether next to nothing of what a checked draft guesses is what the target says."""
+    return bool(draft.agreement) and draft.agreement[0] < NOTHING
