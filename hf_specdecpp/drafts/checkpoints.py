@@ -190,7 +190,7 @@ def build(
     model.load_state_dict(named, assign=True)
     with as_described(title):
         renew_rotary(model, torch.device("cpu"))
-        if not all(buffer.isfinite().all() for _, buffer in model.named_buffers()):
+        if not all(buffer.is_meta or buffer.isfinite().all() for buffer in model.buffers()):
             raise ValueError("its rotary frequencies are not finite")
     return model.eval().requires_grad_(False)
 

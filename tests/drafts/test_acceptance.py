@@ -106,7 +106,10 @@ def begun(draft: Any, target: Any, text: torch.Tensor) -> Any:
 DRAFTS: dict[str, tuple[Callable[[Path], Any], Callable[[], Any]]] = {
     "eagle3": (VARIANTS["plain"].save, lambda: tiny("llama")),
     "dflash": (dflash_files.VARIANTS["plain"].save, dflash_files.target_for),
-    "gemma4": (lambda to: gemma4_files.VARIANTS["plain"].theirs().save_pretrained(to), gemma4_files.target_for),
+    "gemma4": (
+        lambda to: gemma4_files.VARIANTS["plain"].theirs(sliding_window=64).save_pretrained(to),
+        lambda: gemma4_files.target_for(sliding_window=64),
+    ),
 }
 
 
@@ -118,11 +121,8 @@ def test_rounds_are_those_of_texts_read_anew(kind: str, tmp_path: Path) -> None:
     save(tmp_path)
     target = target_for()
     draft = SpecDecPPAssistant.from_pretrained(tmp_path, target=target).ready_drafter()
-    vocab, most = target.config.get_text_config().vocab_size, min(PLACES, int(draft.places))
-    # As many tokens as a window of the target's holds.
+    vocab, most = target.config.get_text_config().vocab_size, int(min(PLACES, draft.places))
     texts = [prompt(FIRST + EVERY + most + seed).mul(seed + 1) % vocab for seed in range(2)]
-    if kind == "gemma4":
-        texts = [text[:, : gemma4_files.WINDOW - 1] for text in texts]
     expected = [[0] * most for _ in range(2)]
     rounds = 0
     for text in texts:
