@@ -325,6 +325,7 @@ class AssistantModel(PreTrainedModel):
         setup = replace(self.setup(), rows=rows) if first is None else first.setup
         generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)
         generator.stats.decided["attached"] = "by a call" if target in self._met_in_calls else "before"
+        generator.stats.agreement = list(setup.drafter.agreement)
         if first is not None:
             generator.share_products(first)
         return generator

@@ -51,7 +51,7 @@ def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[f
             for length in range(text.shape[1] - places, FIRST - 1, -EVERY):
                 reading = draft.session(width)
                 if cache is not None:
-                    cache.crop(length - 1)
+                    cache.crop(length - 1 - cache.get_seq_length())
                     reading.share(SimpleNamespace(cache=cache, shown=None, position=torch.tensor([[length - 1]])))
                 reading.begin_round(text[:, :length], 0, None if caught is None else caught[:, : length - 1])
                 for place in range(places):
