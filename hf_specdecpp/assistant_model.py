@@ -79,6 +79,8 @@ class AssistantModel(PreTrainedModel):
         self.kind = kind_of(config)
         self.parts, self.head = parts or Parts(), head
         self.drafter: Any = drafter
+        self.suspect: str | None = None  # `Counters` says what these two are
+        self.agreement: list[float] = []
         self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
         self.decisions, self.calls = Decisions(), LatestCalls()
         self.memory = Memory(config.calibration)
@@ -238,12 +240,12 @@ class AssistantModel(PreTrainedModel):
                 "make a new one for this target."
             )
         self._make_draft(target)
+        self._check_published(target)
 
     def _make_draft(self, target: CausalLM) -> None:
         # Offloaded ones are replaced in each pass.
         self._made_of = [ref(each) for each in causal_lm.parameters_of(target) if each.device.type != "meta"]
         self.drafter = self.kind.draft(self.config, self.parts, Loading(target=target))
-        self._check_published(target)
         self._made_for = target.dtype, causal_lm.input_device(target)
         TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
         if self.head is not None:
@@ -255,12 +257,11 @@ class AssistantModel(PreTrainedModel):
         tokenizer."""
         if self.config.draft_id is None or (form := self.kind.format) is None:
             return
-        name, tokenizer = describe(self.config), tokenizer_of(target.config.name_or_path)
-        self.drafter.suspect = name if form.is_whole else None
-        if tokenizer is not None:
-            told = acceptance.check(self.drafter, target, tokenizer)
-            log = logger.warning if acceptance.is_wrong(self.drafter) else logger.info
-            log(f"{name}: {told}")
+        name, texts = describe(self.config), acceptance.texts_for(target, tokenizer_of(target.config.name_or_path))
+        self.suspect = name if form.is_whole else None
+        self.agreement = acceptance.agreement(self.drafter, target, texts)
+        log = logger.warning if acceptance.is_wrong(self.agreement) else logger.info
+        log(f"{name}: {acceptance.describe(self.agreement)}")
 
     # What a generation asks for --------------------------------------------------------------------------------------
 
@@ -325,7 +326,7 @@ class AssistantModel(PreTrainedModel):
         setup = replace(self.setup(), rows=rows) if first is None else first.setup
         generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)
         generator.stats.decided["attached"] = "by a call" if target in self._met_in_calls else "before"
-        generator.stats.agreement = list(setup.drafter.agreement)
+        generator.stats.suspect, generator.stats.agreement = self.suspect, list(self.agreement)
         if first is not None:
             generator.share_products(first)
         return generator

@@ -128,9 +128,6 @@ class Draft:
             tokens; `None` where a pass proposes one candidate.
         max_length: tokens of the longest text that it can read.
         cannot: what this draft cannot do, with the reason: `"trees"`, `"batches"`.
-        agreement: of a published draft, the share of first, second and third candidates that were the target's choice
-            when it was attached (`drafts.acceptance`); empty where that is not known.
-        suspect: its name, if others trained it and perhaps for another target (`SpeculationStats.verdict`).
         shares_cache: whether its sessions read the target's own cache (`Reading.share`).
         captured: what captured rounds were made of, and the copy of this draft that drafts in them, if one can.
     """
@@ -138,8 +135,6 @@ class Draft:
     model: CausalLM | None
     block: int = 1
     places: float = float("inf")
-    agreement: Sequence[float] = ()
-    suspect: str | None = None
     blocks_after: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     cannot: Mapping[str, str] = {}
     shares_cache = False

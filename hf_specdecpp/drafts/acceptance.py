@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, trying
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings, trying
 from hf_specdecpp.models.target_states import TargetStates
 
 PLACES = 3  # candidates of a round that are looked at
@@ -28,7 +28,7 @@ TEXTS = (
 
 
 def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[float]:
-    """The share of first, second and third candidates that equal the target's choice, `[at most 3]`.
+    """The share of first, second and third candidates that are the target's choice; `[]` without texts.
 
     Rounds begin at several places of each text. Each reads the text before, and proposes candidates after the text's
     own tokens, which the target, too, has read: one pass of the target a text. Of two ways to read the files of a draft
@@ -36,7 +36,7 @@ def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[f
 
     Args:
         draft: that has met the target.
-        texts: token ids `[1, n]` each.
+        texts: token ids `[1, n]` each (`texts_for`).
     """
     places, rounds = int(min(PLACES, draft.places)), 0
     hits, width = [0] * places, target.config.get_text_config().vocab_size
@@ -58,19 +58,27 @@ def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[f
                     step = reading.step(list(text[0, length : length + place]))
                     hits[place] += step is not None and int(step[0].argmax()) == chosen[length - 1 + place]
                 rounds += 1
-    return [hit / max(rounds, 1) for hit in hits]
+    return [hit / rounds for hit in hits] if rounds else []
 
 
-def check(draft: Draft, target: CausalLM, tokenizer: Any) -> str:
-    """Note in a draft how often it guesses what the target says (`Draft.agreement`); that in sentences, with what to do
-    where next to nothing agrees."""
-    texts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in TEXTS]
-    draft.agreement = shares = agreement(draft, target, texts)
+def texts_for(target: CausalLM, tokenizer: Any | None) -> list[Tensor]:
+    """The texts of the check, `[1, n]` token ids each; none without a tokenizer. Left out are texts that have too few
+    tokens (transformers makes tokenizers without a vocabulary of some configs) or ids that the target does not embed.
+    """
+    made = [] if tokenizer is None else [tokenizer(text)["input_ids"] for text in TEXTS]
+    known = num_embeddings(target)
+    return [torch.tensor([ids]) for ids in made if len(ids) >= FIRST + PLACES and max(ids) < known]
+
+
+def describe(shares: Sequence[float]) -> str:
+    """The result of `agreement` in sentences, with what to do where the draft is useless (`is_wrong`)."""
+    if not shares:
+        return "How often it guesses right is not known, as the target has no tokenizer that fits it."
     words = ", ".join(("first", "second", "third")[: len(shares)])
     told = f"Of its {words} candidates {', '.join(f'{share:.0%}' for share in shares)} are what the target says."
-    return f"{told} {WRONG}" if is_wrong(draft) else told
+    return f"{told} {WRONG}" if is_wrong(shares) else told
 
 
-def is_wrong(draft: Draft) -> bool:
-    """Whether next to nothing of what a checked draft guesses is what the target says."""
-    return bool(draft.agreement) and draft.agreement[0] < NOTHING
+def is_wrong(shares: Sequence[float]) -> bool:
+    """Whether the target chose next to none of the first candidates."""
+    return bool(shares) and shares[0] < NOTHING

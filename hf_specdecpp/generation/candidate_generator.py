@@ -96,7 +96,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         at_once = self.processing.answers_all
         verification = "equality" if greedy else setup.decisions.verification if at_once else "token"
         decided = setup.decided(target, verification, self.successors is not None)
-        self.stats = SpeculationStats(suspect=setup.drafter.suspect, remedies=setup.remedies, decided=decided)
+        self.stats = SpeculationStats(remedies=setup.remedies, decided=decided)
         if draws_trees:  # before products that round more coarsely than the check allows for
             check_tree(target, "target")
             setup.drafter.check_tree()

@@ -91,7 +91,8 @@ def check_draft(repository: Repository, target_id: str, revision: str | None = N
     target = load_model(target_id, revision)
     module = kind.load(config, repository, target=target)
     draft = kind.draft(config, Parts(module=module), Loading(target=target))
-    return acceptance.check(draft, target, load_tokenizer(target_id, revision))
+    texts = acceptance.texts_for(target, load_tokenizer(target_id, revision))
+    return acceptance.describe(acceptance.agreement(draft, target, texts))
 
 
 def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import dflash_files, gemma4_files
+from support import dflash_files, gemma4_files, mtp_files
 from support.eagle3_files import VARIANTS, VOCAB, Checkpoint
 from support.formulas import states_of
 from support.models import prompt, tiny
@@ -17,11 +17,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.cli import app
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import unrolled
-from hf_specdecpp.drafts.acceptance import EVERY, FIRST, PLACES, TEXTS, agreement
+from hf_specdecpp.drafts import acceptance
+from hf_specdecpp.drafts.acceptance import EVERY, FIRST, PLACES, TEXTS, agreement, describe, is_wrong, texts_for
 from hf_specdecpp.drafts.eagle3.checkpoint import tensors_of
 from hf_specdecpp.files import save_tensors
 
@@ -73,7 +74,7 @@ def shares(pair: tuple[Path, Path], **said: Any) -> list[float]:
     """Of the draft, if its config said this."""
     target = AutoModelForCausalLM.from_pretrained(pair[0])
     assistant = SpecDecPPAssistant.from_pretrained(pair[1], target=target, eagle3={"reads": RIGHT, **said})
-    return list(assistant.ready_drafter().agreement)
+    return list(assistant.agreement)
 
 
 @pytest.mark.takes(6)
@@ -103,39 +104,81 @@ def begun(draft: Any, target: Any, text: torch.Tensor) -> Any:
     return session
 
 
-DRAFTS: dict[str, tuple[Callable[[Path], Any], Callable[[], Any]]] = {
-    "eagle3": (VARIANTS["plain"].save, lambda: tiny("llama")),
-    "dflash": (dflash_files.VARIANTS["plain"].save, dflash_files.target_for),
-    "gemma4": (
+def mtp(num_layers: int) -> Callable[[Path], tuple[Any, str]]:
+    return lambda to: (mtp_files.dense(num_layers).load(to), "mtp")
+
+
+def of_repository(save: Callable[[Path], Any], target_for: Callable[[], Any]) -> Callable[[Path], tuple[Any, Path]]:
+    def made(to: Path) -> tuple[Any, Path]:
+        save(to)
+        return target_for(), to
+
+    return made
+
+
+# A target, and what `assist` is told to draft with.
+DRAFTS: dict[str, Callable[[Path], tuple[Any, Any]]] = {
+    "eagle3": of_repository(VARIANTS["plain"].save, lambda: tiny("llama")),
+    "dflash": of_repository(dflash_files.VARIANTS["plain"].save, dflash_files.target_for),
+    "gemma4": of_repository(
         lambda to: gemma4_files.VARIANTS["plain"].theirs(sliding_window=64).save_pretrained(to),
         lambda: gemma4_files.target_for(sliding_window=64),
     ),
+    "mtp": mtp(1),
+    "mtp, two layers": mtp(2),
 }
 
 
 @pytest.mark.takes(3)
 @pytest.mark.parametrize("kind", DRAFTS)
 @torch.no_grad()
-def test_rounds_are_those_of_texts_read_anew(kind: str, tmp_path: Path) -> None:
-    save, target_for = DRAFTS[kind]
-    save(tmp_path)
-    target = target_for()
-    draft = SpecDecPPAssistant.from_pretrained(tmp_path, target=target).ready_drafter()
+def test_rounds_are_those_of_texts_read_anew(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, source = DRAFTS[kind](tmp_path)
+    draft = assist(target, source, default=False).ready_drafter()
     vocab, most = target.config.get_text_config().vocab_size, int(min(PLACES, draft.places))
-    texts = [prompt(FIRST + EVERY + most + seed).mul(seed + 1) % vocab for seed in range(2)]
-    expected = [[0] * most for _ in range(2)]
-    rounds = 0
-    for text in texts:
-        chosen = target(text).logits[0].argmax(-1).tolist()
-        for length in range(text.shape[1] - most, FIRST - 1, -EVERY):
-            session, rounds = begun(draft, target, text[:, :length]), rounds + 1
-            for place in range(most):
-                guess = int(session.step(list(text[0, length : length + place]))[0].argmax())
-                expected[0][place] += guess == chosen[length - 1 + place]
-                expected[1][place] += guess == chosen[length + place]  # a mutant: one place later
-    assert rounds >= 2
-    found = agreement(draft, target, texts)
-    assert found == [hits / rounds for hits in expected[0]]
+    texts = [prompt(FIRST + 2 * EVERY + most + seed).mul(seed + 1) % vocab for seed in range(2)]
+
+    def guessed(text: torch.Tensor, length: int) -> list[int]:
+        session = begun(draft, target, text[:, :length])
+        return [int(session.step(list(text[0, length : length + place]))[0].argmax()) for place in range(most)]
+
+    rounds = [(text, length) for text in texts for length in range(text.shape[1] - most, FIRST - 1, -EVERY)]
+    expected = [guessed(text, length) for text, length in rounds]
+    shorter = [guessed(text, length - 1) for text, length in rounds]  # a mutant: rounds begin one token too early
+    chosen = [target(text).logits[0, length - 1 :].argmax(-1).tolist() for text, length in rounds]
+    heard = hear_guesses(draft, monkeypatch)
+    shares = agreement(draft, target, texts)
+    assert [heard[at : at + most] for at in range(0, len(heard), most)] == expected != shorter
+    hits = [
+        [guess == choice for guess, choice in zip(*each, strict=False)] for each in zip(expected, chosen, strict=True)
+    ]
+    assert shares == [sum(column) / len(rounds) for column in zip(*hits, strict=True)]
+
+
+def hear_guesses(draft: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What a draft guesses from now on."""
+    heard, begin = [], draft.session
+
+    def listened(width: int) -> Any:
+        reading = begin(width)
+        step = reading.step
+        monkeypatch.setattr(
+            reading, "step", lambda path: (found := step(path), heard.append(int(found[0].argmax())))[0]
+        )
+        return reading
+
+    monkeypatch.setattr(draft, "session", listened)
+    return heard
+
+
+def test_texts_that_the_target_cannot_read_are_left_out() -> None:
+    target = tiny("llama")
+    assert [text.shape[0] for text in texts_for(target, LETTERS)] == [1] * len(TEXTS)
+    assert texts_for(target, None) == texts_for(target, lambda _: {"input_ids": []}) == []
+    assert texts_for(target, lambda _: {"input_ids": [VOCAB] * 50}) == []
+    assert agreement(Drafter(target), target, []) == []
+    assert not is_wrong([])
+    assert "is not known" in describe([])
 
 
 def test_a_target_that_drafts_for_itself_is_always_right() -> None:
@@ -166,6 +209,19 @@ def test_a_draft_for_this_target(pair: tuple[Path, Path], caplog: pytest.LogCapt
     assert code == 0, output
     assert re.search(told, output)
     assert "another target" not in output
+
+
+def test_a_target_that_was_moved_is_not_checked_again(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = AutoModelForCausalLM.from_pretrained(pair[0])
+    assistant = assist(target, pair[1], default=False)
+    expected, drafter = assistant.agreement, assistant.ready_drafter()
+    monkeypatch.setattr(acceptance, "agreement", lambda *_: pytest.fail("checked again"))
+    target.generate(prompt() % VOCAB, assistant_model=assistant, max_new_tokens=4, do_sample=False)
+    target.double()
+    target.generate(prompt() % VOCAB, assistant_model=assistant, max_new_tokens=4, do_sample=False)
+    assert assistant.ready_drafter() is not drafter
+    assert assistant.stats.agreement == expected != []
+    assert assistant.stats.suspect == f"EAGLE-3 {pair[1]}"
 
 
 @pytest.mark.takes(3)

@@ -21,7 +21,7 @@ ALLOWED = {
     ("config/assistant.py", "independent"), ("benchmark/contestants.py", "lookup"), ("hub/publishing.py", "lookup"),
     ("serving.py", "eagle3"), ("assistant.py", "eagle3"),
 }  # fmt: skip
-SHARED = {"checkpoints", "kind", "known"}  # files of `drafts/` that are of no kind
+SHARED = {"acceptance", "checkpoints", "kind", "known"}  # files of `drafts/` that are of no kind
 STARTS = "where the training of such drafts begins: layers of their shapes, fitted to a target's"
 # What may be imported of a kind's own files, and why.
 IMPORTED = {

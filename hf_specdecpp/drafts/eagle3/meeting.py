@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging
 
 from hf_specdecpp.drafts import checkpoints
-from hf_specdecpp.drafts.acceptance import TEXTS, agreement
+from hf_specdecpp.drafts.acceptance import agreement, texts_for
 from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model, Eagle3Settings
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import outside, tokenizer_of
@@ -97,14 +97,13 @@ def meet(model: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | N
 def _settle(model: Eagle3Model, target: CausalLM, found: list[list[int]]) -> None:
     """Read the layers with which the draft guesses best, where its config may mean several."""
     ids = model.settings.layer_ids
-    tokenizer = tokenizer_of(target.config.name_or_path)
-    if tokenizer is None:
+    texts = texts_for(target, tokenizer_of(target.config.name_or_path))
+    if not texts:
         logger.warning(
             f"eagle_aux_hidden_state_layer_ids={ids} may mean the outputs of layers {' or '.join(map(str, found))}; "
             f"the former are read. If little is accepted, say otherwise: eagle3={{'reads': {found[1]}}}."
         )
         return
-    texts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in TEXTS]
 
     def rate(reads: list[int]) -> list[float]:
         model.meet(target, reads)

@@ -122,8 +122,8 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_a_flag_without_its_tensor(tmp_path: Path) -> None:
-    refused(PLAIN.save(tmp_path / "a", norm_before_fc=True), r"lacks input_norm\.weight")
-    refused(PLAIN.save(tmp_path / "b", fc_norm=True), r"lacks fc_norm\.0\.weight, fc_norm\.1\.weight")
+    refused(PLAIN.save(tmp_path / "a", norm_before_fc=True), r"missing input_norm\.weight")
+    refused(PLAIN.save(tmp_path / "b", fc_norm=True), r"missing fc_norm\.0\.weight, fc_norm\.1\.weight")
 
 
 def test_the_same_tensor_twice(tmp_path: Path) -> None:
