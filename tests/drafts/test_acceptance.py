@@ -157,14 +157,19 @@ def test_rounds_are_those_of_texts_read_anew(kind: str, tmp_path: Path, monkeypa
 
 def hear_guesses(draft: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What a draft guesses from now on."""
-    heard, begin = [], draft.session
+    heard: list[int] = []
+    begin = draft.session
 
     def listened(width: int) -> Any:
         reading = begin(width)
         step = reading.step
-        monkeypatch.setattr(
-            reading, "step", lambda path: (found := step(path), heard.append(int(found[0].argmax())))[0]
-        )
+
+        def noted(path: list[torch.Tensor]) -> Any:
+            found = step(path)
+            heard.append(int(found[0].argmax()))
+            return found
+
+        monkeypatch.setattr(reading, "step", noted)
         return reading
 
     monkeypatch.setattr(draft, "session", listened)

@@ -221,7 +221,7 @@ def test_a_draft_beside_a_target_of_the_hub_at_a_commit(hub: HubServer, tmp_path
     hub.commit("org/target", {"config.json": b"{}"})
     result = CliRunner().invoke(app, ["inspect", "org/eagle", "--target", f"org/target@{commit}"])
     assert result.exit_code == 0, result.output
-    assert "it is probably for another target" in " ".join(result.stdout.split())
+    assert "It is probably for another target" in " ".join(result.stdout.split())
 
 
 def test_a_revision_is_pinned(hub: HubServer, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_of_a_published_draft_that_is_refused_only_headers_are_read(
         save_file(
             {**files.load_tensors(tmp_path / "model.safetensors"), "x": torch.ones(1)}, tmp_path / "model.safetensors"
         )
-    sizes = {"hidden_size": 24, **({"head_dim": 8} if kind == "eagle3" else {})}
+    sizes: dict[str, Any] = {"hidden_size": 24, **({"head_dim": 8} if kind == "eagle3" else {})}
     target = (
         target_for() if what == "another form" else tiny("llama", **sizes) if kind == "eagle3" else target_for(**sizes)
     )

@@ -93,7 +93,7 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
     is_nested, is_theirs = checkpoints.SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
     layers = checkpoints.mapping(raw, "transformer_layer_config") if is_nested else raw
     own = checkpoints.mapping(raw, "dflash_config")
-    said = {**raw, **own}
+    said: Any = {**raw, **own}
     layer, has_other_windows = _layer(layers, said, is_theirs)
     ids = said.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
     if ids is None and not is_nested:
