@@ -13,7 +13,7 @@ from hf_specdecpp.assistant import LoadingOptions, Options, SpecDecPPAssistant
 from hf_specdecpp.cli_options import DraftChoice
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import check_values, did_you_mean, hints_of
-from hf_specdecpp.config.speculation import SpeculationConfig, refuse_removed
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Loading, Parts, raw_config
 from hf_specdecpp.drafts.known import BY_NAME, LOOKUP, MTP, multi_token_layers, recognise
 from hf_specdecpp.generation.doors import attached
@@ -78,9 +78,9 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
         for each in attached.assistants_of(model):
             each.detach(model)
         return None
-    refuse_removed(options)
     for unknown in options.keys() - KNOWN:
-        raise TypeError(f"There is no option {unknown}.{did_you_mean(unknown, KNOWN)}")
+        known = ", ".join(sorted(KNOWN))
+        raise TypeError(f"There is no option {unknown}.{did_you_mean(unknown, KNOWN)} There are {known}.")
     settings = {name: options.pop(name) for name in SETTINGS & options.keys()}
     check_values({"default": default, **options}, MAKING, error=TypeError)
     assistant = _made(model, draft, options)

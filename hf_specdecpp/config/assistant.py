@@ -17,7 +17,6 @@ from hf_specdecpp.provenance import commit_of
 
 # Bumped when an older version of this package could not read the repository correctly.
 FORMAT_VERSION = 1
-REMOVED = {"learned"}  # fields of earlier versions
 MOST_RANKS = 32  # of siblings: a static tree is made for them, and further ones are hardly ever accepted
 
 
@@ -96,7 +95,7 @@ class SpecDecPPConfig(PretrainedConfig):
         # Everything a config.json of ours may say; any other name comes from a newer version or a typo.
         known = inspect.get_annotations(cls, eval_str=True)
         theirs = set(PretrainedConfig().to_dict()) | {"model_type", "_name_or_path", "_commit_hash", "auto_map"}
-        warn_unknown(sorted(set(config_dict) - theirs - set(known) - REMOVED), "config.json")
+        warn_unknown(sorted(set(config_dict) - theirs - set(known)), "config.json")
         # transformers would act upon others: `attn_implementation`, say, can name code on the Hub.
         own = {name: value for name, value in config_dict.items() if name in known and value is not None}
         check_values(own, known)

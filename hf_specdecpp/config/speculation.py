@@ -24,21 +24,6 @@ GROWTHS: tuple[str, ...] = get_args(Growth)
 MOST_CANDIDATES = 1024  # in a round
 LEAST = {"num_tokens": 1, "max_tokens": 1, "tree_budget": 2}
 
-# Settings of earlier versions, with what takes their place. Stored configs have them.
-EXPERIMENTS = "The package decides that; for experiments there is assistant.decisions"
-REMOVED = {
-    **dict.fromkeys(("min_tokens", "tree_depth", "tree_threshold", "lookup_tokens", "verification"), EXPERIMENTS),
-    **dict.fromkeys(("draft_temperature", "draft_successors", "int8_draft"), EXPERIMENTS),
-    **dict.fromkeys(("confidence_threshold", "svip_threshold", "adaedl_threshold"), 'Use rule="throughput"'),
-    "pack_weights": 'Copies of weights are made where products are faster with them; cpu_products="off" turns them off',
-    "adapt": f"reproducible=True repeats a sampled text under its seed. {EXPERIMENTS}",
-    "track_costs": "reproducible=True repeats a sampled text under its seed",
-    "tree_shape": "Give the shape as tree=[4, 2, 1, 1], or as a list of nodes",
-    "lookup_memory": 'lookup="history" also searches earlier answers',
-    "keep_texts": "Drafts do not learn between texts any more; specdecpp train goes on with one (distill.start_from)",
-}
-REMOVED_RULES = ("confidence", "svip", "adaedl")
-
 
 @with_checked_names
 @dataclass
@@ -46,8 +31,7 @@ class SpeculationConfig:
     """How far to speculate, and with which means. The package decides everything else (`stats.decided`).
 
     Each value is checked as it is set, here or later (`assistant.speculation.threshold = 0.5`): `ValueError` if it is
-    of another type or out of its range, or if the setting is one of an earlier version (the message names what takes
-    its place); `TypeError` or `AttributeError` for an unknown name.
+    of another type or out of its range; `TypeError` or `AttributeError` for an unknown name.
 
     Args:
         rule: when a round stops drafting. `"throughput"`: where that maximises tokens a second (`docs/throughput.md`);
@@ -95,12 +79,11 @@ class SpeculationConfig:
 
     @classmethod
     def check_names(cls, names: Iterable[str], error: type[Exception] = TypeError) -> None:
-        """Raise `ValueError` for the first setting of an earlier version, and `error` for the first unknown one."""
-        refuse_removed(names)
+        """Raise `error` for the first name of no setting."""
+        known = cls.__dataclass_fields__
         for name in names:
-            if name not in cls.__dataclass_fields__:
-                near = did_you_mean(name, cls.__dataclass_fields__)
-                raise error(f"There is no setting {name}.{near} `docs/settings.md` lists all of them.")
+            if name not in known:
+                raise error(f"There is no setting {name}.{did_you_mean(name, known)} There are {', '.join(known)}.")
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.check_names([name], AttributeError)
@@ -133,25 +116,12 @@ class SpeculationConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculationConfig:
         """Build from a mapping; `ValueError` for a value of a wrong type or out of range. A warning names fields that
-        no version knew; removed ones are left out, but for those that say the same as a setting of today."""
+        this version does not know, which are left out."""
         if not isinstance(values, dict):
             raise ValueError(f"speculation={values!r} must be a mapping of settings.")
         known = {field.name for field in fields(cls)}
-        warn_unknown(sorted(set(values) - known - set(REMOVED)), "speculation")
-        stored, values = values, {name: value for name, value in values.items() if name in known}
-        if (rule := values.get("rule")) in REMOVED_RULES:
-            warnings.warn(
-                f'speculation has rule={rule!r}, which this version does not have. "throughput", which needs no '
-                "threshold, takes its place. The texts are the target's either way.",
-                stacklevel=2,
-            )
-            values["rule"] = "throughput"
-        if values.get("tree") == "static" and stored.get("tree_shape") is not None:
-            values["tree"] = stored["tree_shape"]
-        config = cls(**values)
-        if config.lookup and stored.get("lookup_memory"):
-            config.lookup = "history"
-        return config
+        warn_unknown(sorted(set(values) - known), "speculation")
+        return cls(**{name: value for name, value in values.items() if name in known})
 
 
 def check_setting(name: str, value: Any) -> None:
@@ -179,13 +149,6 @@ def check_setting(name: str, value: Any) -> None:
         )
     if name == "costs" and value is not None:
         Costs.from_dict(value)
-
-
-def refuse_removed(names: Iterable[str], path: str = "") -> None:
-    """Raise `ValueError` for the first setting of an earlier version, saying what takes its place."""
-    for name in names:
-        if name in REMOVED:
-            raise ValueError(f"{path}{name} is no setting any more. {REMOVED[name]}.")
 
 
 def warn_unknown(names: list[str], where: str) -> None:

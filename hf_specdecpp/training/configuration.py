@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 from hf_specdecpp.config.checks import check_types, did_you_mean, with_checked_names
-from hf_specdecpp.config.speculation import SpeculationConfig, refuse_removed
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.kind import Kind, Trainable
 from hf_specdecpp.drafts.known import kind_to_train, ready_made
 from hf_specdecpp.provenance import public_name
@@ -272,7 +272,6 @@ class TrainingConfig(Section):
         for name in ("target", "output"):
             if not getattr(self, name):
                 raise ValueError(f"A training run needs {name}. Pass --{name}, or set it in the --config file.")
-        refuse_removed(self.speculation, "speculation.")
         refuse_unknown(SpeculationConfig, self.speculation, "speculation.")
         SpeculationConfig(**self.speculation)
         self._check_ranges()

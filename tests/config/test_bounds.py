@@ -1,17 +1,20 @@
 """What a repository may say: each field at its bounds, and beyond them."""
 
+import json
 import pickle
 import warnings
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
-from hf_specdecpp import SpeculationConfig
+from hf_specdecpp import SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.config.checks import BOUNDS, LAYER, LISTS, check_layers, check_numbers
-from hf_specdecpp.config.speculation import REMOVED, Decisions
+from hf_specdecpp.config.speculation import Decisions
 
+ROOT = Path(__file__).parents[2]
 SOUND: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2
 }  # fmt: skip
@@ -64,36 +67,33 @@ def test_the_names_are_those_of_what_is_made() -> None:
     assert set(LAYER) <= {field.name for config in (LlamaConfig, Qwen3Config) for field in fields(config)}
 
 
-# Settings of today and of earlier versions, and what the package decides in their place. ------------------------------
+# Settings, and what the package decides in their place. ------------------------------
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_setting_says_what_takes_its_place(name: str) -> None:
-    values: dict[str, Any] = {name: 1}
-    with pytest.raises(ValueError, match=f"{name} is no setting any more. [A-Za-z]"):
-        SpeculationConfig(**values)
-    config = SpeculationConfig()
-    with pytest.raises(ValueError, match=f"{name} is no setting any more"):
-        setattr(config, name, 1)
-
-
-def test_a_setting_that_never_was_is_an_error() -> None:
-    with pytest.raises(TypeError, match="beams"):
-        SpeculationConfig(beams=3)  # type: ignore[call-arg]
+def test_an_unknown_setting_is_refused_with_the_names_of_all() -> None:
+    known = ", ".join(SpeculationConfig.__dataclass_fields__)
+    with pytest.raises(TypeError, match=f"There is no setting min_tokens. .*There are {known}"):
+        SpeculationConfig(min_tokens=3)  # type: ignore[call-arg]
     config: Any = SpeculationConfig()
-    with pytest.raises(AttributeError, match="There is no setting treshold. Did you mean threshold?"):
+    with pytest.raises(
+        AttributeError, match=f"There is no setting treshold. Did you mean threshold. There are {known}"
+    ):
         config.treshold = 0.1
 
 
-def test_stored_settings_of_earlier_versions_are_read_silently() -> None:
-    stored = {"rule": "threshold", "threshold": 0.4, "min_tokens": 2, "adapt": False, "pack_weights": True}
-    shapes = {"tree": "static", "tree_shape": [2, 1], "tree_depth": 3, "lookup": True, "lookup_memory": 500}
+def test_stored_settings() -> None:
+    with pytest.warns(UserWarning, match="does not know and ignores: beams"):
+        assert SpeculationConfig.from_dict({"beams": 3, "threshold": 0.4}) == SpeculationConfig(threshold=0.4)
+    with pytest.raises(ValueError, match="rule='svip' is not a stopping rule. Choose one of threshold"):
+        SpeculationConfig.from_dict({"rule": "svip"})
+
+
+@pytest.mark.parametrize("card", sorted(ROOT.glob("hub_cards/*/config.json")), ids=lambda card: card.parent.name)
+def test_published_assistants_have_settings_of_today(card: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert SpeculationConfig.from_dict(stored) == SpeculationConfig("threshold", threshold=0.4)
-        assert SpeculationConfig.from_dict(shapes) == SpeculationConfig(tree=[2, 1], lookup="history")
-    with pytest.warns(UserWarning, match="does not know and ignores: beams"):
-        SpeculationConfig.from_dict({"beams": 3})
+        config = SpecDecPPConfig.from_dict(json.loads(card.read_text(encoding="utf-8")))
+        assert SpeculationConfig.from_dict(config.speculation).to_dict() == config.speculation
 
 
 def test_copies() -> None:

@@ -111,8 +111,6 @@ def test_names(name: str, meant: str | None, target: CausalLM) -> None:
     meaning = rf"\. Did you mean {meant}\?" if meant else ""
     with pytest.raises(ValueError, match=rf"Unknown setting speculation\.{name}\. speculation takes .*{meaning}"):
         TrainingConfig(target="t", output="o", speculation={name: 1}).validate()
-    with pytest.raises(ValueError, match="min_tokens is no setting any more"):
-        SpeculationConfig(min_tokens=2)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"Unknown setting head.rnak\. .*\. Did you mean rank\?"):
         TrainingConfig.from_dict({"target": "t", "output": "o", "head": {"rnak": 4}})
 

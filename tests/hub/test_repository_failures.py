@@ -23,7 +23,7 @@ from support.models import tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
 from hf_specdecpp.files import Repository, replacing, save_tensors, save_text
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.early_exit import early_exit
@@ -208,13 +208,6 @@ def test_ignored_fields_have_no_effect(folder: Path) -> None:
         assert not hasattr(made, "tie_word_embeddings")
 
 
-@pytest.mark.parametrize("rule", ["confidence", "svip", "adaedl"])
-def test_rules_of_earlier_versions_become_throughput(folder: Path, rule: str) -> None:
-    repos.change_json(folder / "config.json", speculation={"rule": rule, f"{rule}_threshold": 0.2, "max_tokens": 7})
-    with pytest.warns(UserWarning, match=f"rule='{rule}', which this version does not have. \"throughput\""):
-        assert load(folder).speculation == SpeculationConfig(rule="throughput", max_tokens=7)
-
-
 BEFORE_HEAD = {"hidden_size": 32, "inputs": "before"}
 NO_HEAD = "No acceptance head can be built as it is described"
 SENSELESS: list[tuple[dict[str, Any], str]] = [
@@ -244,7 +237,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"acceptance_by_rank": {"greedy": [0.1] * 5000}}, "acceptance_by_rank has 5000 ranks; 32 are the most"),
     ({"speculation": {"tree": [1] * 9_000}}, "tree has 9000 nodes or more; 1 to"),
     ({"speculation": {"tree": []}}, "1 to 1024 are possible: choose"),
-    ({"speculation": {"tree": "static", "tree_shape": [[0]] * 9_000}}, "tree has 9000 nodes or more"),
+    ({"speculation": {"rule": "confidence"}}, "rule='confidence' is not a stopping rule"),
     ({"speculation": {"tree_budget": 10**9}}, "tree_budget=1000000000 must be a whole number from 2 to 1024"),
     ({"vocab_hash": "a" * 2**18}, "config.json has 26.,.* bytes; a file like it has at most 262,144"),
 ]
