@@ -18,8 +18,8 @@ from hf_specdecpp.config.checks import check_options, check_values
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.kind import Kind, Loading, Parts, is_model
-from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, kind_of, override, ready_made
+from hf_specdecpp.drafts.draft_kind import DraftKind, Loading, Parts
+from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, INDEPENDENT, kind_of, ready_made
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing
@@ -134,11 +134,11 @@ class SpecDecPPAssistant(AssistantModel):
         if target is not None:  # before gigabytes are downloaded or read
             check_hash(target, config.vocab_hash, config.target_id)
         if eagle3 is not None:
-            override(config, eagle3)
+            kind_of(config).override(config, eagle3)
         head, parts = load_parts(repository, config, draft, target)
         parts = replace(parts, merge=merge)
         kind, how = kind_of(config), Loading(draft, target, dtype, device, hub_kwargs)
-        drafter = None if kind.rests_on == "target" else kind.draft(config, parts, how)
+        drafter = None if kind.rests_on == "target" else kind.make(config, parts, how)
         assistant = cls(config, drafter, head, parts, speculation)
         if device is None and (placed := drafter or target) is not None:
             device = placed.device
@@ -154,7 +154,7 @@ class SpecDecPPAssistant(AssistantModel):
 
         Args:
             draft: a causal LM (a PEFT model too), its Hub id or its folder; or those of an EAGLE-3, DFlash or Gemma 4
-                draft, such as `eagle3.checkpoint.read_model` makes.
+                draft, such as `Eagle3.read` makes.
             target: attach to this model; a draft given by name is loaded in its dtype and on its device.
         """
         if not isinstance(draft, str | Path):
@@ -164,7 +164,7 @@ class SpecDecPPAssistant(AssistantModel):
         if (kind := ready_made(draft)) is not None:
             if parts.adapter is not None or parts.draft_vocab is not None:
                 raise ValueError(f"A {kind.name} draft is taken as it is: leave adapter and draft_vocab out.")
-            given: Any = draft if is_model(draft) else None
+            given: Any = None if isinstance(draft, str | Path) else draft
             repository = Repository("" if given is not None else str(draft))
             if given is None:
                 config = load_config(repository)
@@ -173,7 +173,7 @@ class SpecDecPPAssistant(AssistantModel):
                 config = SpecDecPPConfig(draft_kind=kind.name, draft_id=name, draft_revision=commit)
             parts = Parts(module=kind.load(config, repository, given, target))
             return cls.of_parts(config, None, parts, target, options)
-        drafter = kind_of(SpecDecPPConfig()).draft(SpecDecPPConfig(), parts, Loading(draft, target))
+        drafter = INDEPENDENT.make(SpecDecPPConfig(), parts, Loading(draft, target))
         model: CausalLM = drafter.model
         name, commit = model.config.name_or_path or None, commit_of(model)
         config = SpecDecPPConfig(draft_id=name, draft_revision=commit, **special_tokens(model))
@@ -216,7 +216,7 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def _of_layers(
-        cls, kind: Kind, target: CausalLM, layers: int | Sequence[int], parts: Parts, options: Options
+        cls, kind: DraftKind, target: CausalLM, layers: int | Sequence[int], parts: Parts, options: Options
     ) -> Self:
         target = causal_lm.base_model(target)
         check_target(target, recurrent=True)

@@ -20,7 +20,7 @@ from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter, check_head
 from hf_specdecpp.drafts import acceptance
-from hf_specdecpp.drafts.kind import Loading, Parts
+from hf_specdecpp.drafts.draft_kind import Loading, Parts, PublishedKind
 from hf_specdecpp.drafts.known import describe, draft_name, kind_of
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
@@ -245,7 +245,7 @@ class AssistantModel(PreTrainedModel):
     def _make_draft(self, target: CausalLM) -> None:
         # Offloaded ones are replaced in each pass.
         self._made_of = [ref(each) for each in causal_lm.parameters_of(target) if each.device.type != "meta"]
-        self.drafter = self.kind.draft(self.config, self.parts, Loading(target=target))
+        self.drafter = self.kind.make(self.config, self.parts, Loading(target=target))
         self._made_for = target.dtype, causal_lm.input_device(target)
         TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
         if self.head is not None:
@@ -255,10 +255,10 @@ class AssistantModel(PreTrainedModel):
     def _check_published(self, target: CausalLM) -> None:
         """Say how often a draft that others published guesses what the target says, where the target has a
         tokenizer."""
-        if self.config.draft_id is None or (form := self.kind.format) is None:
+        if self.config.draft_id is None or not isinstance(self.kind, PublishedKind):
             return
         name, texts = describe(self.config), acceptance.texts_for(target, tokenizer_of(target.config.name_or_path))
-        self.suspect = name if form.is_whole else None
+        self.suspect = name if self.kind.is_whole else None
         self.agreement = acceptance.agreement(self.drafter, target, texts)
         log = logger.warning if acceptance.is_wrong(self.agreement) else logger.info
         log(f"{name}: {acceptance.describe(self.agreement)}")
@@ -305,7 +305,7 @@ class AssistantModel(PreTrainedModel):
             int8=self.int8,
             rates=self.config.acceptance_by_rank,
             is_independent=self.kind.rests_on == "draft",
-            trainable=frozenset(name for name, is_missing in lacks.items() if is_missing and self.kind.trainable),
+            trainable=frozenset(name for name, is_missing in lacks.items() if is_missing and not self.kind.untrainable),
         )
 
     def start_generation(

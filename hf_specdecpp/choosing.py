@@ -14,7 +14,7 @@ from hf_specdecpp.cli_options import DraftChoice
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import check_values, did_you_mean, hints_of
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.kind import Loading, Parts, raw_config
+from hf_specdecpp.drafts.draft_kind import Loading, Parts, raw_config
 from hf_specdecpp.drafts.known import BY_NAME, LOOKUP, MTP, multi_token_layers, recognise
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.hub.published import advice
@@ -170,7 +170,7 @@ def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **op
     """With what followed in the text before, after the same tokens (`docs/lookup.md`)."""
     config, settings = SpecDecPPConfig(draft_kind=LOOKUP.name), speculation or SpeculationConfig()
     options["speculation"] = replace(settings, lookup=settings.lookup or True)
-    drafter = LOOKUP.draft(config, Parts(), Loading())
+    drafter = LOOKUP.make(config, Parts(), Loading())
     return SpecDecPPAssistant.of_parts(config, drafter, Parts(), model, cast(Options, options))
 
 

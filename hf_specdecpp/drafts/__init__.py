@@ -1,1 +1,1 @@
-"""The kinds of draft: a file or folder for each, with all that others ask of it (`kind.Kind`)."""
+"""The kinds of draft (`draft_kind.DraftKind`): a class each, in a folder where it has modules of its own."""

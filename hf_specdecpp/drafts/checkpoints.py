@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from hf_specdecpp.config.checks import CURE, LAYER, check_arguments, shown
 from hf_specdecpp.files import Weights, load_strict
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, move, renew_rotary
+from hf_specdecpp.models.causal_lm import renew_rotary
 
 Module = TypeVar("Module", bound=nn.Module)
-Settings = TypeVar("Settings")
 
 SPECULATORS = "speculators_model_type"  # marks the dialect of that package
 DEFAULT_THETA = 10000.0  # of the original code, whatever the target's is
@@ -91,20 +90,15 @@ def as_described(name: str) -> Iterator[None]:
         raise ValueError(f"No {name} can be built as it is described: {what}. {CURE}") from None
 
 
-def own_reader(
-    settings: type[Settings], build: Callable[[Settings, Mapping[str, Tensor], str], Any], title: str
-) -> Callable[[dict[str, Any], Path], Any]:
-    """What reads a draft that was trained here, with these settings (`kind.OwnFile.read`)."""
-
-    def read(arguments: dict[str, Any], path: Path) -> Any:
-        with as_described(title):
-            check_arguments(settings, arguments)
-            made = settings(**arguments)
-        weights = Weights.at(path)
-        build(made, weights.outline(), str(path))
-        return build(made, weights.all(), str(path))
-
-    return read
+def read_own(settings: Any, build: Callable[..., Module], title: str, arguments: dict[str, Any], path: Path) -> Module:
+    """A draft that was trained here, with these arguments of its settings and the tensors in a file; errors of `build`.
+    Nothing but the header of the file is read before names and shapes are seen to fit."""
+    with as_described(title):
+        check_arguments(settings, arguments)
+        made = settings(**arguments)
+    weights = Weights.at(path)
+    build(made, weights.outline(), str(path))
+    return build(made, weights.all(), str(path))
 
 
 # Tensors. -------------------------------------------------------------------------------------------------------------
@@ -220,18 +214,3 @@ def read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: 
     module = kind(**arguments)
     module.load_state_dict(tensors)
     return module.eval()
-
-
-def check_fit(target: CausalLM, name: str, wrong: str | None, belongs: str) -> None:
-    """Raise `ValueError` if something about a draft is `wrong` for its target. `name` and `belongs`: what the draft is
-    called, and in whole sentences which target it is for."""
-    if wrong is not None:
-        raise ValueError(f"{name} {wrong} in {type(target).__name__}. {belongs}")
-
-
-def meet(
-    model: CausalLM, target: CausalLM, name: str, wrong: str | None, belongs: str, dtype: torch.dtype | None = None
-) -> None:
-    """Move a draft to its target, in the target's dtype or another one, if it fits (`check_fit`)."""
-    check_fit(target, name, wrong, belongs)
-    move(model, input_device(target), dtype or target.dtype)

@@ -1,9 +1,9 @@
-"""A draft of a layer or two of the target that reads its hidden states (`CONDITIONED`), and its input (`Fusion`)."""
+"""A draft of a layer or two of the target that reads its hidden states (`Conditioned`), and its input (`Fusion`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.checkpoints import read_module
-from hf_specdecpp.drafts.kind import Kind, OwnFile, Trainable
-from hf_specdecpp.drafts.plain import EARLY_EXIT
+from hf_specdecpp.drafts.plain import EarlyExit
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.quantised import sizes_of
 from hf_specdecpp.models.target_states import StateReader
@@ -98,26 +97,27 @@ def _last(layer: nn.Module) -> Any:
 OTHERS = "It does not belong to the fusion that config.json describes: download or save both again."
 
 
-def words(config: SpecDecPPConfig, target: str = "the target") -> str:
-    """Such as "layer 2 of the target, which reads its states"."""
-    several = len(config.draft_layers or []) != 1
-    return f"{EARLY_EXIT.describe(config, target)}, which read{'' if several else 's'} its states"
+class Conditioned(EarlyExit):
+    """A layer or two of the target that read its hidden states."""
 
+    name = "conditioned"
+    own_file, own_field = FUSION, "fusion"
+    unserved = (
+        "This assistant drafts with {draft}: a layer of the target whose input is made of the target's states, in a "
+        "form that no other engine has, so nothing is exported. Engines serve drafts that read states in the form of "
+        "EAGLE-3. Train one and export it: `specdecpp train --draft eagle3 --target {target} --data FILE --output "
+        "NEW`, then `specdecpp export NEW --output {output}`."
+    )
+    first_layers = None
+    cannot = {
+        "stay untrained": "a conditioned draft has to be trained, so leave it on",
+        "late verdicts": NO_LATE_VERDICTS,
+    }
 
-CONDITIONED = Kind(
-    name="conditioned",
-    rests_on="target",
-    draft=EARLY_EXIT.draft,
-    describe=words,
-    own=OwnFile(FUSION, "fusion", partial(read_module, Fusion, "fusion", hint=OTHERS)),
-    unserved="This assistant drafts with {draft}: a layer of the target whose input is made of the target's "
-    "states, in a form that no other engine has, so nothing is exported. Engines serve drafts that read states in "
-    "the form of EAGLE-3. Train one and export it: `specdecpp train --draft eagle3 --target {target} --data FILE "
-    "--output NEW`, then `specdecpp export NEW --output {output}`.",
-    trainable=Trainable(
-        cannot={
-            "stay untrained": "a conditioned draft has to be trained, so leave it on",
-            "late verdicts": NO_LATE_VERDICTS,
-        }
-    ),
-)
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
+        """Such as "layer 2 of the target, which reads its states"."""
+        several = len(config.draft_layers or []) != 1
+        return f"{super().describe(config, target)}, which read{'' if several else 's'} its states"
+
+    def read_own(self, arguments: dict[str, Any], path: Path) -> Fusion:
+        return read_module(Fusion, "fusion", arguments, path, OTHERS)

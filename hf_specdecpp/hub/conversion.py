@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.kind import Format
+from hf_specdecpp.drafts.draft_kind import PublishedKind
 from hf_specdecpp.drafts.known import recognise
 from hf_specdecpp.estimation.acceptance_head import MOST_BLOCKS, AcceptanceHead
 from hf_specdecpp.files import CHECKPOINT, PICKLE
@@ -44,12 +44,12 @@ def convert(folder: Path, out: Path, tied: bool | None = None, **models: str | N
     raw: Any = files.read_json(folder / CONFIG, files.MOST_CONFIG_BYTES) if (folder / CONFIG).is_file() else None
     is_ours = not isinstance(raw, dict) or raw.get("model_type") == SpecDecPPConfig.model_type
     kind = None if is_ours else recognise(raw)
-    if kind is not None and kind.format is not None:
+    if isinstance(kind, PublishedKind):
         if tied is not None or any(models.values()):
             raise ValueError(
                 f"{folder} is of a draft: --tied, --draft and --target are for SpecDec++ heads. Leave them out."
             )
-        _convert_draft(kind.format, raw, folder, out)
+        _convert_draft(kind, raw, folder, out)
         return
     head = read_released_head(folder, tied)
     config = SpecDecPPConfig(
@@ -64,7 +64,7 @@ def convert(folder: Path, out: Path, tied: bool | None = None, **models: str | N
     files.save_text(config.to_json_string(), out / CONFIG)  # last: a folder with a config is a complete one
 
 
-def _convert_draft(form: Format, raw: dict[str, Any], folder: Path, out: Path) -> None:
+def _convert_draft(kind: PublishedKind, raw: dict[str, Any], folder: Path, out: Path) -> None:
     """The same draft with its tensors, as they are, in a safetensors file."""
     path = folder / PICKLE
     if not path.is_file():
@@ -74,7 +74,7 @@ def _convert_draft(form: Format, raw: dict[str, Any], folder: Path, out: Path) -
         )
     tensors = {name: tensor.detach().clone() for name, tensor in _load_pickle(path).items()}  # some share memory
     files.check_finite(tensors, path)
-    form.read(raw, tensors, str(path))
+    kind.read(raw, tensors, str(path))
     out.mkdir(parents=True, exist_ok=True)
     files.save_tensors(tensors, out / CHECKPOINT)
     files.save_text((folder / CONFIG).read_text(encoding="utf-8"), out / CONFIG)

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafts.draft_kind import PublishedKind
 from hf_specdecpp.drafts.known import kind_of
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import load_config, load_parts
@@ -32,12 +33,12 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
     repository = Repository(str(assistant))
     config = load_config(repository)
     kind, named = kind_of(config), config.target_id if target is None else str(target)
-    if kind.format is not None and kind.format.served_by is not None and config.draft_id is not None:
+    if isinstance(kind, PublishedKind) and kind.served_by and config.draft_id is not None:
         raise ValueError(
             f"This assistant drafts with {kind.describe(config)}, which nobody changed here, so nothing is exported: "
-            f"{kind.format.served_by.replace('TARGET', named or 'TARGET')}."
+            f"{kind.served_by.replace('TARGET', named or 'TARGET')}."
         )
-    if kind.export is None:
+    if kind.unserved:
         described = {"draft": kind.describe(config), "target": named or "TARGET", "output": output}
         raise ValueError(kind.unserved.format(**described))
     _, parts = load_parts(repository, config)

@@ -16,7 +16,7 @@ from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts import acceptance
-from hf_specdecpp.drafts.kind import Loading, Parts
+from hf_specdecpp.drafts.draft_kind import Loading, Parts, PublishedKind
 from hf_specdecpp.drafts.known import KINDS, kind_of
 from hf_specdecpp.files import CHECKPOINT, INDEX, PICKLE, SHARDS, Repository
 from hf_specdecpp.hub import repository
@@ -27,7 +27,7 @@ from hf_specdecpp.models.adapters import ADAPTER_FILES
 from hf_specdecpp.models.loading import load_model, load_tokenizer
 
 ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
-MODULES = [kind.own.name for kind in KINDS if kind.own is not None]
+MODULES = [kind.own_file for kind in KINDS if kind.own_file]
 PATTERNS = [CONFIG, HEAD, *MODULES, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
@@ -82,7 +82,7 @@ def check_draft(repository: Repository, target_id: str, revision: str | None = N
     another target."""
     config = load_config(repository)
     kind = kind_of(config)
-    if kind.format is None or config.draft_id is None:
+    if not isinstance(kind, PublishedKind) or config.draft_id is None:
         raise ValueError(
             f"--target tells how often a draft that others published guesses what a target says, and this assistant "
             f"drafts with {kind.describe(config)}. Leave --target out. How fast it is: specdecpp bench --target "
@@ -90,7 +90,7 @@ def check_draft(repository: Repository, target_id: str, revision: str | None = N
         )
     target = load_model(target_id, revision)
     module = kind.load(config, repository, target=target)
-    draft = kind.draft(config, Parts(module=module), Loading(target=target))
+    draft = kind.make(config, Parts(module=module), Loading(target=target))
     texts = acceptance.texts_for(target, load_tokenizer(target_id, revision))
     return acceptance.describe(acceptance.agreement(draft, target, texts))
 
@@ -113,8 +113,8 @@ def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> 
 def _expected(report: Report, folder: Path) -> list[tuple[str, bool, Callable[[], str]]]:
     """Files, whether the config promises them, and how to read those that it does."""
     here, promised = Repository(str(folder)), report.config or SpecDecPPConfig()
-    own_file, modules = kind_of(promised).own_of(promised), MODULES
-    own = None if own_file is None else own_file.name
+    kind, modules = kind_of(promised), MODULES
+    own = kind.own_file if kind.has_own_file(promised) else None
     if report.is_foreign:
         own = INDEX if (folder / INDEX).is_file() and not (folder / CHECKPOINT).is_file() else CHECKPOINT
         modules = [*MODULES, own]
@@ -143,7 +143,7 @@ def _read_config(report: Report, folder: Path) -> str:
 def _read_module(report: Report, here: Repository, config: SpecDecPPConfig) -> str:
     kind = kind_of(config)
     module = kind.load(config, here)
-    report.facts = {} if kind.format is None else kind.format.facts(module)
+    report.facts = kind.facts(module) if isinstance(kind, PublishedKind) else {}
     return _size(module)
 
 

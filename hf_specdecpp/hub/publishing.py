@@ -17,7 +17,7 @@ from huggingface_hub import CommitInfo, EvalResult, HfApi, ModelCard, ModelCardD
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.kind import Parts
+from hf_specdecpp.drafts.draft_kind import Parts
 from hf_specdecpp.drafts.known import describe, kind_of
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.ledger import Speed, effect
@@ -53,8 +53,9 @@ class Contents:
         config = copy.deepcopy(self.config)
         config.head = self.head.to_config() if self.head is not None else None
         parts = self.parts
-        if parts.module is not None and (own := kind_of(config).own_of(config)) is not None:
-            setattr(config, own.field, parts.module.to_config())
+        kind = kind_of(config)
+        if parts.module is not None and kind.has_own_file(config):
+            setattr(config, kind.own_field, parts.module.to_config())
         config.adapter = parts.adapter is not None
         config.draft_vocab_size = len(parts.draft_vocab) if parts.draft_vocab is not None else None
         config.calibration = config.calibration if self.calibration is None else self.calibration
@@ -77,8 +78,8 @@ def save(contents: Contents, folder: Path) -> None:
     if contents.head is not None:
         save_tensors(contents.head.state_dict(), folder / HEAD)
     parts = contents.parts
-    if parts.module is not None and (own := kind.own_of(config)) is not None:
-        save_tensors(own.tensors(parts.module), folder / own.name)
+    if parts.module is not None and kind.has_own_file(config):
+        save_tensors(kind.own_tensors(parts.module), folder / kind.own_file)
     if parts.draft_vocab is not None:
         save_tensors({"token_ids": parts.draft_vocab}, folder / DRAFT_VOCAB)
     if parts.adapter is not None:

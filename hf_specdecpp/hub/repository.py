@@ -17,7 +17,7 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import check_arguments
 from hf_specdecpp.drafts import known
 from hf_specdecpp.drafts.checkpoints import as_described, read_module
-from hf_specdecpp.drafts.kind import Kind, Parts
+from hf_specdecpp.drafts.draft_kind import DraftKind, Parts
 from hf_specdecpp.drafts.known import draft_name, kind_of, recognise
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
 from hf_specdecpp.files import MOST_CONFIG_BYTES, Repository, load_strict, load_tensors, read_json
@@ -98,7 +98,7 @@ def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
     return token_ids
 
 
-def read_config(path: Path) -> tuple[Kind, dict[str, Any]]:
+def read_config(path: Path) -> tuple[DraftKind, dict[str, Any]]:
     """Parse a `config.json`, and find out which kind of draft it describes; `ValueError` if there is none."""
     config = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(config, dict) or (kind := recognise(config)) is None:

@@ -13,7 +13,7 @@ import yaml
 
 from hf_specdecpp.config.checks import check_types, did_you_mean, with_checked_names
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.kind import Kind, Trainable
+from hf_specdecpp.drafts.draft_kind import DraftKind
 from hf_specdecpp.drafts.known import kind_to_train, ready_made
 from hf_specdecpp.provenance import public_name
 from hf_specdecpp.texts.sampling import Sampling
@@ -216,21 +216,14 @@ class TrainingConfig(Section):
     evaluation: EvalConfig = field(default_factory=EvalConfig)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> DraftKind:
         """What is trained."""
         return kind_to_train(self.draft)
 
     @property
-    def trainable(self) -> Trainable:
-        """What training asks of that kind; `ValueError` if it is not trained, with the reason."""
-        if (trainable := self.kind.trainable) is None:
-            raise ValueError(f"draft={self.draft!r}: {self.kind.untrainable}.")
-        return trainable
-
-    @property
     def own_files(self) -> list[str]:
         """The file in `work` with what is trained beside an adapter or in its place, if there is something."""
-        return [] if self.kind.own is None else [self.kind.own.name]
+        return [self.kind.own_file] if self.kind.own_file else []
 
     @property
     def independent_draft(self) -> str | None:
@@ -240,7 +233,7 @@ class TrainingConfig(Section):
     @property
     def ready_made(self) -> str | None:
         """The repository of a draft that others trained, where it stays as it is."""
-        return self.distill.start_from if self.trainable.own_layers and not self.distill.enabled else None
+        return self.distill.start_from if self.kind.own_layers and not self.distill.enabled else None
 
     @property
     def named_draft(self) -> str | None:
@@ -250,7 +243,7 @@ class TrainingConfig(Section):
     @property
     def trains_module(self) -> bool:
         """Whether a module is trained beside the adapter: the fusion of a draft that reads the target's states."""
-        return bool(self.own_files) and not self.trainable.own_layers
+        return bool(self.own_files) and not self.kind.own_layers
 
     def find_ready_made(self) -> None:
         """Where `draft` is the repository of a draft that others trained, rewrite it as `distill.start_from`."""
@@ -315,7 +308,9 @@ class TrainingConfig(Section):
             raise ValueError(f"rollouts.temperatures={temperatures} has one of them twice. Name each once.")
 
     def _check_draft(self) -> None:
-        distill, cannot = self.distill, self.trainable.cannot
+        distill, cannot = self.distill, self.kind.cannot
+        if self.kind.untrainable:
+            raise ValueError(f"draft={self.draft!r}: {self.kind.untrainable}.")
         if (reason := cannot.get("be trained")) is not None and not self.ready_made:
             raise ValueError(f"draft={self.draft!r}: {reason}.")
         if (reason := cannot.get("stay untrained")) is not None and not distill.enabled and not self.ready_made:

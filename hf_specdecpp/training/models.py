@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.kind import Kind, OwnFile, Parts
+from hf_specdecpp.drafts.draft_kind import DraftKind, Parts
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import check_finite, load_tensors, read_json, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head
@@ -89,7 +89,7 @@ def layers_of(config: TrainingConfig, target: CausalLM) -> int | list[int]:
     """The layers of the target that draft."""
     if config.layers is not None:
         return config.layers
-    first = config.trainable.first_layers
+    first = config.kind.first_layers
     return [depth_of(target) - 1] if first is None else first
 
 
@@ -139,7 +139,7 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
         assistant.head = head
         assistant.attach(target)
         return assistant
-    if config.trainable.own_layers:
+    if config.kind.own_layers:
         parts, described = Parts(module=load_own(config.kind, work)), SpecDecPPConfig(draft_kind=config.kind.name)
         return SpecDecPPAssistant.of_parts(described, None, parts, target, {"head": head})
     adapter = work / ADAPTER_FOLDER if (work / ADAPTER_FOLDER / ADAPTER_FILES[1]).is_file() else None
@@ -174,27 +174,20 @@ def load_head(folder: Path) -> AcceptanceHead:
     return read_head(read_json(folder / HEAD_CONFIG), folder / HEAD_WEIGHTS, hint)
 
 
-def save_own(kind: Kind, module: Any, tensors: dict[str, Tensor], work: Path) -> None:
+def save_own(kind: DraftKind, module: Any, tensors: dict[str, Tensor], work: Path) -> None:
     """Write what is trained beside an adapter or in its place, and last its description, which makes it complete."""
-    path = work / own_file(kind).name
+    path = work / kind.own_file
     check_finite(tensors, path)
     save_tensors(tensors, path)
     save_json(module.to_config(), path.with_suffix(".json"))
 
 
-def load_own(kind: Kind, work: Path) -> Any:
+def load_own(kind: DraftKind, work: Path) -> Any:
     """What `save_own` wrote; `ValueError` if a file is damaged, or it is not trained yet."""
-    path = work / own_file(kind).name
+    path = work / kind.own_file
     if not (path.is_file() and path.with_suffix(".json").is_file()):
         raise ValueError(f"{work} has no trained {path.name}. Run the stage distill first.")
-    return own_file(kind).read(read_json(path.with_suffix(".json")), path)
-
-
-def own_file(kind: Kind) -> OwnFile:
-    """The file with what is trained of a draft beside an adapter; `ValueError` where there is no such thing."""
-    if (own := kind.own) is None:
-        raise ValueError(f"A draft of the kind {kind.name} has no layers of its own.")
-    return own
+    return kind.read_own(read_json(path.with_suffix(".json")), path)
 
 
 def digest(path: Path) -> str | None:

@@ -10,7 +10,7 @@ from support.repos import head_for
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants
 from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, verdict_of
-from hf_specdecpp.drafts.kind import Parts
+from hf_specdecpp.drafts.draft_kind import Parts
 
 
 def summary_row(contestant: str, speedup: float, same: float, **fields: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.drafts import acceptance
 from hf_specdecpp.drafts.acceptance import EVERY, FIRST, PLACES, TEXTS, agreement, describe, is_wrong, texts_for
-from hf_specdecpp.drafts.eagle3.checkpoint import tensors_of
+from hf_specdecpp.drafts.known import EAGLE3
 from hf_specdecpp.files import save_tensors
 
 RIGHT = [2, 1, 3]  # of five layers
@@ -65,7 +65,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             optimizer.zero_grad()
             sum(losses).backward()  # type: ignore[union-attr]
             optimizer.step()
-    save_tensors(tensors_of(drafter.model), draft / "model.safetensors")
+    save_tensors(EAGLE3.own_tensors(drafter.model), draft / "model.safetensors")
     change_json(draft / "config.json", eagle_config={"eagle_aux_hidden_state_layer_ids": RIGHT})
     return folder / "target", draft
 

@@ -15,7 +15,7 @@ from support.eagle3_files import VARIANTS as EAGLE3
 from support.models import tiny
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.drafts.known import BY_NAME, KINDS, ready_made, recognise
+from hf_specdecpp.drafts.known import BY_NAME, PUBLISHED, ready_made, recognise
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.hub.inspection import inspect
@@ -74,7 +74,7 @@ def parts(assistant: SpecDecPPAssistant) -> dict[str, Any]:
 
 
 def test_every_format_is_here() -> None:
-    recognised = {kind.name for kind in KINDS if (form := kind.format) is not None and form.is_whole}
+    recognised = {kind.name for kind in PUBLISHED if kind.is_whole}
     assert {case.kind for case in CASES.values()} == recognised
 
 
@@ -120,10 +120,9 @@ def test_inspected(name: str, tmp_path: Path) -> None:
 
 @ALL
 def test_exported_only_where_it_was_changed(name: str, tmp_path: Path) -> None:
-    form = BY_NAME[CASES[name].kind].format
-    assert form is not None
-    if form.served_by is not None:
-        with pytest.raises(ValueError, match=f"nobody changed here, so nothing is exported: {form.served_by}"):
+    kind = next(kind for kind in PUBLISHED if kind.name == CASES[name].kind)
+    if kind.served_by:
+        with pytest.raises(ValueError, match=f"nobody changed here, so nothing is exported: {kind.served_by}"):
             export(written(name, tmp_path / "theirs"), tmp_path / "out", str(tmp_path))
 
 

@@ -11,8 +11,8 @@ from support.stand_ins import BLOCK, BlockDraft
 import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
 from hf_specdecpp.drafts import known
-from hf_specdecpp.drafts.kind import Kind
-from hf_specdecpp.drafts.known import BY_NAME, KINDS, kind_of, kind_to_train, override, read_config, recognise
+from hf_specdecpp.drafts.draft_kind import DraftKind
+from hf_specdecpp.drafts.known import BY_NAME, KINDS, kind_of, kind_to_train, read_config, recognise
 from hf_specdecpp.files import Repository
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
@@ -21,11 +21,12 @@ ALLOWED = {
     ("config/assistant.py", "independent"), ("benchmark/contestants.py", "lookup"), ("hub/publishing.py", "lookup"),
     ("serving.py", "eagle3"), ("assistant.py", "eagle3"),
 }  # fmt: skip
-SHARED = {"acceptance", "checkpoints", "kind", "known"}  # files of `drafts/` that are of no kind
+SHARED = {"acceptance", "checkpoints", "draft_kind", "known"}  # files of `drafts/` that are of no kind
 STARTS = "where the training of such drafts begins: layers of their shapes, fitted to a target's"
 # What may be imported of a kind's own files, and why.
 IMPORTED = {
     ("assistant.py", "early_exit"): "public constructors: from_early_exit",
+    ("assistant.py", "independent"): "from_draft",
     ("assistant.py", "conditioned"): "from_conditioned",
     ("choosing.py", "lookup"): "what a user may type: assist(model, 'lookup')",
     ("choosing.py", "mtp"): "assist(model, 'mtp')",
@@ -55,8 +56,8 @@ def imported_in(source: str) -> dict[str, str]:
             whole = f"{node.module}."
             for alias in node.names:
                 kind, one = f"{whole}{alias.name}".split(".")[2], getattr(known, alias.name, None)
-                if kind not in SHARED or isinstance(one, Kind):
-                    found[alias.asname or alias.name] = one.name if isinstance(one, Kind) else kind
+                if kind not in SHARED or isinstance(one, DraftKind):
+                    found[alias.asname or alias.name] = one.name if isinstance(one, DraftKind) else kind
     return found
 
 
@@ -83,7 +84,9 @@ def test_nobody_outside_the_room_asks_for_a_kind_by_name_or_class() -> None:
 
 def test_the_check_above_sees_names_imports_and_classes() -> None:
     assert names_in("if config.draft_kind == 'conditioned': pass") == {"conditioned"}
-    source = "from hf_specdecpp.drafts.dflash.model import DFlashDraft as Blocks\nisinstance(x, (int, Blocks))"
+    source = (
+        "from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashDraft as Blocks\nisinstance(x, (int, Blocks))"
+    )
     assert (imported_in(source), told_apart_in(source)) == ({"Blocks": "dflash"}, {"Blocks"})
     assert imported_in("from hf_specdecpp.drafts import lookup") == {"lookup": "lookup"}
     assert imported_in("from hf_specdecpp.drafts.known import EARLY_EXIT") == {"EARLY_EXIT": "early_exit"}
@@ -112,23 +115,21 @@ def test_what_training_asks_for() -> None:
     asked = [kind_to_train(draft).name for draft in (None, "conditioned", "block", "org/model")]
     assert asked == ["early_exit", "conditioned", "dflash", "independent"]
     for kind in KINDS:
-        assert (kind.trainable is None) == bool(kind.untrainable), "what is not trained says why"
-        assert kind.trainable is None or not kind.trainable.own_layers or kind.own is not None
+        assert not kind.own_layers or kind.own_file
+        assert bool(kind.own_file) == bool(kind.own_field)
+        assert kind.unserved or type(kind).export is not DraftKind.export or kind.served_by  # type: ignore[attr-defined]
 
 
 def test_only_drafts_of_others_can_be_misread() -> None:
     for kind in KINDS:
         config = SpecDecPPConfig(draft_kind=kind.name, draft_layers=[0], draft_id="org/draft")
-        form = kind.format
-        assert (form is not None) == (kind.name in ("eagle3", "dflash", "gemma4", "mtp"))
-        assert (form is not None and form.check_overrides is not None) == (kind.name == "eagle3")
-        if form is not None and form.check_overrides is not None:
-            override(config, {"norm_output": True})
+        if kind.name == "eagle3":
+            kind.override(config, {"norm_output": True})
             assert kind.describe(config) == "EAGLE-3 org/draft, read with norm_output=True"
             config.draft_id = None
         said = r"eagle3=\{'fc_norm': True\} says how an EAGLE-3 draft that others trained"
         with pytest.raises(ValueError, match=said):
-            override(config, {"fc_norm": True})
+            kind.override(config, {"fc_norm": True})
 
 
 def test_one_price_makes_the_rule_draft_the_whole_block() -> None:

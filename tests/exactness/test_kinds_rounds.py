@@ -27,8 +27,8 @@ from transformers import LogitsProcessor
 from hf_specdecpp.drafting.chain import next_step, point_mass
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.drafts.dflash.kind import meet, read_model
-from hf_specdecpp.drafts.dflash.model import DFlashDraft
+from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashDraft
+from hf_specdecpp.drafts.known import DFLASH
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
@@ -88,8 +88,8 @@ class Block(Models):
         self.target = tiny("llama", seed, vocab_size=VOCAB, num_hidden_layers=DEPTH, head_dim=8)
         checkpoint = Checkpoint(block_size=4, seed=seed)
         raw = {**checkpoint.config(), "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1, 0, 2]}}
-        model = read_model(raw, checkpoint.tensors(), "The draft")
-        meet(model, self.target, "The draft")
+        model = DFLASH.read(raw, checkpoint.tensors(), "The draft")
+        DFLASH.bind(model, self.target, "The draft")
         self.processing = Processing([NotTheSameAgain()])
         self.p = cache(self._p)  # type: ignore[method-assign]
         self.session: Reading = DFlashDraft(model, self.target).session(VOCAB)

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, assist
-from hf_specdecpp.drafts.dflash.kind import read_model
-from hf_specdecpp.drafts.kind import Parts
-from hf_specdecpp.drafts.mtp.kind import FIELDS
+from hf_specdecpp.drafts.draft_kind import Parts
+from hf_specdecpp.drafts.known import DFLASH
+from hf_specdecpp.drafts.mtp.loading_mtp import FIELDS
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -108,7 +108,7 @@ def _of(make: Callable[[CausalLM], SpecDecPPAssistant]) -> Callable[[Path], Soun
 def _block(folder: Path) -> Sound:
     target = dflash_files.target_for("llama").float()
     checkpoint = dflash_files.Checkpoint(block_size=3, reads=(1,), is_causal=True, samples_anchor=True)
-    module = read_model(checkpoint.config(), checkpoint.tensors(), "trained by an earlier version").float()
+    module = DFLASH.read(checkpoint.config(), checkpoint.tensors(), "trained by an earlier version").float()
     made = SpecDecPPAssistant(SpecDecPPConfig(draft_kind="dflash"), None, None, Parts(module=module))
     made.attach(target)
     return _ours(made, target, folder)

@@ -8,8 +8,7 @@ import pytest
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.drafts.dflash.kind import read_model
-from hf_specdecpp.drafts.kind import Parts
+from hf_specdecpp.drafts.draft_kind import Parts
 from hf_specdecpp.drafts.known import DFLASH, read_config
 from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -127,7 +126,7 @@ def target_for(family: str = "llama", **overrides: Any) -> CausalLM:
 
 def assisted(target: CausalLM, checkpoint: Checkpoint, **settings: Any) -> SpecDecPPAssistant:
     """An assistant with a checkpoint in memory, as `from_draft` makes it of transformers' class."""
-    module = read_model(checkpoint.config(), checkpoint.tensors(), "The draft")
+    module = DFLASH.read(checkpoint.config(), checkpoint.tensors(), "The draft")
     config = read_config(checkpoint.config(), DFLASH, Repository("org/draft"), None)
     assistant: SpecDecPPAssistant = told(SpecDecPPAssistant(config, None, None, Parts(module=module)), **settings)
     assistant.attach(target)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.eagle3.model import Eagle3Model
+from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training.distillation import initial_layer

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_specdecpp import SpeculationConfig
-from hf_specdecpp.drafts.eagle3.model import Eagle3Model
+from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.training import models

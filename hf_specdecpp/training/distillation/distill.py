@@ -199,7 +199,7 @@ def _keep_best_share(
     Returns:
         The report of each share, measured in half precision as weights are stored, and the best share.
     """
-    whole = config.trainable.own_layers or config.distill.start_from is not None
+    whole = config.kind.own_layers or config.distill.start_from is not None
     everything = dict(trainer.model.named_parameters())
     trained = {name: p.detach().clone() for name, p in everything.items() if p.requires_grad}
 
@@ -234,9 +234,9 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     if not trainer.is_world_process_zero():
         return
     draft = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    if config.trainable.own_layers:
+    if config.kind.own_layers:
         own = {name.removeprefix(LAYER_PREFIX): tensor for name, tensor in state.items()}
-        tensors = models.own_file(config.kind).tensors(draft.model, own, dtype)
+        tensors = config.kind.own_tensors(draft.model, own, dtype)
         models.save_own(config.kind, draft.model, tensors, config.work)
         return
     tensors = get_peft_model_state_dict(draft, state_dict=state, save_embedding_layers=False)

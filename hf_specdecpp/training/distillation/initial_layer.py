@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_specdecpp.drafts.eagle3.model import Eagle3Model, Eagle3Settings
+from hf_specdecpp.drafts.eagle3.config_eagle3 import Eagle3Settings
+from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.quantised import is_quantised, rows_of
 from hf_specdecpp.models.reader import Reader

@@ -16,10 +16,10 @@ from transformers.utils import logging
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.eagle3.meeting import meet, usual_reads
-from hf_specdecpp.drafts.eagle3.model import Eagle3Drafter, Eagle3Model
-from hf_specdecpp.drafts.kind import Kind, Loading, Parts
-from hf_specdecpp.drafts.known import kind_of
+from hf_specdecpp.drafts.draft_kind import DraftKind, Loading, Parts
+from hf_specdecpp.drafts.eagle3.config_eagle3 import usual_reads
+from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Drafter, Eagle3Model
+from hf_specdecpp.drafts.known import EAGLE3, kind_of
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, load_config
 from hf_specdecpp.models.adapters import read_adapter
@@ -62,7 +62,7 @@ class DistillationInputs:
         draft = models.draft_of(config, target, lambda name: models.load(name, dtype))
         limit = int(min(config.distill.max_length, longest_text(draft)))
         train, heldout = (_useful(texts, limit, target, config) for texts in (train, heldout))
-        start = config.distill.start_from if config.trainable.own_layers else None
+        start = config.distill.start_from if config.kind.own_layers else None
         return cls(config, target, draft, train, heldout, limit, start and _layers_from(config.kind, start))
 
     def texts_to_fit_on(self, what: str) -> Iterator[Tensor]:
@@ -98,9 +98,9 @@ def _useful(answers: Dataset, limit: int, target: CausalLM, config: TrainingConf
     return answers.select(kept)
 
 
-def _layers_from(kind: Kind, start: str) -> Any:
+def _layers_from(kind: DraftKind, start: str) -> Any:
     """Layers of another run's `work_dir`, or of a repository; errors as in `SpecDecPPAssistant.from_pretrained`."""
-    if Path(start, models.own_file(kind).name).with_suffix(".json").is_file():
+    if Path(start, kind.own_file).with_suffix(".json").is_file():
         return models.load_own(kind, Path(start))
     repository = Repository(start)
     config = load_config(repository)
@@ -121,9 +121,9 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
     config, distill = inputs.config, inputs.config.distill
     if config.ready_made is not None:
         described = SpecDecPPConfig(draft_kind=config.kind.name, draft_id=config.ready_made)
-        draft: Any = config.kind.draft(described, Parts(module=inputs.earlier), Loading(target=inputs.target))
+        draft: Any = config.kind.make(described, Parts(module=inputs.earlier), Loading(target=inputs.target))
         return OwnLayersDraft(draft, distill.unroll if draft.blocks_after is None else draft.places)
-    if config.trainable.own_layers:
+    if config.kind.own_layers:
         return OwnLayersDraft(Eagle3Drafter(_initial_layer(inputs, vocab), inputs.target), distill.unroll, distill.loss)
     fusion = _initial_fusion(inputs) if config.trains_module else None
     lora = LoraConfig(
@@ -144,7 +144,7 @@ def _initial_layer(inputs: DistillationInputs, vocab: Tensor | None) -> Eagle3Mo
     """The earlier layer, or one that begins like the target's last."""
     config, target = inputs.config, inputs.target
     if inputs.earlier is not None:
-        meet(inputs.earlier, target, repr(config.distill.start_from), torch.float32)
+        EAGLE3.bind(inputs.earlier, target, repr(config.distill.start_from), torch.float32)
         return inputs.earlier
     reads = usual_reads(models.depth_of(target)) if config.reads is None else config.reads
     model = initial_layer.untrained(initial_layer.settings_for(target, reads, vocab), target, vocab)
@@ -163,7 +163,7 @@ def _initial_fusion(inputs: DistillationInputs) -> Fusion:
 
 
 @torch.no_grad()
-def _copy_weights(draft: AdaptedDraft, work: Path, kind: Kind) -> None:
+def _copy_weights(draft: AdaptedDraft, work: Path, kind: DraftKind) -> None:
     """Copy the adapter and the fusion of another run into `draft`; `ValueError` if their shapes differ."""
     if not (work / ADAPTER_FOLDER).is_dir():
         raise ValueError(f"distill.start_from={str(work)!r} has no trained adapter. Name the work_dir of a run.")

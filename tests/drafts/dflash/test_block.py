@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.unrolling import in_blocks
-from hf_specdecpp.drafts.dflash.model import DFlashDraft, DFlashModel
+from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashDraft, DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains
 from hf_specdecpp.trees.tree import DraftTree

@@ -12,8 +12,8 @@ from support.models import prompt
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.drafts.dflash.config import DFlashSettings, read_settings, usual_reads
-from hf_specdecpp.drafts.dflash.model import DFlashModel
+from hf_specdecpp.drafts.dflash.config_dflash import DFlashSettings, read_settings, usual_reads
+from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashModel
 from hf_specdecpp.drafts.known import DFLASH, recognise
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.throughput.known_costs import Rounds

@@ -15,7 +15,7 @@ from support.models import tiny
 from support.repos import change_json
 from torch import Tensor
 
-from hf_specdecpp.drafts.eagle3.meeting import readings
+from hf_specdecpp.drafts.eagle3.config_eagle3 import readings
 
 
 @pytest.mark.parametrize(("changed", "match"), [

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.drafts.gemma4.drafter import sources
-from hf_specdecpp.drafts.gemma4.kind import read_model
+from hf_specdecpp.drafts.gemma4.modeling_gemma4 import sources
+from hf_specdecpp.drafts.known import GEMMA4
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -263,4 +263,4 @@ def test_configs(name: str) -> None:
     changes, reason = CONFIGS[name]
     weights = VARIANTS["plain"].theirs().state_dict()
     with pytest.raises(ValueError, match=f"(?s)No Gemma 4 assistant can be built.*{reason}"):
-        read_model({**PLAIN, **changes}, weights, "The draft")
+        GEMMA4.read({**PLAIN, **changes}, weights, "The draft")

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import Decisions
-from hf_specdecpp.drafts.mtp.kind import layers_among
+from hf_specdecpp.drafts.mtp.loading_mtp import layers_among
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM

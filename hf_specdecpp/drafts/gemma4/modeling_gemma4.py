@@ -49,7 +49,8 @@ def heads_of(attention: Any) -> tuple[int, int]:
 
 
 class Gemma4Draft(StateDraft):
-    """Drafts with an assistant of transformers' class, on the device of the target that it has met (`kind.meet`).
+    """Drafts with an assistant of transformers' class, on the device of the target that it was bound to
+    (`PublishedKind.bind`).
 
     Its step reads a token and the state before it, which after the verified text is the target's final state, and
     further on its own. It has no keys and values: all that it sees are the target's. So are the embeddings.

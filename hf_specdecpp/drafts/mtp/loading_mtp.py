@@ -1,4 +1,5 @@
-"""Multi-token layers that the target's own checkpoint brings (`docs/ready-made.md`): how they are found and read."""
+"""Multi-token layers that the target's own checkpoint brings (`Mtp`, `docs/ready-made.md`): how they are found and
+read."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from hf_specdecpp.config.checks import CURE, shown
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.checkpoints import mapping, renamed
-from hf_specdecpp.drafts.kind import Format, Kind, Loading, Parts, pinned
-from hf_specdecpp.drafts.mtp.model import POST_NORM, MtpDraft, one_layer
+from hf_specdecpp.drafts.draft_kind import Config, Loading, Parts, PublishedKind, pinned
+from hf_specdecpp.drafts.mtp.modeling_mtp import POST_NORM, MtpDraft, one_layer
 from hf_specdecpp.files import Repository, check_finite
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.provenance import commit_of
@@ -72,40 +73,81 @@ class MtpLayers:
         return {f"{place}.{name}": tensor for place, layer in named for name, tensor in layer.items()}
 
 
-def read_layers(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], source: str) -> MtpLayers:
-    """The multi-token layers of a target's repository, the only ones of its `tensors` that are read; `ValueError` if it
-    has none, is quantised, or has them in a form that is not known, with what to do."""
-    config = {**mapping(raw, "mtp_config"), **(mapping(raw, "text_config") or raw)}
-    for field in FIELDS:
-        if not isinstance(found := config.get(field) or 0, int) or not 0 <= found <= MOST_OF_TARGET:
-            raise ValueError(f"{field}={shown(found)} must be a whole number from 0 to {MOST_OF_TARGET}. {CURE}")
-    name, count = next(((name, config[name]) for name in ANNOUNCING if config.get(name)), (None, 0))
-    is_chained = bool(config.get("chain_hidden_post_norm"))
-    named = layers_among(tensors, config.get("num_hidden_layers") or 0, source, is_chained)
-    if len(named) > MOST_LAYERS or (named and not config.get("num_hidden_layers")):
-        raise ValueError(
-            f"{source!r} has num_hidden_layers={config.get('num_hidden_layers')} and {len(named)} multi-token "
-            f"layers, of which {MOST_LAYERS} are the most that draft. {CURE}"
-        )
-    if not named and name is not None:
-        raise ValueError(
-            f"The config.json of {source!r} announces multi-token layers ({name}={count}), and its files hold no "
-            "tensor of them. They are often left out when a model is quantised, finetuned or saved by transformers. "
-            f"Name the repository of the original model: assist(model, 'mtp', source=ID). {INSTEAD} otherwise."
-        )
-    if not named:
-        raise ValueError(f"{source!r} has no multi-token layers: its config.json announces none. {INSTEAD}.")
-    if len(named) < count:
-        logger.warning(f"{source!r} announces {count} multi-token layers ({name}) and holds {len(named)}, which draft.")
-    found = {there: tensors[there] for layer in named for there in layer.values()}
-    for there, tensor in found.items():
-        if not tensor.is_floating_point() or tensor.element_size() == 1:
+class Mtp(PublishedKind):
+    """Layers beside those that the target decodes with; `config.draft_id` names the repository that holds them, which
+    is recognised by no `config.json`, since the target decodes without these layers."""
+
+    name = "mtp"
+    is_named = True
+    untrainable = (
+        "multi-token layers are those of the target's checkpoint: take them as they are (assist), or train with draft: "
+        "eagle3"
+    )
+    no_model = "transformers drops multi-token layers when it loads one. Give the folder or Hub id of its files"
+    served_by = (
+        "engines read them from the target itself, as `vllm serve TARGET --speculative-config "
+        """'{"method":"mtp","num_speculative_tokens":1}'` does"""
+    )
+    is_whole = False
+    most_config_bytes = MOST_BYTES
+    cure = "Name a repository that has them: assist(model, 'mtp', source=ID)."
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
+        return f"multi-token layers of {target if config.draft_id is None else pinned(config)}"
+
+    def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:  # noqa: ARG002
+        layers, target = parts.module, how.target
+        made = [one_layer(tensors, place, target, layers.source) for place, tensors in enumerate(layers.tensors)]
+        drafters = [Drafter(model, shares_target=True, fusion=reader) for model, reader in made]
+        return drafters[0] if len(drafters) == 1 else MtpDraft(drafters, target)
+
+    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str, overrides: Any = None) -> MtpLayers:  # noqa: ARG002
+        """The multi-token layers of a target's repository, the only ones of its `tensors` that are read; `ValueError`
+        if it has none, is quantised, or has them in a form that is not known, with what to do."""
+        config = {**mapping(raw, "mtp_config"), **(mapping(raw, "text_config") or raw)}
+        for field in FIELDS:
+            if not isinstance(found := config.get(field) or 0, int) or not 0 <= found <= MOST_OF_TARGET:
+                raise ValueError(f"{field}={shown(found)} must be a whole number from 0 to {MOST_OF_TARGET}. {CURE}")
+        name, count = next(((name, config[name]) for name in ANNOUNCING if config.get(name)), (None, 0))
+        is_chained = bool(config.get("chain_hidden_post_norm"))
+        named = layers_among(tensors, config.get("num_hidden_layers") or 0, source, is_chained)
+        if len(named) > MOST_LAYERS or (named and not config.get("num_hidden_layers")):
             raise ValueError(
-                f"{source!r}: {there} holds {str(tensor.dtype)[6:]}, so its multi-token layers are quantised, "
-                "which is not read. Name a repository with them in bfloat16: assist(model, 'mtp', source=ID)."
+                f"{source!r} has num_hidden_layers={config.get('num_hidden_layers')} and {len(named)} multi-token "
+                f"layers, of which {MOST_LAYERS} are the most that draft. {CURE}"
             )
-    check_finite(found, source)
-    return MtpLayers([{here: found[there] for here, there in layer.items()} for layer in named], source)
+        if not named and name is not None:
+            raise ValueError(
+                f"The config.json of {source!r} announces multi-token layers ({name}={count}), and its files hold no "
+                "tensor of them. They are often left out when a model is quantised, finetuned or saved by "
+                "transformers. Name the repository of the original model: assist(model, 'mtp', source=ID). "
+                f"{INSTEAD} otherwise."
+            )
+        if not named:
+            raise ValueError(f"{source!r} has no multi-token layers: its config.json announces none. {INSTEAD}.")
+        if len(named) < count:
+            logger.warning(
+                f"{source!r} announces {count} multi-token layers ({name}) and holds {len(named)}, which draft."
+            )
+        found = {there: tensors[there] for layer in named for there in layer.values()}
+        for there, tensor in found.items():
+            if not tensor.is_floating_point() or tensor.element_size() == 1:
+                raise ValueError(
+                    f"{source!r}: {there} holds {str(tensor.dtype)[6:]}, so its multi-token layers are quantised, "
+                    "which is not read. Name a repository with them in bfloat16: assist(model, 'mtp', source=ID)."
+                )
+        check_finite(found, source)
+        return MtpLayers([{here: found[there] for here, there in layer.items()} for layer in named], source)
+
+    def repository_of(self, target: CausalLM, source: str | Path | None = None, hub_kwargs: Any = None) -> Repository:
+        """The repository with a target's multi-token layers: `source`, or its own; `ValueError` if that is none."""
+        name = source or target.config.name_or_path
+        if not name:
+            raise ValueError(
+                f"This {type(target).__name__} was made in memory, so nothing says where its multi-token layers are. "
+                "Name their repository: assist(model, 'mtp', source=ID_OR_FOLDER)."
+            )
+        return Repository(str(name), None if source else commit_of(target), None, hub_kwargs or {})
 
 
 def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool = False) -> list[dict[str, str]]:
@@ -151,47 +193,3 @@ def _part(
             f"they compute is not known. {INSTEAD}."
         )
     return part
-
-
-def repository_of(target: CausalLM, source: str | Path | None = None, hub_kwargs: Any = None) -> Repository:
-    """The repository with a target's multi-token layers: `source`, or its own; `ValueError` if that is none."""
-    name = source or target.config.name_or_path
-    if not name:
-        raise ValueError(
-            f"This {type(target).__name__} was made in memory, so nothing says where its multi-token layers are. "
-            "Name their repository: assist(model, 'mtp', source=ID_OR_FOLDER)."
-        )
-    return Repository(str(name), None if source else commit_of(target), None, hub_kwargs or {})
-
-
-def words(config: SpecDecPPConfig, target: str = "the target") -> str:
-    return f"multi-token layers of {target if config.draft_id is None else pinned(config)}"
-
-
-def draft_of(_config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:
-    layers: MtpLayers = parts.module
-    made = [one_layer(tensors, place, how.target, layers.source) for place, tensors in enumerate(layers.tensors)]
-    drafters = [Drafter(model, shares_target=True, fusion=reader) for model, reader in made]
-    return drafters[0] if len(drafters) == 1 else MtpDraft(drafters, how.target)
-
-
-# Layers beside those that the target decodes with; `config.draft_id` names the repository that holds them, which is
-# recognised by no `config.json`, since the target decodes without these layers.
-MTP = Kind(
-    name="mtp",
-    rests_on="target",
-    draft=draft_of,
-    describe=words,
-    format=Format(
-        read_layers,
-        no_model="transformers drops multi-token layers when it loads one. Give the folder or Hub id of its files",
-        served_by="engines read them from the target itself, as `vllm serve TARGET --speculative-config "
-        """'{"method":"mtp","num_speculative_tokens":1}'` does""",
-        is_whole=False,
-        most_config_bytes=MOST_BYTES,
-        cure="Name a repository that has them: assist(model, 'mtp', source=ID).",
-    ),
-    is_named=True,
-    untrainable="multi-token layers are those of the target's checkpoint: take them as they are (assist), or train "
-    "with draft: eagle3",
-)

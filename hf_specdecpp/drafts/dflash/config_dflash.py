@@ -75,13 +75,6 @@ class DFlashSettings:
         return Qwen3Config(**self.layer)
 
 
-def looks_like_one(raw: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is of a DFlash checkpoint, or of a relative that is refused by name."""
-    names = f"{raw.get('architectures')} {raw.get(checkpoints.SPECULATORS)}".lower()
-    is_named = any(name in names for name in ("dflash", "dspark", "domino"))
-    return "dflash_config" in raw or is_named or set(raw) >= OF_TRANSFORMERS
-
-
 def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
     """What a `config.json` says: the original dialect (z-lab), that of transformers, or that of speculators.
     `ValueError` if it is of a relative that is not supported, or a value is missing or makes no sense.
