@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from hf_specdecpp.captured.identity import identity
 from hf_specdecpp.captured.rooms import RoomCache, Rooms, RoomText, num_room_layers
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
-from hf_specdecpp.trees.attention import inputs_in_place
+from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE, inputs_in_place
 
 # Of each target: what its passes were captured of, and the passes.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyDictionary()
@@ -78,6 +78,36 @@ class CapturedTarget:
     def place(self) -> tuple[int, torch.Size]:
         """Which room the text is in, for the keys of graphs."""
         return self.text.cache.room, self._positions
+
+    def compare(self, texts: Sequence[Tensor], widths: Iterable[int], own: Callable[[Tensor], Tensor]) -> str | None:
+        """What is wrong with captured passes of these widths, beside a pass of the target's own over the same tokens:
+        what its forward does beside attention, positions and masks is not known, and with some widths it may do
+        something else.
+
+        Args:
+            texts: `[1, length]` each, which have begun here.
+            own: makes a pass over the last token of each text and further tokens, `[texts, n]`, and forgets it; its
+                logits `[texts, n, vocab]`.
+        """
+        several = len(texts) > 1
+        widths = sorted(width for width in widths if (several, width) not in self.checked)
+        if not widths:
+            return None
+        left = self.longest - max(ids.shape[1] for ids in texts)
+        most = int(max(min(widths[-1] - 1, left), 0)) + 1
+        tokens = torch.cat([some_tokens(ids, widths[-1]) for ids in texts])
+        expected, cache = own(tokens[:, :most]), self.text.with_room(self.text.held + widths[-1])
+        for width in widths:
+            if width == 1 and not several:
+                found = self.read(tokens[:, :1]).logits
+            else:
+                places = torch.arange(width, device=tokens.device)
+                found = self.forward(cache, tokens[:, :width], places <= places[:, None], places)[0]
+            if (reason := differs(found[:, :most], expected[:, :width], self.model.dtype)) is not None:
+                return f"a captured pass over {width} tokens is {reason}"
+            if width <= most:
+                self.checked.add((several, width))
+        return None
 
     def begin(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
         """Go on with texts of `num_tokens` in a growing cache, of whose rows the target sees those `shown` `[texts,
@@ -188,6 +218,26 @@ class CapturedTarget:
             self._run(key, move)
         rows[: len(path)] = path
         self._run(key, move)
+
+
+def some_tokens(ids: Tensor, count: int) -> Tensor:
+    """The last token of a text `[1, length]` and others after it, `[1, count]`: of those before the last, few, since
+    further back there may be an image."""
+    latest = ids[:, -4:].flip(1)
+    return latest.repeat(1, -(-count // latest.shape[1]))[:, :count]
+
+
+def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
+    """What is wrong with the logits `[..., vocab]` of a captured pass, beside those of the target's own.
+
+    In half precision half of the tokens have to be off: at single tokens a router may choose other experts."""
+    expected = expected.double()
+    errors = (found.double() - expected).norm(dim=-1) / (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
+    exact = TREE_TOLERANCE.get(dtype)
+    error, tolerance = float(errors.median() if exact is None else errors.max()), exact or HALF_TREE_TOLERANCE
+    if error <= tolerance:
+        return None
+    return f"off by {error:.2g} of the spread of its logits (rounding explains {tolerance:g})"
 
 
 def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:

@@ -188,6 +188,11 @@ class CapturedDraft:
         self.last.fill_(count - end - 1)
         self.pending = [count - end] * len(tokens)
 
+    def close(self) -> None:
+        """Free the caches. What was read of the text at hand is lost."""
+        self.rooms.clear()
+        self.text = self.source = RoomText(self._empty)
+
     @property
     def is_full(self) -> bool:
         """Whether the window has no room for a token of a round without candidates."""

@@ -112,9 +112,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         else:
             self.rule = rule_of(setup, target, generation_config, self.plan)
         self.lookup: LookingUp | None = looking_up(setup, target, generation_config, self.plan)
-        learns = None if self.rule is None or self.rule.looks_at_nothing else self.rule
-        observers = self.stats, self.lookup, learns, self.trees
-        self.observers: list[Any] = [each for each in observers if each is not None]
+        self.observers = self._observers()
         self.times: RoundTimes | None = None
         if self.plan is not None:
             self.plan.begin_text()
@@ -125,6 +123,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self._draft_max_length = setup.drafter.max_length
         self._num_accepted = 0
         self._tree = DraftTree.chain()
+
+    def _observers(self) -> list[Any]:
+        learns = None if self.rule is None or self.rule.looks_at_nothing else self.rule
+        return [each for each in (self.stats, self.lookup, learns, self.trees) if each is not None]
 
     @property
     def draws_trees(self) -> bool:
@@ -251,8 +253,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Learn that `num_matches` candidates of the last chain were accepted."""
         self.saw(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
-    def read_prompt(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def begin_captured(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """All tokens of a text `[1, length]` that captured rounds draft after, and the target's states before each."""
+        self.observers = [self.stats, *([self.rule] if isinstance(self.rule, Threshold) else [])]
         tokens, states = self._new(input_ids, states)
         if states is None:
             return tokens, None
@@ -264,17 +267,15 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         setup, how = self.setup, self._generation_config
         return setup.memory.recall(setup.decisions, self._target, setup.estimator, how, trees).rates
 
-    def note_captured(self, tree: DraftTree, path: list[int], estimates: list[float]) -> None:
-        """Learn what became of a round that is over, and what `rule="threshold"` judged its candidates by."""
-        self.stats.draft_passes += tree.passes
-        self.stats.saw(tree, path)
+    def note_captured(self, tree: DraftTree, estimates: list[float]) -> None:
+        """Take note of what a captured round drafted, and what `rule="threshold"` judged the candidates by."""
         if isinstance(self.rule, Threshold):
             self.rule.estimates = estimates
-            self.rule.saw(tree, path)
+        self.note(tree)
 
     def begin_again(self) -> None:
-        """The draft has been shown nothing yet."""
-        self._shown = 0
+        """The first round is not captured: the draft has been shown nothing yet."""
+        self._shown, self.observers = 0, self._observers()
 
     def _described(self) -> str:
         """How the layers of target and draft multiply now."""

@@ -9,42 +9,27 @@ returned for. Candidates may be trees, and the rows of a batch keep their own pa
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_specdecpp.generation.target import TargetSide
+from hf_specdecpp.generation.captured.entering import on_graphs
+from hf_specdecpp.generation.target import Drafts, GraphsFailedError, RoundTarget, TargetSide
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.trees.tree import DraftTree
 
 
-class Drafts:
-    """Proposes candidates for the texts of a call: here for one, whose generator does."""
-
-    def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:
-        """A tree for each text; a chain has one branch, and an empty tree leaves the round to the target."""
-        (text,) = texts
-        with target.attention(beside_captured=True):
-            return [text.generator.propose(text.ids, target.room(text), text.states)]
-
-    def saw(self, rounds: Sequence[Round]) -> None:
-        """Told what stands of a round."""
-        (each,) = rounds
-        generator = each.text.generator
-        generator.saw(each.tree, each.verdict.path, each.length)
-        if generator.times is not None:
-            generator.times.end(each.length, each.width)
-
-    def select(self, places: Sequence[int]) -> None:
-        """The texts at these places go on."""
-
-
 class AssistedDecoding:
-    """One `generate()` call, for a text or the rows of a batch; `active` have not ended."""
+    """One `generate()` call, for a text or the rows of a batch; `active` have not ended.
 
-    def __init__(self, texts: list[Text], drafts: Drafts, target: TargetSide) -> None:
-        self.texts, self.drafts, self.target = texts, drafts, target
+    Attributes:
+        side: the target's side of the call.
+        drafts, target: what makes the rounds: at first the side itself, and on a GPU what runs as CUDA graphs.
+    """
+
+    def __init__(self, texts: list[Text], drafts: Drafts, side: TargetSide) -> None:
+        self.texts, self.drafts, self.side = texts, drafts, side
+        self.target: RoundTarget = side
         self.active = list(texts)
 
     def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
@@ -52,30 +37,36 @@ class AssistedDecoding:
         try:
             self._generate(input_ids)
         except BaseException:
-            self.target.roll_back()
+            self.side.roll_back()
             raise
         finally:
-            self.target.end()
+            self.side.end()
         self.texts[0].generator.finish()
         for text in self.texts:
             text.end()
-        return self.target.output(self.texts)
+        return self.side.output(self.texts)
 
     def _generate(self, input_ids: Tensor) -> None:
         """The prompts' pass, then rounds until all texts have ended."""
-        products, begin, count = self.target.products, time.perf_counter(), len(self.texts)
+        products, begin, count = self.texts[0].generator.products, time.perf_counter(), len(self.texts)
         with products:  # making them is no time of the prompt
             self._read_prompt(input_ids)
         for text in self.texts:
             text.stats.plain_passes += 1
             text.stats.prompt_seconds = (time.perf_counter() - begin) / count  # its token has been read
-        with self.target.model._optimize_model_for_decode():
-            self.target.begin(self.active)
-            with self.target.products, self.target.attention():
-                self._make_rounds()
-            self.target.complete(self.texts)
+        with self.side.model._optimize_model_for_decode():
+            self.side.begin(self.active)
+            usual = self.drafts, self.side
+            self.drafts, self.target = on_graphs(self.active, *usual)
+            try:
+                with products:
+                    self._make_rounds()
+            finally:
+                self.target.leave()
+                self.drafts, self.target = usual
+            self.side.complete(self.texts)
         for text in self.texts:
-            passes = self.target.passes.seconds(count, max(text.stats.rounds, 1), products)
+            passes = self.side.passes.seconds(count, max(text.stats.rounds, 1), products)
             shares = [each and each / count for each in passes]
             text.stats.plain_pass_seconds, text.stats.same_pass_seconds = shares
 
@@ -84,20 +75,21 @@ class AssistedDecoding:
         for text, ids in zip(self.texts, input_ids.split(1), strict=True):
             text.begin(ids)
         rounds = [Round(text, DraftTree.chain(), is_prompt=True) for text in self.texts]
-        self.target.read_prompt(rounds, input_ids)
+        self.side.read_prompt(rounds, input_ids)
         self._take(rounds)
 
     def _make_rounds(self) -> None:
         while self.active:
-            self.target.prepare(self.active)
-            self.round()
+            try:
+                with self.target.attention():
+                    while self.active:
+                        self.target.prepare(self.active)
+                        self.round()
+            except GraphsFailedError as failure:
+                self.drafts, self.target = self.target.instead(failure, self.active)
 
     def round(self) -> None:
         """Draft, one target pass, verify, emit, keep (SpecDec++, section 3; DySpec, section 4, where trees branch)."""
-        captured = self.target.captured  # on a GPU that may run all of this as two launches
-        if captured.rounds is not None and captured.make_round(self.active):
-            self._leave()
-            return
         begin = time.perf_counter()
         trees = self.drafts.propose(self.active, self.target)  # a chain is a tree of one branch
         drafted = time.perf_counter()
@@ -109,7 +101,8 @@ class AssistedDecoding:
 
     def _take(self, rounds: list[Round]) -> None:
         """Verify, emit what stands, leave both models at it; texts that have ended leave."""
-        self.verify(rounds)
+        if not rounds[0].is_verified:
+            self.verify(rounds)
         for each in rounds:
             each.emitted = each.text.emit(each.verdict)
         self.target.keep(rounds)

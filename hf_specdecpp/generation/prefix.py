@@ -1,8 +1,7 @@
-"""A text as its target has read it (`TargetText`), and the arguments of the target's next pass over candidates."""
+"""A text as its target has read it (`Prefix`), and the arguments of the target's next pass over candidates."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -26,53 +25,7 @@ from hf_specdecpp.trees.attention import tree_mask
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 
-class TargetText(ABC):
-    """A text as its target has read it. Between rounds that is all but its last token."""
-
-    is_captured = False  # whether passes are
-    is_limited = False  # whether a pass may have no room for some number of candidates
-    text: CachedText  # as it lies in its cache
-    width = 0  # tokens that the last pass was prepared for, dummies included
-
-    @property
-    def cache(self) -> Any:
-        """The target's own, which `generate()` was given or has made."""
-        return self.text.cache
-
-    def most_candidates(self, input_ids: Tensor) -> int | None:  # noqa: ARG002
-        """How many candidates the next pass, after a text `[1, length]`, has room for; `None`: any number."""
-        return None
-
-    def is_at_change(self, input_ids: Tensor) -> bool:  # noqa: ARG002
-        """Whether the next pass has no room for candidates because rotary frequencies change (`FrequencyChange`)."""
-        return False
-
-    @abstractmethod
-    def chain_inputs(self, input_ids: Tensor, candidates: Tensor | list[int]) -> dict[str, Any]:
-        """Arguments of a pass over the last token of `input_ids` `[1, length]` and the candidates after it."""
-
-    @abstractmethod
-    def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass) -> dict[str, Any]:
-        """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`."""
-
-    @abstractmethod
-    def forward(self, states: TargetStates, inputs: dict[str, Any]) -> Any:
-        """A pass with these arguments, of which the states are caught."""
-
-    @abstractmethod
-    def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
-        """Keep of a pass over `num_candidates` the `kept` tokens that were emitted, where they were a tree those of a
-        path. The last emitted token is not in the cache, as in plain generation."""
-
-    def read_pending(self, input_ids: Tensor) -> None:  # noqa: B027
-        """At the end of a text `[1, length]`: read what is pending, so that the cache can be carried on."""
-
-    def roll_back(self) -> None:
-        """After an exception: the cache, which may be the user's, goes back to the text that has been emitted."""
-        self.text.back()
-
-
-class Prefix(TargetText):
+class Prefix:
     """The text in a target's cache, continued as its own `generate()` would continue it.
 
     The prompt may be padded, masked in its middle, given with position ids, end in a masked token, or lie partly in the
@@ -88,7 +41,14 @@ class Prefix(TargetText):
     Args:
         model_kwargs: arguments of its forward as `generate()` prepared them: the cache, and where the model takes them
             `attention_mask` `[1, length]` and `position_ids` `[..., length]`.
+
+    Attributes:
+        text: as it lies in the cache. Between rounds that is all but its last token.
+        width: tokens that the last pass was prepared for.
+        is_limited: whether a pass may have no room for some number of candidates.
     """
+
+    width = 0
 
     def __init__(self, target: CausalLM, model_kwargs: dict[str, Any]) -> None:
         self.target, self.model_kwargs = target, model_kwargs
@@ -106,6 +66,11 @@ class Prefix(TargetText):
         self._padding: int | None = None  # tokens of the text that take no position
 
     @property
+    def cache(self) -> Any:
+        """The target's own, which `generate()` was given or has made."""
+        return self.text.cache
+
+    @property
     def rows(self) -> int:
         """How many the target has read into the cache."""
         return int(self.text.cache.get_seq_length())
@@ -121,9 +86,11 @@ class Prefix(TargetText):
         return torch.tensor([[self.rows]]) if positions is None else positions[..., -1:]
 
     def most_candidates(self, input_ids: Tensor) -> int | None:
+        """How many candidates the next pass, after a text `[1, length]`, has room for; `None`: any number."""
         return self._before_change(input_ids)
 
     def is_at_change(self, input_ids: Tensor) -> bool:
+        """Whether the next pass has no room for candidates because rotary frequencies change (`FrequencyChange`)."""
         return bool(self._changes) and self._before_change(input_ids) == 0
 
     def _before_change(self, input_ids: Tensor) -> int | None:
@@ -185,6 +152,7 @@ class Prefix(TargetText):
         return inputs
 
     def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass) -> dict[str, Any]:
+        """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`."""
         if not len(tree_pass.tree):
             return self.chain_inputs(input_ids, [])
         tokens, ancestors, depths = tree_pass.upload(input_ids.device)
@@ -196,11 +164,14 @@ class Prefix(TargetText):
         return inputs | {"attention_mask": mask, "position_ids": position[..., None] + depths}
 
     def forward(self, states: TargetStates, inputs: dict[str, Any]) -> Any:
+        """A pass with these arguments, of which the states are caught."""
         if states.are_read:
             return states.catch(self.target, **inputs, return_dict=True)
         return self.target(**inputs, return_dict=True)
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
+        """Keep of a pass over `num_candidates` the `kept` tokens that were emitted, where they were a tree those of a
+        path. The last emitted token is not in the cache, as in plain generation."""
         if self._changes or self.text.cache is None:  # where a forward may go on with a cache of its own
             self._adopt(cache_among(outputs))
         self.text.keep(kept, num_candidates + 1, path)
@@ -228,6 +199,7 @@ class Prefix(TargetText):
         self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
 
     def read_pending(self, input_ids: Tensor) -> None:
+        """At the end of a text `[1, length]`: read what is pending, so that the cache can be carried on."""
         if pending := self.text.pending:
             inputs = self.target.prepare_inputs_for_generation(
                 input_ids[:, :-1],
@@ -238,6 +210,10 @@ class Prefix(TargetText):
             self.target(**inputs, return_dict=True)
             self.text.keep(pending, of=pending)
 
+    def roll_back(self) -> None:
+        """After an exception: the cache, which may be the user's, goes back to the text that has been emitted."""
+        self.text.back()
+
     def end(self) -> None:
         """Nothing is taken back any more, and the cache may be carried on by anyone."""
         if self.cache is not None:
@@ -247,23 +223,6 @@ class Prefix(TargetText):
 def has_usual_inputs(target: CausalLM) -> bool:
     """Whether transformers' own method prepares the inputs of its passes."""
     return type(target).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
-
-
-def try_pass(
-    text: TargetText, read: Callable[[dict[str, Any]], Any], input_ids: Tensor, as_tree: bool, count: int
-) -> Tensor:
-    """Make a pass over `count` candidates, all alike, only for it to be captured, compared or timed, and forget it; its
-    logits, `[1 + count, vocab]`. `read` makes a pass with these arguments."""
-    if as_tree:
-        tree = DraftTree(int(input_ids[0, -1]))
-        for _ in range(count):
-            tree.add(0, tree.tokens[0])
-        inputs = text.tree_inputs(input_ids, TreePass(tree))
-    else:
-        inputs = text.chain_inputs(input_ids, input_ids[0, -1:].expand(count))
-    logits: Tensor = read(inputs).logits[0]
-    text.roll_back()
-    return logits
 
 
 def reading_again(prefix: Prefix, text: Tensor, as_tree: bool) -> Callable[[Tensor, int], tuple[Tensor, Any]]:

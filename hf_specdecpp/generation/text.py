@@ -354,6 +354,7 @@ class Round:
     Attributes:
         tree: what the draft proposes; a chain is a tree of one branch, and an empty one leaves the round to the target.
         is_prompt: whether it is the pass over the prompt, which is no round for those who learn.
+        is_verified: whether the device has verified it, with the pass.
         outputs: of the target's pass: `logits` `[1, rows, vocab]`, and what else the text is asked for.
         width: tokens that the pass read, dummies included.
         length: tokens of the text before the round.
@@ -363,6 +364,7 @@ class Round:
     text: Text
     tree: DraftTree
     is_prompt: bool = False
+    is_verified: bool = False
     outputs: Any = None
     width: int = 0
     length: int = field(init=False)

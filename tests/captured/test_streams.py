@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_specdecpp.captured import graphs
 from hf_specdecpp.captured.graphs import CannotCaptureError, Family, Graphs, NoReads, NoWaits, capture_lock
-from hf_specdecpp.generation.captured import whole
+from hf_specdecpp.generation.captured import graph_drafts
 from hf_specdecpp.generation.captured.rounds import CapturedRounds
 
 # Of what is freed after a test, too.
@@ -145,7 +145,7 @@ def test_graphs_that_are_too_many_go_together(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.takes(8)
 @pytest.mark.usefixtures("counts")
 def test_more_settings_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole, "MOST_KEPT", 1)
+    monkeypatch.setattr(graph_drafts, "MOST_KEPT", 1)
     target, assistant, plain = pair(FIRST)
     for num_tokens in (2, 1, 2):
         assistant.speculation.num_tokens = num_tokens

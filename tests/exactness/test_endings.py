@@ -20,9 +20,9 @@ from torch.nn.functional import pad
 from transformers import StoppingCriteria
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation.captured.whole import WholeRounds
+from hf_specdecpp.generation.captured.graph_target import RoundGraphs
 from hf_specdecpp.generation.several.target import TargetOfRows
-from hf_specdecpp.generation.text import Text, Verdict
+from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM
 
 MANY = int(os.environ.get("SPECDECPP_FUZZ_CASES", "400"))
@@ -175,12 +175,10 @@ def ends_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def holds_what_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a captured round has read stays in the cache."""
 
-    def emit(_: Any, text: Text, side: Any, emitted: list[int]) -> None:
-        kept = text.emit(Verdict([], emitted, torch.empty(0, 0), torch.empty(0, 0))).kept
-        side.hold(len(emitted))
-        text.hand_over(emitted[:kept])
+    def keep(target: RoundGraphs, rounds: Any) -> None:
+        target.passes.text.held += len(rounds[0].verdict.emitted)
 
-    monkeypatch.setattr(WholeRounds, "_emit", emit)
+    monkeypatch.setattr(RoundGraphs, "keep", keep)
 
 
 def check_captured(rows: int) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdecpp.generation.captured.whole import WholeRounds
-from hf_specdecpp.generation.text import Verdict
+from hf_specdecpp.generation.captured.graph_target import RoundGraphs
 
 LENGTH, FIRST, NEW = 6, 4, 25  # of the prompt, and of the turns of a conversation
 
@@ -132,15 +131,19 @@ def test_the_cache_is_at_the_emitted_text(family: str, how: str, source: str, at
     assert torch.equal(found, expected)
 
 
-def holds_before_it_emits(rounds: WholeRounds, text: Any, side: Any, emitted: list[int]) -> None:
+def holds_before_it_emits(read: Callable[[RoundGraphs, Any], None]) -> Callable[[RoundGraphs, Any], None]:
     """A mutant: what was read is held, whether or not it is emitted."""
-    side.hold(len(emitted))
-    text.emit(Verdict([], emitted, torch.empty(0, 0), torch.empty(0, 0)))
-    text.hand_over(emitted)
+
+    def wrong(target: RoundGraphs, rounds: Any) -> None:
+        read(target, rounds)
+        target.passes.text.held += len(rounds[0].verdict.emitted)
+
+    return wrong
 
 
 def test_a_cache_that_is_ahead_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WholeRounds, "_emit", holds_before_it_emits)
+    monkeypatch.setattr(RoundGraphs, "read", holds_before_it_emits(RoundGraphs.read))
+    monkeypatch.setattr(RoundGraphs, "keep", lambda *_: None)
     text, held, found, expected = interrupted("llama", "criterion", "captured chain", 5)
     assert held > len(text) - 1
     assert not torch.equal(found, expected)

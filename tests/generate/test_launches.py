@@ -13,8 +13,8 @@ from support.pretend_devices import on_device
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.generation.captured.text import BETWEEN
-from hf_specdecpp.generation.captured.whole import WholeRounds
+from hf_specdecpp.generation.captured.entering import BETWEEN
+from hf_specdecpp.generation.captured.graph_drafts import GraphDrafts
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.models.cpu import faster_products
 from hf_specdecpp.sampling.processors import Processing
@@ -36,17 +36,18 @@ WAYS: dict[str, dict[str, Any]] = {
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, int, int]]]:
     """Captures, replays, reads and launches of each round of a text but the first, in which the prompt is read."""
     found: list[tuple[int, int, int, int]] = []
-    make = WholeRounds.round
+    make = AssistedDecoding.round
     with pretend_graphs_on_devices() as (graphs, devices):
 
-        def counted(whole: WholeRounds, texts: Any, side: Any) -> None:
-            before, is_first = (graphs.copy(), devices.copy()), not whole.made
-            make(whole, texts, side)
-            if not is_first:
+        def counted(decoding: AssistedDecoding) -> None:
+            before, drafts = (graphs.copy(), devices.copy()), decoding.drafts
+            is_first = isinstance(drafts, GraphDrafts) and not drafts.made
+            make(decoding)
+            if isinstance(drafts, GraphDrafts) and not is_first:
                 changes = [graphs[name] - before[0][name] for name in ("captured", "replayed")]
                 found.append((*changes, *(devices[name] - before[1][name] for name in ("read", "launch"))))  # type: ignore[arg-type]
 
-        monkeypatch.setattr(WholeRounds, "round", counted)
+        monkeypatch.setattr(AssistedDecoding, "round", counted)
         yield found
 
 

@@ -38,7 +38,7 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
-from hf_specdecpp.generation.captured.text import BETWEEN
+from hf_specdecpp.generation.captured.entering import BETWEEN
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.doors import calls
 from hf_specdecpp.generation.several.in_step import InStep

@@ -20,8 +20,8 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from hf_specdecpp.captured.rooms import RoomCache
 from hf_specdecpp.drafting import captured_draft
 from hf_specdecpp.generation.captured import rounds as captured_rounds
-from hf_specdecpp.generation.captured.text import BETWEEN
-from hf_specdecpp.generation.captured.whole import WholeRounds
+from hf_specdecpp.generation.captured.entering import BETWEEN
+from hf_specdecpp.generation.captured.graph_drafts import GraphDrafts
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.trees.tree import DraftTree, TreePass
@@ -255,7 +255,7 @@ def asked(mistake: Any) -> Callable[..., Tensor]:
     return lambda whole, place, tree, scores: mistake(whole.texts[place], TreePass(tree, range(len(tree) + 1)), scores)
 
 
-def of_the_first_row(whole: WholeRounds, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
+def of_the_first_row(whole: GraphDrafts, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
     return whole.texts[0].process(TreePass(tree, range(len(tree) + 1)), scores)
 
 
@@ -268,7 +268,7 @@ def test_processors_that_are_asked_wrongly_are_noticed(
     target, assistant = made("independent", tmp_path, **settings)
     ids, mask = batch(2 if mistake is of_the_first_row and settings is CHAIN else 1)
     how: dict[str, Any] = {"max_new_tokens": 40, "no_repeat_ngram_size": 2}
-    monkeypatch.setattr(WholeRounds, "_process", mistake)
+    monkeypatch.setattr(GraphDrafts, "_process", mistake)
     same = torch.equal(*(together(target, each, ids, mask, **how) for each in (assistant, None)))
     assert same == (mistake is of_the_first_row and len(ids) == 1)
 

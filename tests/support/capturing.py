@@ -63,11 +63,7 @@ class Drawn(Rounds):
     def __init__(self, monkeypatch: Any) -> None:
         super().__init__(monkeypatch)
         self.trees: list[Any] = []
-        heard(monkeypatch, SpecDecPPCandidateGenerator, "note_captured", self.note_whole)
         heard(monkeypatch, SpecDecPPCandidateGenerator, "saw", self.note)
-
-    def note_whole(self, _: Any, tree: DraftTree, path: list[int], estimates: Any) -> None:
-        self.outcomes.append((len(tree), len(path)))
 
     def note(self, _: Any, tree: DraftTree, path: list[int], length: int) -> None:
         if not tree.is_chain:

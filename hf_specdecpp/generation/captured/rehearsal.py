@@ -18,15 +18,14 @@ from hf_specdecpp.captured.rooms import LEAST_ROOM, room_for
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.drafting.captured_draft import RoundShape
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.captured.text import CapturedText
-from hf_specdecpp.generation.captured.whole import WholeRounds
+from hf_specdecpp.generation.captured.graph_drafts import GraphDrafts
+from hf_specdecpp.generation.captured.graph_target import GraphTarget, PassGraphs
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.doors.calls import Call, decoding_of
 from hf_specdecpp.generation.refusals import check_mode
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.several.ranks import is_spread
 from hf_specdecpp.generation.stats import LatestCalls
-from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, keeping_generators, longest_text
 from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput.memory import Memory
@@ -52,8 +51,6 @@ class Rehearsal:
 class RehearsedDecoding(AssistedDecoding):
     """A text that moves from room to room, and makes in each all passes that may be made there."""
 
-    target: OneTarget
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.text = self.texts[0]
@@ -63,40 +60,33 @@ class RehearsedDecoding(AssistedDecoding):
 
     def _make_rounds(self) -> None:
         target = self.target
-        if not isinstance(target.prefix, CapturedText):
+        if not isinstance(target, GraphTarget):
             raise ValueError(
-                f"Nothing can be captured here, so there is nothing to warm up. Of {type(target.model).__name__}: "
+                f"Nothing can be captured here, so there is nothing to warm up. Of {type(self.side.model).__name__}: "
                 f"{self.text.stats.uncaptured or 'SpeculationConfig.graphs is off'}."
             )
-        whole = target.captured.rounds
-        if whole is not None:
-            whole.begin(self.texts)
+        if isinstance(self.drafts, GraphDrafts):
+            self.drafts.begin()
         self.generator.times = None  # these rounds are unlike others
         further = 2 * width_of(self.most + 1) + SPARE
         room = LEAST_ROOM
-        while room <= room_for(target.config.max_length + further):
-            if whole is not None:
-                self._make_whole_rounds(whole, room)
-            else:
-                self._read_target(target.prefix, room)
+        while room <= room_for(self.side.config.max_length + further):
+            target.passes.text.with_room(room)
+            if isinstance(target, PassGraphs):
+                self._read_target(target, room)
+            elif isinstance(self.drafts, GraphDrafts):
+                self._make_whole_rounds(self.drafts, room)
             room *= 2
 
-    def _make_whole_rounds(self, whole: WholeRounds, room: int) -> None:
-        whole.rounds.passes.text.with_room(room)
-        whole.rounds.draft.text.with_room(room)
-        for shape in {RoundShape(0), *whole.tiers.shapes}:
-            whole.time(shape)
+    def _make_whole_rounds(self, drafts: GraphDrafts, room: int) -> None:
+        drafts.rounds.draft.text.with_room(room)
+        for shape in {RoundShape(0), *drafts.tiers.shapes}:
+            drafts.time(shape)
 
-    def _read_target(self, text: CapturedText, room: int) -> None:
+    def _read_target(self, target: PassGraphs, room: int) -> None:
         """A pass of each width, of trees a path of each, too; and some rounds."""
-        text.passes.text.with_room(room)
-        target = self.target
-        left = text.most_candidates(self.text.ids)
-        left = min(MOST_CANDIDATES if left is None else left, room - text.passes.text.held - 1)
-        for count in filling(self.most, left):
-            target.try_pass(count)
-            if self.generator.draws_trees:
-                text.passes.keep(0, torch.arange(count + 1, device=target.device))
+        for count in filling(self.most, min(MOST_CANDIDATES, room - target.passes.text.held - 1)):
+            target.try_pass(count, self.generator.draws_trees)
         for _ in range(ROUNDS):
             self.round()
 

@@ -60,14 +60,12 @@ class CapturedRounds:
     Attributes:
         seconds: that rounds take.
         tiers: what `rule="throughput"` knows of them.
-        is_drafting: whether the latest graph is of the draft.
     """
 
     def __init__(self, passes: CapturedTarget, draft: CapturedDraft) -> None:
         self.passes, self.draft = passes, draft
         self.graphs, self.seconds = Graphs(passes.device, beside=passes.graphs), RoundSeconds()
         self.tiers: MostTokens | None = None
-        self.is_drafting = False
         texts = len(draft.last)
         with lasting():
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)
@@ -104,14 +102,18 @@ class CapturedRounds:
             self._active = list(active)
             self.draft.keep(self._active)
 
-    def run(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> dict[int, Report]:
-        """One round: the report of each text that goes on. `process`: what processors of the target do that the `rules`
-        leave out."""
+    def propose(self, shape: RoundShape, rules: RoundRules) -> None:
+        """Launch the draft, if there are to be candidates."""
         self._make_room(shape, rules)
         if not shape.levels and self.draft.is_full:
             self._catch_up()
             self.draft.note({}, drafted=True)
-        self._launch(shape, rules, process)
+        self._launch_draft(shape, rules)
+
+    def verify(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> dict[int, Report]:
+        """Launch the target's pass and its acceptance: the report of each text that goes on. `process`: what processors
+        of the target do that the `rules` leave out."""
+        self._launch_target(shape, rules, process)
         self._has_begun = True
         rows = self._read_report()
         reports = {text: self._told(rows[text], shape, rules) for text in self._active}
@@ -146,7 +148,8 @@ class CapturedRounds:
             forget()
         for _ in range(TIMED_ROUNDS):
             begin = time.perf_counter()
-            self._launch(shape, rules, process)
+            self._launch_draft(shape, rules)
+            self._launch_target(shape, rules, process)
             self._wait()
             taken.append(time.perf_counter() - begin)
             forget()
@@ -166,11 +169,15 @@ class CapturedRounds:
             self._text[:, : known.shape[1]] = known
             self._text[:, known.shape[1] :] = known[:, -1:]  # which is in each text anyway
 
-    def _launch(self, shape: RoundShape, rules: RoundRules, process: Process | None) -> None:
-        place = *self.passes.place, shape, rules.key
+    def _launch_draft(self, shape: RoundShape, rules: RoundRules) -> None:
         text = self._text if rules.asks_for_text else None
         if shape.levels:
+            place = *self.passes.place, shape, rules.key
             self._run(("draft", *place), lambda: self.draft.propose(shape, rules, text))
+
+    def _launch_target(self, shape: RoundShape, rules: RoundRules, process: Process | None) -> None:
+        place = *self.passes.place, shape, rules.key
+        text = self._text if rules.asks_for_text else None
         if process is None:
             self._run(("verify", *place), lambda: self._settle(self._pass(shape), shape, rules, text))
             return
@@ -185,7 +192,7 @@ class CapturedRounds:
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
         """Run a function by its graph; in the middle of a text one that cannot be captured runs as it is."""
-        self.is_drafting, changes = key[0] in ("draft", "catch up"), self.changes
+        changes = self.changes
         if key[0] == "settle" and key not in self.graphs:  # rows of a tree, which each run before a capture moves
             changes += self.passes.text.cache.rows(min(self._sizes), max(self._sizes) + self.draft.nodes + 1)
         self.graphs.run(key, function, changes, falls_back=self._has_begun)

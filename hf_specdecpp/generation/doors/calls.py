@@ -17,7 +17,7 @@ from hf_specdecpp.caches.static import as_growing, copy_back, with_static
 from hf_specdecpp.caches.text import num_rows
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
+from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.refusals import (
     LateRefusalError,
     PlainCallError,
@@ -33,7 +33,7 @@ from hf_specdecpp.generation.several.in_step import InStep
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread
 from hf_specdecpp.generation.several.target import TargetOfRows
 from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
-from hf_specdecpp.generation.target import OneTarget
+from hf_specdecpp.generation.target import Drafts, OneTarget
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.sampling.processors import Processing, for_row, in_order

@@ -10,8 +10,7 @@ from torch import Tensor
 from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains
 from hf_specdecpp.drafting.stopping import pays_to_go_on
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.decoding import Drafts
-from hf_specdecpp.generation.target import TargetSide
+from hf_specdecpp.generation.target import Drafts, RoundTarget
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.lookup.looking_up import count_together
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
@@ -28,7 +27,7 @@ class DraftsOfRows(Drafts):
         self.together = first.setup.drafter.batch([each.session for each in generators])
 
     @torch.inference_mode()
-    def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:  # noqa: ARG002
+    def propose(self, texts: Sequence[Text], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
         if texts[0].generator.rests:
             self.times = None
             return [text.generator.note(DraftTree.chain()) for text in texts]

@@ -26,7 +26,7 @@ class InStep(AssistedDecoding):
         processors: those of the call; rows have none of their own here.
     """
 
-    target: TargetOfRows
+    side: TargetOfRows
 
     def __init__(self, processors: Callable[[Tensor, Tensor], Tensor], *parts: Any) -> None:
         super().__init__(*parts)
@@ -44,7 +44,7 @@ class InStep(AssistedDecoding):
                 walk.step(scores)
             if all(walk.text.end_length <= walk.ids.shape[1] for walk in walks.values()):
                 break  # rows that go on behind their end do so until all rows have ended
-            if any(walk.node is None and not (walk.ended and self.target.pads) for walk in going):
+            if any(walk.node is None and not (walk.ended and self.side.pads) for walk in going):
                 break
             going = [walk for walk in going if walk.node is not None]
         for each in rounds:
@@ -55,7 +55,7 @@ class InStep(AssistedDecoding):
         generation pads them; their scores count for nothing, and are 0."""
         places = [place for place, text in enumerate(self.texts) if walks.get(id(text)) in going]
         texts = [walks[id(text)].ids if id(text) in walks else text.ids for text in self.texts]
-        length, pad = going[0].ids.shape[1], self.target.config._pad_token_tensor
+        length, pad = going[0].ids.shape[1], self.side.config._pad_token_tensor
         value = 0 if pad is None else int(pad)
         ids = [functional.pad(each, (0, length - each.shape[1]), value=value) for each in texts]
         raw = torch.stack([walk.raw for walk in going])

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.decoding import Drafts
-from hf_specdecpp.generation.target import TargetSide
+from hf_specdecpp.generation.target import Drafts, RoundTarget
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM, num_processes
 from hf_specdecpp.models.checks import WITHOUT
@@ -137,7 +136,7 @@ class DraftOfRanks(Drafts):
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
-    def propose(self, texts: Sequence[Text], target: TargetSide) -> list[DraftTree]:
+    def propose(self, texts: Sequence[Text], target: RoundTarget) -> list[DraftTree]:
         if self.ranks.is_first:
             with self.ranks.telling_of_failure():
                 (tree,) = super().propose(texts, target)

@@ -7,8 +7,9 @@ all rows have ended, and so do we (`stays`).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,41 +72,39 @@ class TargetOfRows(TargetSide):
         self._hand_out(rounds, outputs)
 
     @property
-    def growing(self) -> Any:
+    def cache(self) -> Any:
         return self.text.cache
 
     @property
     def forward_arguments(self) -> dict[str, Any]:
         return self.model_kwargs
 
-    def enter(self, passes: CapturedTarget) -> str | None:
+    def enter(self, passes: CapturedTarget) -> None:
         passes.watch(self.generator.setup.drafter.reads)
-        passes.begin(self.growing, self.text.valid.shape[1], self.text.valid, self.positions[:, None])
+        passes.begin(self.cache, self.text.valid.shape[1], self.text.valid, self.positions[:, None])
 
-        def own(tokens: Tensor) -> Tensor:
-            rows = zip(self.captured.texts, tokens.tolist(), strict=True)
-            rounds = [Round(text, DraftTree.chain(row[1:])) for text, row in rows]
-            logits: Tensor = self.model(**self._inputs(rounds, _is_token(rounds)), return_dict=True).logits
-            self.text.back()
-            return logits
+    def own_logits(self, texts: Sequence[Text], tokens: Tensor) -> Tensor:
+        rounds = [Round(text, DraftTree.chain(row[1:])) for text, row in zip(texts, tokens.tolist(), strict=True)]
+        logits: Tensor = self.model(**self._inputs(rounds, _is_token(rounds)), return_dict=True).logits
+        self.text.back()
+        return logits
 
-        return self.captured.compare(passes, own)
-
-    def leave_rooms(self, texts: Sequence[Text] = ()) -> None:
-        lengths = torch.tensor([text.length - 1 for text in texts])
-        prompt, rows = self.text.valid, [self.captured.texts.index(text) for text in texts]
-        further = int(lengths.max()) - prompt.shape[1]
-        if further or len(rows) < len(prompt):
+    def take_back(self, passes: CapturedTarget, texts: Sequence[Text], rows: Sequence[int]) -> None:
+        lengths, prompt = torch.tensor([text.length - 1 for text in texts]), self.text.valid
+        further = int(lengths.max()) - prompt.shape[1] if texts else 0
+        if texts and (further or len(texts) < len(prompt)):
             valid = functional.pad(prompt[rows], (0, further), value=True)
             valid &= torch.arange(valid.shape[1]) < lengths[:, None]
-            self.text.fill([self._held(text, row) for text, row in zip(texts, rows, strict=True)], valid)
+            held = zip(rows, lengths.tolist(), strict=True)
+            self.text.fill([passes.text.cache.held_of(row, length) for row, length in held], valid)
             self.positions = self.positions[rows] + lengths - prompt.shape[1]
-        self.captured.end()
+
+    def hold(self, text: Text, held: Callable[[], Any]) -> None:
+        if self.carries_cache:
+            self.held[self.places[id(text)]] = held()
 
     def prepare(self, texts: Sequence[Text]) -> None:
         """Close gaps in the cache, and time a pass over one token of each row where the rounds do not tell it."""
-        if self.captured.rounds is not None:
-            return
         self.text.close_up()
         if len(texts) == len(self.texts):
             rounds = [Round(text, DraftTree.chain()) for text in texts]
@@ -214,20 +213,10 @@ class TargetOfRows(TargetSide):
         return max(text.end_length for text in self.texts)
 
     def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:
-        if self.carries_cache:
-            left = set(range(len(texts))) - set(places)
-            self.held |= {self.places[id(texts[place])]: self._held(texts[place], place) for place in left}
-        if self.captured.rounds is not None:
-            return
+        for place in set(range(len(texts))) - set(places):
+            self.hold(texts[place], partial(self.text.of_row, place))
         self.positions = self.positions[list(places)]
         self.text.select(places)
-
-    def _held(self, text: Text, place: int) -> Any:
-        """The keys and values of a row that leaves."""
-        passes = self.captured.passes
-        if passes is None:
-            return self.text.of_row(place)
-        return passes.text.cache.held_of(self.captured.texts.index(text), text.length - 1)
 
     def complete(self, texts: Sequence[Text]) -> None:
         """Leave the cache as plain generation leaves it: all but the last column, padding after a text included.
@@ -250,7 +239,6 @@ class TargetOfRows(TargetSide):
         self.is_restored = True
 
     def end(self) -> None:
-        self.captured.end()
         if not self.is_restored:
             self.text.cache.layers = [_UsedUp()]
 

@@ -1,20 +1,23 @@
-"""The rounds of a call that are captured whole (`WholeRounds`), and why those of others are not (`why_not_whole`)."""
+"""The draft's part of rounds that are captured whole (`GraphDrafts`), and why rounds are not (`why_not_whole`)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hf_specdecpp.captured.graphs import CannotCaptureError
 from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape
-from hf_specdecpp.generation.captured.rounds import CapturedRounds
-from hf_specdecpp.generation.text import NO_SCORES, Text, Verdict
+from hf_specdecpp.generation.captured.rounds import CapturedRounds, Report
+from hf_specdecpp.generation.target import Drafts, GraphsFailedError, RoundTarget
+from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, Tiers, chains_up_to
@@ -22,10 +25,22 @@ from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 MOST_KEPT = 4  # of a target: drafts and ways of drawing
 MOST_TEXTS = 8  # rows of a batch
+MEMORY = "memory ended"
+T = TypeVar("T")
 
 
-class WholeRounds:
-    """The rounds, which no other call is using, of a text or of the rows of a batch; `tiers` chooses their shapes."""
+class GraphDrafts(Drafts):
+    """Proposes candidates by a graph. Nobody waits for it: the target's part (`RoundGraphs`) reads which they are.
+
+    Args:
+        texts: one, or the rows of a batch.
+        rounds: that no other call is using.
+        tiers: chooses the shapes of rounds.
+
+    Attributes:
+        process: what processors of the target do between the graphs; `None` where the graphs run all of them.
+        made: rounds up to now.
+    """
 
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
         self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
@@ -38,16 +53,16 @@ class WholeRounds:
         if tiers.shapes[-1].width > 1 and self.generator.setup.decisions.adapt:
             self.rates = self.generator.learned_rates(trees=True)
 
-    def begin(self, texts: Sequence[Text]) -> None:
+    def begin(self) -> None:
         """The draft reads the prompts; what rounds take is measured where it is not known."""
-        read = [text.generator.read_prompt(text.ids, text.states) for text in texts]
+        read = [text.generator.begin_captured(text.ids, text.states) for text in self.texts]
         lengths = [tokens.shape[1] for tokens, _ in read]
         further = [max(lengths) - length for length in lengths]
         tokens = [functional.pad(tokens, (count, 0)) for (tokens, _), count in zip(read, further, strict=True)]
         states = [functional.pad(each, (0, 0, count, 0)) for (_, each), count in zip(read, further, strict=True)
                   if each is not None]  # fmt: skip
         self.rounds.begin(
-            torch.cat([text.generator.processing.shown(text.ids) for text in texts]),
+            torch.cat([text.generator.processing.shown(text.ids) for text in self.texts]),
             torch.cat(tokens),
             torch.cat(states) if states else None,
             torch.tensor(further, device=tokens[0].device),
@@ -61,39 +76,38 @@ class WholeRounds:
         """Seconds of a round, which is forgotten."""
         return self.rounds.time(shape, self.rules, self.process)
 
-    def round(self, texts: Sequence[Text], side: Any) -> None:
-        """A round after texts, which get what is emitted."""
-        begin, rounds, count = time.perf_counter(), self.rounds, len(texts)
+    def propose(self, texts: Sequence[Text], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
+        attempt(partial(self._propose, texts), of_draft=True)
+        return [DraftTree.chain() for _ in texts]
+
+    def _propose(self, texts: Sequence[Text]) -> None:
         if not self.made:
-            self.begin(texts)
-        rounds.keep([self.places[id(text)] for text in texts])
-        shape = self._shape(max(text.length for text in texts))
-        graphs, middle = len(rounds.graphs), time.perf_counter()
-        found = rounds.run(shape, self.rules, self.process)
-        end = time.perf_counter()
-        if len(rounds.graphs) == graphs:
-            rounds.seconds.note(shape, end - middle)
-        reports = [found[self.places[id(text)]] for text in texts]
-        self.tiers.note(shape, reports)
-        for text, report in zip(texts, reports, strict=True):
-            text.generator.note_captured(report.tree, report.path, report.estimates)
-            if shape.width > 1 and self.rates is not None:
-                self.rates.observe_tree(report.tree.judged(report.path))
-            text.stats.draft_seconds += (middle - begin) / count
-            text.stats.target_seconds += (end - middle) / count
-            self._emit(text, side, [*(report.tree.tokens[node] for node in report.path), report.token])
-            text.stats.overhead_seconds += (time.perf_counter() - end) / count
+            self.begin()
+        self.rounds.keep([self.places[id(text)] for text in texts])
+        self.shape = self._shape(max(text.length for text in texts))
+        self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
+        self.rounds.propose(self.shape, self.rules)
+
+    def verify(self, texts: Sequence[Text]) -> list[Report]:
+        """The target's pass over what was proposed, and what the device says of it; the only wait of a round."""
+        found = self.rounds.verify(self.shape, self.rules, self.process)
+        if len(self.rounds.graphs) == self._graphs:  # nothing was captured
+            self.rounds.seconds.note(self.shape, time.perf_counter() - self._launched)
         self.made += 1
+        return [found[self.places[id(text)]] for text in texts]
+
+    def saw(self, rounds: Sequence[Round]) -> None:
+        self.tiers.note(self.shape, [each.outputs for each in rounds])
+        for each in rounds:
+            generator, tree, path = each.text.generator, each.tree, each.verdict.path
+            if self.shape.width > 1 and self.rates is not None:
+                self.rates.observe_tree(tree.judged(path))
+            generator.note_captured(tree, each.outputs.estimates)
+            generator.saw(tree, path, each.length)
 
     def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
         """Process scores of one of the texts, as `CapturedRounds` asks."""
         return self.texts[place].process(TreePass(tree, range(len(tree) + 1)), scores)
-
-    def _emit(self, text: Text, side: Any, emitted: list[int]) -> None:
-        """Emit what stands of a round of which both models have read everything."""
-        kept = text.emit(Verdict([], emitted, NO_SCORES, NO_SCORES)).kept  # or rounds would not be captured whole
-        side.hold(kept)
-        text.hand_over(emitted[:kept])
 
     def _shape(self, length: int) -> RoundShape:
         """Of the next round. What does not fit under the longest text is cut off when it is emitted."""
@@ -103,8 +117,26 @@ class WholeRounds:
         return shape if length <= self.longest else RoundShape(0)
 
 
-def whole_rounds(texts: Sequence[Text], passes: CapturedTarget) -> WholeRounds:
-    """The rounds of a call whose passes are captured, and of which nothing speaks against whole rounds."""
+def attempt(part: Callable[[], T], of_draft: bool = False) -> T:
+    """Run a part of a round; `GraphsFailedError` if it cannot be captured, or finds no memory."""
+    why_not_draft = None
+    try:
+        return part()
+    except CannotCaptureError as error:
+        reason = f"a round cannot be captured ({error})"
+        why_not_draft = str(error) if of_draft and not error.is_passing else None
+    except torch.OutOfMemoryError as error:
+        reason = memory_ended(error)
+    raise GraphsFailedError(reason, why_not_draft)  # outside of the handler, which keeps what was made last
+
+
+def memory_ended(error: torch.OutOfMemoryError) -> str:
+    """The reason why something is not captured."""
+    return f"{MEMORY} ({str(error).partition('. ')[0]})"
+
+
+def graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:
+    """What drafts in whole rounds of a call whose passes are captured."""
     generator = texts[0].generator
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
     steps: Any = generator.round_steps  # or there would be no whole rounds
@@ -133,7 +165,7 @@ def whole_rounds(texts: Sequence[Text], passes: CapturedTarget) -> WholeRounds:
     elif speculation.rule == "throughput":
         tiers = most = rounds.tiers = rounds.tiers or MostTokens(shapes, rounds.seconds)
         most.rates = generator.learned_rates()
-    return WholeRounds(texts, rounds, rules, tiers)
+    return GraphDrafts(texts, rounds, rules, tiers)
 
 
 def shapes_of(speculation: SpeculationConfig, steps: Any, texts: int) -> list[RoundShape]:
