@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from hf_specdecpp.captured import graphs
-from hf_specdecpp.captured.copies import for_capture
-from hf_specdecpp.captured.identity import identity
+from hf_specdecpp.cuda_graphs import graphs
+from hf_specdecpp.cuda_graphs.identity import identity
+from hf_specdecpp.cuda_graphs.model_copy import for_capture
 from hf_specdecpp.models.causal_lm import CausalLM, num_processes
 from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.target_states import StateReader
@@ -165,7 +165,7 @@ class Draft:
         raise NotImplementedError
 
     def round_steps(self, vocab_size: int) -> Any:  # noqa: ARG002
-        """All steps of captured rounds (`drafting.round_steps.RoundSteps`); `None` where they are not captured."""
+        """All steps of captured rounds (`cuda_graphs.draft_steps.RoundSteps`); `None` where they are not captured."""
         return None
 
     def row_session(self, vocab_size: int) -> Reading:

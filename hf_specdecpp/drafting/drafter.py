@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hf_specdecpp.captured.copies import for_capture
-from hf_specdecpp.captured.rooms import num_room_layers, why_not_in_place
+from hf_specdecpp.cuda_graphs.model_copy import for_capture
+from hf_specdecpp.cuda_graphs.room_cache import num_room_layers, why_not_in_place
 from hf_specdecpp.drafting.draft import Draft, Reading
 from hf_specdecpp.drafting.draft_model import DraftModel
-from hf_specdecpp.drafting.round_steps import ModelSteps
+from hf_specdecpp.drafting.model_steps import ModelSteps
 from hf_specdecpp.drafting.session import BatchSession, DraftSession, RowSession
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions, why_no_positions

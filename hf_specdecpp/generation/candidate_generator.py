@@ -13,9 +13,9 @@ from transformers import GenerationConfig, LogitsProcessor
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
-from hf_specdecpp.captured import graphs
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
+from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.drafting.chain import Drafting, at_once, drafted_alone, drafting, next_step, point_mass
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule, Threshold

@@ -17,7 +17,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from hf_specdecpp.caches.trial import Held, Trial
-from hf_specdecpp.captured.target import CapturedTarget
+from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.prefix import Prefix, reading_again
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt
 from hf_specdecpp.generation.text import Round, Text

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hf_specdecpp.drafting.captured_draft import RoundShape
+from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.ledger import RECENT, Ledger
 from hf_specdecpp.trees.tree import DraftTree
@@ -73,7 +73,7 @@ class Tiers(Protocol):
         """Of the next round."""
 
     def note(self, shape: RoundShape, reports: Sequence[Any]) -> None:
-        """Told of a round: for each text a `generation.captured.rounds.Report`."""
+        """Told of a round: for each text a `cuda_graphs.captured_rounds.Report`."""
 
 
 class Always:

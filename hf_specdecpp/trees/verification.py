@@ -1,8 +1,8 @@
 """Verification of a tree, on a host: which nodes the target accepts, and the token that follows.
 
 Functions of p, q and randomness, explained in `docs/verification.md` and `docs/dyspec.md`. Siblings are tested by
-`sampling.verification.sibling_tests`, as in captured rounds (`sampling.on_device.tree_tests`); here p is computed for
-those nodes alone that a test asks about.
+`sampling.verification.sibling_tests`, as in captured rounds (`cuda_graphs.on_device.tree_tests`); here p is computed
+for those nodes alone that a test asks about.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from support.processors_between import MISTAKES, PROCESSORS, Between, Process, r
 from support.readable_verification import verify_block, verify_chain, weights_of
 from torch import Tensor
 
-from hf_specdecpp.sampling import on_device
-from hf_specdecpp.sampling.on_device import count_until, first_passing
+from hf_specdecpp.cuda_graphs import on_device
+from hf_specdecpp.cuda_graphs.on_device import count_until, first_passing
 from hf_specdecpp.sampling.verification import Verification, outcomes
 
 K = 3

@@ -17,8 +17,8 @@ from support.processors_between import MISTAKES, PROCESSORS, Between, Process, r
 from support.readable_verification import verify_tree, verify_tree_block
 from torch import Tensor
 
-from hf_specdecpp.sampling import on_device
-from hf_specdecpp.sampling.on_device import best_slots
+from hf_specdecpp.cuda_graphs import on_device
+from hf_specdecpp.cuda_graphs.on_device import best_slots
 from hf_specdecpp.sampling.verification import Verification, acceptance_of, sibling_tests
 from hf_specdecpp.trees.tree import DraftTree
 

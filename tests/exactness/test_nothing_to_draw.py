@@ -17,7 +17,8 @@ from support.readable_verification import weights_of
 from support.toy_rounds import VERIFIERS
 from torch import Tensor
 
-from hf_specdecpp.sampling import on_device, verification
+from hf_specdecpp.cuda_graphs import on_device
+from hf_specdecpp.sampling import verification
 from hf_specdecpp.sampling.randomness import NothingToDrawError
 from hf_specdecpp.trees import verification as of_trees
 from hf_specdecpp.trees.tree import DraftTree

@@ -19,9 +19,9 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.captured import target as captured_target
-from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
-from hf_specdecpp.captured.target import CapturedTarget
+from hf_specdecpp.cuda_graphs import captured_target
+from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
+from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.drafting.draft import logger
 from hf_specdecpp.models.causal_lm import CausalLM
 

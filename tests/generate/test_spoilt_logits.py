@@ -18,9 +18,9 @@ from support.whole_rounds import TREE, batch, together
 from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessor
 
-from hf_specdecpp.drafting.captured_draft import CapturedDraft
+from hf_specdecpp.cuda_graphs import on_device
+from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.sampling import on_device
 
 MESSAGE = "probability tensor contains either `inf`, `nan` or element < 0"
 NAN, NEVER = float("nan"), float("-inf")

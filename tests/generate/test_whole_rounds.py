@@ -18,15 +18,13 @@ from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
 from torch import Tensor
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
-from hf_specdecpp.captured import target as captured_target
-from hf_specdecpp.captured.graphs import CannotCaptureError, Graphs
-from hf_specdecpp.captured.rooms import RoomCache
-from hf_specdecpp.drafting import round_steps
-from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundShape
+from hf_specdecpp.cuda_graphs import captured_rounds, captured_target, on_device
+from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundShape
+from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs
+from hf_specdecpp.cuda_graphs.room_cache import RoomCache
+from hf_specdecpp.drafting import model_steps
 from hf_specdecpp.generation import text as generation_text
-from hf_specdecpp.generation.captured import rounds as captured_rounds
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.sampling import on_device
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput import tiers
 
@@ -298,13 +296,13 @@ def test_a_padded_batch_with_a_table_of_positions(family: str, kind: str) -> Non
 
 
 def test_positions_of_padding_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    made_of = round_steps.inputs_in_place
+    made_of = model_steps.inputs_in_place
 
     def counted_back(model: Any, cache: Any, ancestors: Any, depths: Any, places: Any, num_prefix: Any) -> Any:
         found = made_of(model, cache, ancestors, depths, places, num_prefix)
         return found | {"position_ids": num_prefix[:, None] + places + cache.prompt.offset}
 
-    monkeypatch.setattr(round_steps, "inputs_in_place", counted_back)
+    monkeypatch.setattr(model_steps, "inputs_in_place", counted_back)
     target = quiet_later_layers(tiny("gpt2"))
     with pytest.raises(IndexError):
         together(target, assistant_of("independent", target, **CHAIN), *batch(2))

@@ -17,9 +17,8 @@ from support.whole_rounds import SAMPLED, TREE, batch, made, together
 from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from hf_specdecpp.captured.rooms import RoomCache
-from hf_specdecpp.drafting import captured_draft
-from hf_specdecpp.generation.captured import rounds as captured_rounds
+from hf_specdecpp.cuda_graphs import captured_draft, captured_rounds
+from hf_specdecpp.cuda_graphs.room_cache import RoomCache
 from hf_specdecpp.generation.captured.entering import BETWEEN
 from hf_specdecpp.generation.captured.graph_drafts import GraphDrafts
 from hf_specdecpp.generation.text import Text

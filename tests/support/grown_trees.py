@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.sampling import on_device
-from hf_specdecpp.sampling.on_device import best_slots, slot_values
+from hf_specdecpp.cuda_graphs import on_device
+from hf_specdecpp.cuda_graphs.on_device import best_slots, slot_values
 from hf_specdecpp.sampling.verification import Verification
 from support.next_tokens import VOCAB, Path
 

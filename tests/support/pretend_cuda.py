@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_specdecpp.captured import target
+from hf_specdecpp.cuda_graphs import captured_target as target
 from support import pretend_devices
 from support.pretend_graph import PretendGraph
 
@@ -139,7 +139,7 @@ def pretend_cuda(counts: Counter[str]) -> Iterator[None]:
             patch.setattr(name, value)
         patch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
         patch.setattr(CUDAGraph, "counts", counts)
-        patch.setattr("hf_specdecpp.captured.graphs.can_capture", lambda device: device.type == "cuda")
+        patch.setattr("hf_specdecpp.cuda_graphs.graphs.can_capture", lambda device: device.type == "cuda")
         try:
             yield
         finally:

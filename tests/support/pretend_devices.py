@@ -189,7 +189,7 @@ def pretend_devices(kind: str = "cuda") -> Iterator[Counter[str]]:
         "torch.accelerator.synchronize": synchronize,
         # `module.to` else keeps its Parameter objects, which cannot become tensors of another class.
         "torch.__future__.get_swap_module_params_on_conversion": lambda: True,
-        "hf_specdecpp.captured.graphs.can_capture": lambda _device: False,  # what is launched is counted
+        "hf_specdecpp.cuda_graphs.graphs.can_capture": lambda _device: False,  # what is launched is counted
         "torch.cuda._lazy_init": no_cuda,
     }
     if kind == "cuda":

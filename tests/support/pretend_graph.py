@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from hf_specdecpp.captured import graphs
+from hf_specdecpp.cuda_graphs import graphs
 from support import pretend_devices
 from support.pretend_devices import host_of
 

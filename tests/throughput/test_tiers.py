@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_specdecpp.drafting.captured_draft import RoundShape
+from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.throughput import tiers
 from hf_specdecpp.throughput.tiers import TREES, MostTokens, RoundSeconds, chains_up_to

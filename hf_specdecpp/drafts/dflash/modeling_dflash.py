@@ -14,9 +14,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
-from hf_specdecpp.captured.rooms import RoomCache
+from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window
+from hf_specdecpp.cuda_graphs.room_cache import RoomCache
 from hf_specdecpp.drafting.draft import Reading, StateDraft
-from hf_specdecpp.drafting.round_steps import RoundSteps, Unrolled, Window
 from hf_specdecpp.drafts.dflash.config_dflash import DFlashSettings
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import as_wide_as

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
-from hf_specdecpp.captured.rooms import RoomCache
+from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, at_last
+from hf_specdecpp.cuda_graphs.room_cache import RoomCache
 from hf_specdecpp.drafting.draft import Reading, SharedText, StateDraft
-from hf_specdecpp.drafting.round_steps import RoundSteps, Unrolled, Window, at_last
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import StateReader

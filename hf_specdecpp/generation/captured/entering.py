@@ -9,10 +9,10 @@ from threading import Lock
 import torch
 
 from hf_specdecpp.caches.text import width_of
-from hf_specdecpp.captured import graphs
-from hf_specdecpp.captured.graphs import CannotCaptureError
-from hf_specdecpp.captured.rooms import why_not_in_place, why_not_rooms
-from hf_specdecpp.captured.target import CapturedTarget, captured_target
+from hf_specdecpp.cuda_graphs import graphs
+from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
+from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError
+from hf_specdecpp.cuda_graphs.room_cache import why_not_in_place, why_not_rooms
 from hf_specdecpp.generation.captured.graph_drafts import graph_drafts, memory_ended, shapes_of, why_not_whole
 from hf_specdecpp.generation.captured.graph_target import (
     PassGraphs,

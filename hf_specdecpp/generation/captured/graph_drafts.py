@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.captured.graphs import CannotCaptureError
-from hf_specdecpp.captured.target import CapturedTarget
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape
-from hf_specdecpp.generation.captured.rounds import CapturedRounds, Report
+from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape
+from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds, Report
+from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
+from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError
 from hf_specdecpp.generation.target import Drafts, GraphsFailedError, RoundTarget
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, Tiers, chains_up_to
+from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, RoundSeconds, Tiers, chains_up_to
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 MOST_KEPT = 4  # of a target: drafts and ways of drawing
@@ -70,7 +70,7 @@ class GraphDrafts(Drafts):
         if isinstance(self.tiers, MostTokens):
             device = self.rounds.passes.device
             with keeping_generators(device):  # a seed is for the text alone
-                self.rounds.seconds.time(self.tiers.shapes, self.time)
+                self.tiers.seconds.time(self.tiers.shapes, self.time)
 
     def time(self, shape: RoundShape) -> float:
         """Seconds of a round, which is forgotten."""
@@ -91,8 +91,8 @@ class GraphDrafts(Drafts):
     def verify(self, texts: Sequence[Text]) -> list[Report]:
         """The target's pass over what was proposed, and what the device says of it; the only wait of a round."""
         found = self.rounds.verify(self.shape, self.rules, self.process)
-        if len(self.rounds.graphs) == self._graphs:  # nothing was captured
-            self.rounds.seconds.note(self.shape, time.perf_counter() - self._launched)
+        if isinstance(self.tiers, MostTokens) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
+            self.tiers.seconds.note(self.shape, time.perf_counter() - self._launched)
         self.made += 1
         return [found[self.places[id(text)]] for text in texts]
 
@@ -157,14 +157,14 @@ def graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:
             passes.graphs.family.clear()  # of which none can go alone
             known.clear()
         spare = SPARE if speculation.rule == "throughput" else 0
-        known[key] = CapturedRounds(passes, CapturedDraft(steps, shapes, len(texts), greedy, spare))
-    rounds = known[key]
+        draft = CapturedDraft(steps, shapes, len(texts), greedy, spare)
+        known[key] = CapturedRounds(passes, draft), MostTokens(shapes, RoundSeconds())
+    rounds, most = known[key]
     tiers: Tiers = Always(shapes[-1])
     if speculation.rule == "threshold" and speculation.tree is None:
         tiers = Followed(shapes)
     elif speculation.rule == "throughput":
-        tiers = most = rounds.tiers = rounds.tiers or MostTokens(shapes, rounds.seconds)
-        most.rates = generator.learned_rates()
+        tiers, most.rates = most, generator.learned_rates()
     return GraphDrafts(texts, rounds, rules, tiers)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_specdecpp.caches.text import num_in_place, width_of
-from hf_specdecpp.captured import graphs
-from hf_specdecpp.captured.graphs import Graphs
-from hf_specdecpp.captured.target import CapturedTarget
+from hf_specdecpp.cuda_graphs import graphs
+from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
+from hf_specdecpp.cuda_graphs.graphs import Graphs
 from hf_specdecpp.generation.captured.graph_drafts import MEMORY, GraphDrafts, attempt
 from hf_specdecpp.generation.target import Drafts, GraphsFailedError, OneTarget, RoundTarget, TargetSide, without_cudnn
 from hf_specdecpp.generation.text import NO_SCORES, Round, Text, Verdict

@@ -13,10 +13,10 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
 from hf_specdecpp.caches.text import width_of
-from hf_specdecpp.captured import graphs
-from hf_specdecpp.captured.rooms import LEAST_ROOM, room_for
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
-from hf_specdecpp.drafting.captured_draft import RoundShape
+from hf_specdecpp.cuda_graphs import graphs
+from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
+from hf_specdecpp.cuda_graphs.room_cache import LEAST_ROOM, room_for
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.graph_drafts import GraphDrafts
 from hf_specdecpp.generation.captured.graph_target import GraphTarget, PassGraphs

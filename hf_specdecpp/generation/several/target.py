@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.caches.batches import BatchText
-from hf_specdecpp.captured.target import CapturedTarget
+from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation import refusals
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.generation.prefix import extended

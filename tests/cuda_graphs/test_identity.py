@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from transformers.generation import logits_process
 from transformers.models.gemma3 import modeling_gemma3
 
-from hf_specdecpp.captured.identity import identity, tensors_of
-from hf_specdecpp.drafting.captured_draft import RoundRules
+from hf_specdecpp.cuda_graphs.captured_draft import RoundRules
+from hf_specdecpp.cuda_graphs.identity import identity, tensors_of
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.causal_lm import CausalLM

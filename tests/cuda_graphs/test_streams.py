@@ -16,10 +16,10 @@ from support.pretend_cuda import pretend_graphs_on_devices
 from support.pretend_devices import on_device
 from torch import Tensor
 
-from hf_specdecpp.captured import graphs
-from hf_specdecpp.captured.graphs import CannotCaptureError, Family, Graphs, NoReads, NoWaits, capture_lock
+from hf_specdecpp.cuda_graphs import graphs
+from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
+from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Family, Graphs, NoReads, NoWaits, capture_lock
 from hf_specdecpp.generation.captured import graph_drafts
-from hf_specdecpp.generation.captured.rounds import CapturedRounds
 
 # Of what is freed after a test, too.
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

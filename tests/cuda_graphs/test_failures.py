@@ -10,9 +10,9 @@ from support.models import assistant_of, prompt, quiet_later_layers, tiny
 from support.zoo import tiny_of
 from torch import Tensor
 
-from hf_specdecpp.captured import graphs
-from hf_specdecpp.captured.rooms import RoomCache, RoomLayer
-from hf_specdecpp.captured.target import CapturedTarget, captured_target
+from hf_specdecpp.cuda_graphs import graphs
+from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
+from hf_specdecpp.cuda_graphs.room_cache import RoomCache, RoomLayer
 from hf_specdecpp.models.causal_lm import CausalLM
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 3}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_specdecpp.captured.graphs import is_capturing
-from hf_specdecpp.captured.identity import tensors_of
+from hf_specdecpp.cuda_graphs.graphs import is_capturing
+from hf_specdecpp.cuda_graphs.identity import tensors_of
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.faster_products import UNUSUAL
 from hf_specdecpp.models.early_exit import copy_sharing

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.captured.graphs import lasting
-from hf_specdecpp.captured.identity import identity
-from hf_specdecpp.captured.rooms import Rooms, RoomText
-from hf_specdecpp.drafting.round_steps import Level, RoundSteps, Window
+from hf_specdecpp.cuda_graphs.draft_steps import Level, RoundSteps, Window
+from hf_specdecpp.cuda_graphs.graphs import lasting
+from hf_specdecpp.cuda_graphs.identity import identity
+from hf_specdecpp.cuda_graphs.on_device import best_slots, count_until, exponential, race, remaining, slot_values
+from hf_specdecpp.cuda_graphs.room_cache import Rooms, RoomText
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator, lag_of
-from hf_specdecpp.sampling.on_device import best_slots, count_until, exponential, race, remaining, slot_values
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.verification import Verification
 

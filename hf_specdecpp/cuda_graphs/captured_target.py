@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.caches.text import width_of
-from hf_specdecpp.captured.copies import for_capture, for_groups
-from hf_specdecpp.captured.graphs import Graphs, capture_lock, lasting, write_lasting
-from hf_specdecpp.captured.identity import identity
-from hf_specdecpp.captured.rooms import RoomCache, Rooms, RoomText, num_room_layers
+from hf_specdecpp.cuda_graphs.graphs import Graphs, capture_lock, lasting, write_lasting
+from hf_specdecpp.cuda_graphs.identity import identity
+from hf_specdecpp.cuda_graphs.model_copy import for_capture, for_groups
+from hf_specdecpp.cuda_graphs.room_cache import RoomCache, Rooms, RoomText, num_room_layers
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
 from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE, inputs_in_place
@@ -70,7 +70,7 @@ class CapturedTarget:
         self._reads: tuple[int, ...] = ()  # whether the final state is watched, then numbers of layers
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # states of the latest pass, by what is watched
         self._paths: dict[int, Tensor] = {}  # where rows of a path are written, by their number
-        # What is kept of whole rounds from text to text, by draft and ways of drawing (`generation.captured.rounds`).
+        # What is kept of whole rounds from text to text, by draft and ways of drawing (`generation.captured`).
         self.rounds: dict[Any, Any] = {}
         self._positions = torch.Size()
 

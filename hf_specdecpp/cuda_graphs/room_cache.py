@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
 from hf_specdecpp.caches.text import CachedText, PathRows, width_of
-from hf_specdecpp.captured.graphs import lasting
+from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import frequency_changes
 from hf_specdecpp.trees.attention import Prompt

@@ -16,8 +16,9 @@ from support.toy_rounds import HIDDEN_SIZE, make_estimator
 from support.whole_rounds import TREE
 from torch import Tensor, nn
 
-from hf_specdecpp.drafting import captured_draft, round_steps
-from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules
+from hf_specdecpp.cuda_graphs import captured_draft
+from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules
+from hf_specdecpp.drafting import model_steps
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
@@ -160,8 +161,8 @@ def stands_behind_all(*args: Any) -> dict[str, Any]:
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize(("settings", "owner", "name", "mutant"), [
     (CHAIN, CapturedDraft, "_forget", forgets_nothing),
-    (TREE, round_steps, "inputs_in_place", sees_siblings),
-    (TREE, round_steps, "inputs_in_place", stands_behind_all),
+    (TREE, model_steps, "inputs_in_place", sees_siblings),
+    (TREE, model_steps, "inputs_in_place", stands_behind_all),
 ], ids=["forgets nothing", "sees siblings", "stands behind all"])  # fmt: skip
 def test_passes_that_are_wrong_are_noticed(
     settings: dict[str, Any], owner: Any, name: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

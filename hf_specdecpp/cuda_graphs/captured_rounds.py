@@ -3,7 +3,7 @@ acceptance, the next token and all that the next round reads; for chains and tre
 Where logits processors cannot be captured, pass and acceptance are a launch each, and the host calls them in between.
 
 The functions are those that every round consists of, on tensors alone; what decides a round on the host elsewhere, such
-as where the stopping rule ends the draft, is computed on the device (`sampling.on_device`).
+as where the stopping rule ends the draft, is computed on the device (`on_device`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.captured.graphs import Graphs, lasting, write_lasting
-from hf_specdecpp.captured.target import CapturedTarget
-from hf_specdecpp.drafting.captured_draft import CapturedDraft, RoundRules, RoundShape, with_paths
-from hf_specdecpp.sampling import on_device
+from hf_specdecpp.cuda_graphs import on_device
+from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape, with_paths
+from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
+from hf_specdecpp.cuda_graphs.graphs import Graphs, lasting, write_lasting
 from hf_specdecpp.sampling.randomness import NothingToDrawError
 from hf_specdecpp.sampling.verification import outcomes
-from hf_specdecpp.throughput.tiers import MostTokens, RoundSeconds
 from hf_specdecpp.trees.tree import DraftTree
 
 TIMED_ROUNDS = 3  # of a shape, of which the fastest counts
@@ -56,16 +55,11 @@ class CapturedRounds:
     Example: the text ends with 6. The first graph drafts 7 8 9 and says that all three are submitted; the second reads
     6 7 8 9, finds that 7 and 8 stand and that 4 follows, and leaves both models where 4 is the text's last token. The
     host reads 2, 3, 4 and 7 8 9, and emits 7 8 4.
-
-    Attributes:
-        seconds: that rounds take.
-        tiers: what `rule="throughput"` knows of them.
     """
 
     def __init__(self, passes: CapturedTarget, draft: CapturedDraft) -> None:
         self.passes, self.draft = passes, draft
-        self.graphs, self.seconds = Graphs(passes.device, beside=passes.graphs), RoundSeconds()
-        self.tiers: MostTokens | None = None
+        self.graphs = Graphs(passes.device, beside=passes.graphs)
         texts = len(draft.last)
         with lasting():
             self.token = torch.zeros((texts, 1), dtype=torch.long, device=passes.device)

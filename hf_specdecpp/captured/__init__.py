@@ -1,1 +1,0 @@
-"""Passes that a GPU runs as one launch: CUDA graphs of a model over a text in a cache of fixed rooms."""
