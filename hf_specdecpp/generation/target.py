@@ -95,11 +95,16 @@ class GraphsFailedError(RuntimeError):
 
     Attributes:
         why_not_draft: why the draft's part can never be captured, if that is so.
+        is_memory: whether there was no memory.
     """
 
-    def __init__(self, reason: str, why_not_draft: str | None = None) -> None:
+    def __init__(self, reason: str, why_not_draft: str | None = None, is_memory: bool = False) -> None:
         super().__init__(reason)
-        self.why_not_draft = why_not_draft
+        self.why_not_draft, self.is_memory = why_not_draft, is_memory
+
+    @classmethod
+    def of(cls, error: torch.OutOfMemoryError) -> GraphsFailedError:
+        return cls(f"memory ended ({str(error).partition('. ')[0]})", is_memory=True)
 
 
 class TargetSide(RoundTarget):
@@ -129,13 +134,8 @@ class TargetSide(RoundTarget):
 
     @property
     @abstractmethod
-    def cache(self) -> Any:
-        """The target's own cache, which `generate()` was given or has made."""
-
-    @property
-    @abstractmethod
     def forward_arguments(self) -> dict[str, Any]:
-        """The arguments of the target's forward."""
+        """The arguments of the target's forward, its own cache among them."""
 
     @abstractmethod
     def enter(self, passes: CapturedTarget) -> None:
@@ -219,10 +219,6 @@ class OneTarget(TargetSide):
         self.stats.rounds_at_change += self.prefix.is_at_change(self.text.ids)
         if self.trial is None:  # others' code is called no more often than it must be
             self.time_one_token()
-
-    @property
-    def cache(self) -> Any:
-        return self.prefix.cache
 
     @property
     def forward_arguments(self) -> dict[str, Any]:

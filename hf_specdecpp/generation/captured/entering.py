@@ -13,7 +13,7 @@ from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError
 from hf_specdecpp.cuda_graphs.room_cache import why_not_in_place, why_not_rooms
-from hf_specdecpp.generation.captured.graph_drafts import graph_drafts, memory_ended, shapes_of, why_not_whole
+from hf_specdecpp.generation.captured.graph_drafts import graph_drafts, shapes_of, why_not_whole
 from hf_specdecpp.generation.captured.graph_target import (
     PassGraphs,
     RoundGraphs,
@@ -25,7 +25,7 @@ from hf_specdecpp.generation.captured.graph_target import (
 from hf_specdecpp.generation.prefix import has_usual_inputs
 from hf_specdecpp.generation.target import Drafts, GraphsFailedError, RoundTarget, TargetSide
 from hf_specdecpp.generation.text import Text
-from hf_specdecpp.models.causal_lm import devices_of, num_processes
+from hf_specdecpp.models.causal_lm import cache_among, devices_of, num_processes
 from hf_specdecpp.models.foreign import active_modes
 
 # Arguments of a forward that a captured pass knows.
@@ -58,7 +58,7 @@ def on_graphs(texts: Sequence[Text], drafts: Drafts, usual: TargetSide) -> tuple
         note(texts, None, "captured" if own.process is None else BETWEEN)
         return own, RoundGraphs(own, texts, passes, drafts, usual)
     except torch.OutOfMemoryError as error:
-        failure = GraphsFailedError(memory_ended(error))
+        failure = GraphsFailedError.of(error)
     return PassGraphs(texts, passes, drafts, usual).instead(failure, texts)
 
 
@@ -70,15 +70,16 @@ def _enter(texts: Sequence[Text], usual: TargetSide) -> tuple[str | None, Captur
     with _choosing:
         if passes.busy:
             return "another text is using the captured passes of this target", None
-        passes.busy, entered = True, False
+        passes.busy = True
+    passes.graphs.begin_text()
+    before = passes.graphs.why_not
     try:
-        passes.graphs.begin_text()
-        before = passes.graphs.why_not
         reason = passes.why_not or (f"its pass cannot be captured ({before})" if before else _try(passes, usual, texts))
-        entered = reason is None
-        return reason, passes if entered else None
-    finally:
-        passes.busy = entered
+    except BaseException:
+        passes.busy = False
+        raise
+    passes.busy = reason is None
+    return reason, None if reason else passes
 
 
 def _try(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text]) -> str | None:
@@ -93,7 +94,7 @@ def _try(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text]) -> st
         passes.why_not = None if error.is_passing else reason
     except torch.OutOfMemoryError as error:
         passes.close()
-        reason = memory_ended(error)
+        reason = str(GraphsFailedError.of(error))
     except Exception as error:  # noqa: BLE001 - a forward may do anything with masks and caches of ours
         reason = f"its pass cannot be captured ({type(error).__name__}: {error})"
         passes.why_not = None if graphs.is_out_of_memory(error) else reason
@@ -113,7 +114,7 @@ def _widths(texts: Sequence[Text]) -> set[int]:
 
 def _why_not(side: TargetSide) -> str | None:
     """What is known of a target or a call, before anything is tried, that rules out captured passes."""
-    target, config = side.model, side.config
+    target, config, model_kwargs = side.model, side.config, side.forward_arguments
     if not graphs.can_capture(side.device):
         return f"there are no CUDA graphs on {side.device.type}"
     if len(devices_of(target)) > 1 or num_processes(target) > 1 or hasattr(target, "hf_device_map"):
@@ -122,7 +123,7 @@ def _why_not(side: TargetSide) -> str | None:
         return "the target is quantised"
     if torch.is_autocast_enabled(side.device.type):  # whose copies of weights last as long as its context
         return "autocast is on"
-    if (reason := why_not_in_place(target) or why_not_rooms(side.cache)) is not None:
+    if (reason := why_not_in_place(target) or why_not_rooms(cache := cache_among(model_kwargs))) is not None:
         return reason
     if side.foreign is not None:
         return f"the target runs {side.foreign.name}, which a graph would not call"
@@ -130,8 +131,7 @@ def _why_not(side: TargetSide) -> str | None:
         return f"the call is made in a mode of PyTorch, {type(modes[0]).__name__}, which a graph would not call"
     if config.output_hidden_states or config.output_attentions:
         return "the states or attentions of all layers are asked for"
-    model_kwargs = side.forward_arguments
-    given = {name for name, value in model_kwargs.items() if value is not None and value is not side.cache}
+    given = {name for name, value in model_kwargs.items() if value is not None and value is not cache}
     if model_kwargs.get(IMAGES) == {}:
         given.remove(IMAGES)
     if others := given - KNOWN:

@@ -25,7 +25,6 @@ from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 MOST_KEPT = 4  # of a target: drafts and ways of drawing
 MOST_TEXTS = 8  # rows of a batch
-MEMORY = "memory ended"
 T = TypeVar("T")
 
 
@@ -119,20 +118,14 @@ class GraphDrafts(Drafts):
 
 def attempt(part: Callable[[], T], of_draft: bool = False) -> T:
     """Run a part of a round; `GraphsFailedError` if it cannot be captured, or finds no memory."""
-    why_not_draft = None
     try:
         return part()
     except CannotCaptureError as error:
-        reason = f"a round cannot be captured ({error})"
         why_not_draft = str(error) if of_draft and not error.is_passing else None
+        failure = GraphsFailedError(f"a round cannot be captured ({error})", why_not_draft)
     except torch.OutOfMemoryError as error:
-        reason = memory_ended(error)
-    raise GraphsFailedError(reason, why_not_draft)  # outside of the handler, which keeps what was made last
-
-
-def memory_ended(error: torch.OutOfMemoryError) -> str:
-    """The reason why something is not captured."""
-    return f"{MEMORY} ({str(error).partition('. ')[0]})"
+        failure = GraphsFailedError.of(error)
+    raise failure  # outside of the handler, which keeps what was made last
 
 
 def graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:

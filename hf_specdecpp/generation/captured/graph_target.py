@@ -13,9 +13,10 @@ from transformers.utils import logging
 
 from hf_specdecpp.caches.text import num_in_place, width_of
 from hf_specdecpp.cuda_graphs import graphs
+from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
-from hf_specdecpp.cuda_graphs.graphs import Graphs
-from hf_specdecpp.generation.captured.graph_drafts import MEMORY, GraphDrafts, attempt
+from hf_specdecpp.generation.captured.graph_drafts import GraphDrafts, attempt
+from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.target import Drafts, GraphsFailedError, OneTarget, RoundTarget, TargetSide, without_cudnn
 from hf_specdecpp.generation.text import NO_SCORES, Round, Text, Verdict
 from hf_specdecpp.sampling.processors import extend
@@ -32,6 +33,8 @@ class GraphTarget(RoundTarget):
         drafts, usual: what makes rounds where nothing is captured.
     """
 
+    rounds: Sequence[CapturedRounds] = ()
+
     def __init__(self, texts: Sequence[Text], passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
         self.texts, self.passes, self.drafts, self.usual = list(texts), passes, drafts, usual
 
@@ -41,52 +44,41 @@ class GraphTarget(RoundTarget):
     def stays(self, texts: Sequence[Text]) -> list[bool]:
         return self.usual.stays(texts)
 
-    @property
-    def graphs(self) -> dict[str, Graphs]:
-        """The graphs of these rounds, by what is captured in each."""
-        return {"its pass": self.passes.graphs}
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the graphs and of the caches that they work in."""
-        return self.passes.rooms.num_bytes + sum(each.num_bytes for each in self.graphs.values())
-
     def instead(self, failure: GraphsFailedError, texts: Sequence[Text]) -> tuple[Drafts, RoundTarget]:
-        reason = str(failure)
-        note(self.texts, reason, f"step by step: {reason}")
+        self.tell(failure)
+        if failure.is_memory:
+            self.passes.close()
+        self.leave(texts)
+        if failure.is_memory:
+            del self.passes.text
+        return self.drafts, self.usual
+
+    def tell(self, failure: GraphsFailedError) -> None:
+        """Note why rounds are made in another way, and say so once."""
+        note(self.texts, str(failure), f"step by step: {failure}")
         if failure.why_not_draft is not None:
             self.usual.generator.setup.drafter.give_up(failure.why_not_draft)
         else:
-            warn(self.usual, reason)
-        if not reason.startswith(MEMORY):
-            return self.after_failed_capture(texts)
-        self.forget_draft(texts)
-        self.passes.close()
-        self.leave(texts)
-        del self.passes.text
-        return self.drafts, self.usual
-
-    def after_failed_capture(self, texts: Sequence[Text]) -> tuple[Drafts, RoundTarget]:
-        """What makes the rounds where the first cannot be captured."""
-        self.leave(texts)
-        return self.drafts, self.usual
-
-    def forget_draft(self, texts: Sequence[Text]) -> None:
-        """Memory has ended, and with it the caches in which a captured draft has read the texts."""
+            warn(self.usual, str(failure))
 
     def leave(self, texts: Sequence[Text] = ()) -> None:
-        passes, stats = self.passes, self.texts[0].stats
         try:
-            self.usual.take_back(passes, texts, [self.texts.index(text) for text in texts])
+            self.usual.take_back(self.passes, texts, [self.texts.index(text) for text in texts])
         finally:
-            made = self.graphs
-            stats.graphs = sum(map(len, made.values()))
-            stats.graph_seconds = sum(each.seconds for each in made.values())
-            stats.graph_bytes = self.num_bytes
-            for what, each in made.items():
-                if each.why_not and stats.uncaptured is None:
-                    stats.uncaptured = f"{what} cannot be captured ({each.why_not})"
-            passes.busy = False
+            self._count(self.texts[0].stats)
+            self.passes.busy = False
+
+    def _count(self, stats: SpeculationStats) -> None:
+        """Note the graphs of these rounds up to now, and what they take."""
+        passes = self.passes
+        made = [passes.graphs, *(rounds.graphs for rounds in self.rounds)]
+        stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
+        places = [*made, passes.rooms, *(rounds.draft.rooms for rounds in self.rounds)]
+        stats.graph_bytes = sum(each.num_bytes for each in places)
+        for each in made:
+            if each.why_not and stats.uncaptured is None:
+                what = "its pass" if each is passes.graphs else "a round"
+                stats.uncaptured = f"{what} cannot be captured ({each.why_not})"
 
 
 class RoundGraphs(GraphTarget):
@@ -98,7 +90,7 @@ class RoundGraphs(GraphTarget):
 
     def __init__(self, own: GraphDrafts, *parts: Any) -> None:
         super().__init__(*parts)
-        self.own = own
+        self.own, self.rounds = own, [own.rounds]
 
     def read(self, rounds: Sequence[Round]) -> None:
         reports = attempt(partial(self.own.verify, [each.text for each in rounds]))
@@ -118,25 +110,18 @@ class RoundGraphs(GraphTarget):
             row, length = self.texts.index(texts[place]), texts[place].length - 1
             self.usual.hold(texts[place], partial(self.passes.text.cache.held_of, row, length))
 
-    @property
-    def graphs(self) -> dict[str, Graphs]:
-        return {**super().graphs, "a round": self.own.rounds.graphs}
-
-    @property
-    def num_bytes(self) -> int:
-        return super().num_bytes + self.own.rounds.draft.rooms.num_bytes
-
-    def after_failed_capture(self, texts: Sequence[Text]) -> tuple[Drafts, RoundTarget]:
+    def instead(self, failure: GraphsFailedError, texts: Sequence[Text]) -> tuple[Drafts, RoundTarget]:
         for text in texts:
-            text.generator.begin_again()
-        if are_captured_whole_alone(self.texts):
-            return super().after_failed_capture(texts)
-        return with_captured_passes(self.texts, self.passes, self.usual)
-
-    def forget_draft(self, texts: Sequence[Text]) -> None:
-        for text in texts:
-            text.generator.stop()
-        self.own.rounds.draft.close()
+            if failure.is_memory:  # and with it go the caches in which the draft has read the text
+                text.generator.stop()
+            else:
+                text.generator.begin_again()
+        if failure.is_memory:
+            self.own.rounds.draft.close()
+        elif not are_captured_whole_alone(self.texts):
+            self.tell(failure)
+            return with_captured_passes(self.texts, self.passes, self.usual)
+        return super().instead(failure, texts)
 
 
 class DraftsBesideGraphs(Drafts):

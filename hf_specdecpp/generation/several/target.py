@@ -72,16 +72,12 @@ class TargetOfRows(TargetSide):
         self._hand_out(rounds, outputs)
 
     @property
-    def cache(self) -> Any:
-        return self.text.cache
-
-    @property
     def forward_arguments(self) -> dict[str, Any]:
         return self.model_kwargs
 
     def enter(self, passes: CapturedTarget) -> None:
         passes.watch(self.generator.setup.drafter.reads)
-        passes.begin(self.cache, self.text.valid.shape[1], self.text.valid, self.positions[:, None])
+        passes.begin(self.text.cache, self.text.valid.shape[1], self.text.valid, self.positions[:, None])
 
     def own_logits(self, texts: Sequence[Text], tokens: Tensor) -> Tensor:
         rounds = [Round(text, DraftTree.chain(row[1:])) for text, row in zip(texts, tokens.tolist(), strict=True)]
