@@ -148,7 +148,7 @@ class CapturedDraft:
         # Graphs read and write its caches, so they are kept from text to text.
         self.rooms = Rooms(steps.num_layers, self.device)
         self._empty = partial(self.rooms.empty, positions=torch.Size((texts, 1)) if texts > 1 else None)
-        self.text, self.pending, self._sizes = RoomText(self._empty), [0] * texts, [0] * texts
+        self.text, self.pending = RoomText(self._empty), [0] * texts
         self.source = self.text
         self._shift: list[float] | None = None  # on the host
 
@@ -158,20 +158,15 @@ class CapturedDraft:
         found = [self.tokens, self.last, self.text.cache.length]
         return found if self.states is None else [*found, self.states]
 
-    @property
-    def needed(self) -> int:
-        """Tokens that there must be room for in a round."""
-        return max(self._sizes) + self.width + self.nodes
-
     def begin(self, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
         """Read new texts but for what the first round reads: `tokens` `[texts, n]` after `padding` `[texts]` others,
         and `states` `[texts, n, size]` before each token."""
         count, again = tokens.shape[1], self.steps.again
-        self.text, self._sizes = RoomText(self._empty), [count] * len(tokens)
+        self.text = RoomText(self._empty)
         if not self.steps.shares_cache:
             self.source = self.text
         self.alive.fill_(1)
-        cache, end = self.text.with_room(self.needed), max(count - 1 - again, 0)
+        cache, end = self.text.with_room(count + self.width + self.nodes), max(count - 1 - again, 0)
         if cache.prompt is not None:
             cache.prompt.shown.copy_(torch.arange(cache.room, device=self.device) >= padding[:, None])
             cache.prompt.offset.copy_(-padding[:, None])
@@ -204,7 +199,6 @@ class CapturedDraft:
             self.pending = [min(pending, self.steps.again) for pending in self.pending]
         for text, count in accepted.items():
             self.pending[text] += count + 1
-            self._sizes[text] += count + 1
 
     def keep(self, active: Sequence[int]) -> None:
         """Only these texts go on."""

@@ -71,7 +71,8 @@ class CapturedRounds:
         self._outputs: dict[RoundShape, list[Tensor]] = {}  # scores and states of passes that are graphs of their own
         self._texts: dict[int, Tensor] = {}  # by room: all tokens of each, for processors that ask which there were
         self._text: Tensor | None = None  # those at hand
-        self._sizes: list[int] = []  # tokens that the target has read of each text
+        # Tokens that the target has read of each text, and how many more at most the draft has been told.
+        self._sizes, self._ahead = list[int](), 0
         self._active: list[int] = []
         self._has_begun = False
 
@@ -86,6 +87,7 @@ class CapturedRounds:
         self.graphs.begin_text()
         self.token.copy_(texts[:, -1:])
         self._sizes, self._active = [self.passes.text.held] * len(texts), list(range(len(texts)))
+        self._ahead = tokens.shape[1] - self.passes.text.held
         self._first, self._text, self._has_begun = texts, None, False
         self.draft.source = self.passes.text  # of the draft's own, once it begins, unless it has none
         self.draft.begin(tokens, states, padding)
@@ -151,7 +153,7 @@ class CapturedRounds:
 
     def _make_room(self, shape: RoundShape, rules: RoundRules) -> None:
         # One room for both models: otherwise there would be graphs for each pair of rooms.
-        most = max(max(self._sizes) + shape.nodes + 1, self.draft.needed)
+        most = max(self._sizes) + max(shape.nodes + 1, self._ahead + self.draft.width + self.draft.nodes)
         room = self.passes.text.with_room(most).room
         self.draft.text.with_room(most)
         if rules.asks_for_text and (self._text is None or self._text is not self._texts.get(room)):

@@ -15,8 +15,8 @@ from torch import Tensor
 from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.cuda_graphs.graphs import Graphs, capture_lock, lasting, write_lasting
 from hf_specdecpp.cuda_graphs.identity import identity
-from hf_specdecpp.cuda_graphs.model_copy import for_capture, for_groups
-from hf_specdecpp.cuda_graphs.room_cache import RoomCache, Rooms, RoomText, num_room_layers
+from hf_specdecpp.cuda_graphs.model_copy import for_capture
+from hf_specdecpp.cuda_graphs.room_cache import RoomCache, Rooms, RoomText, num_room_layers, prepared
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
 from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE, inputs_in_place
@@ -167,11 +167,7 @@ class CapturedTarget:
         `Slot`; the ancestors are `[texts, width, width]` where texts have trees of their own. Logits `[texts, width,
         vocab]`, then the states that are watched."""
         inputs = inputs_in_place(self.model, cache, ancestors, depths, depths, cache.length)
-        if self.longest < float("inf"):  # of dummies, which may stand behind the last position that there is
-            inputs["position_ids"] = inputs["position_ids"].clamp_max(int(self.longest) - 1)
-        inputs["attention_mask"] = for_groups(inputs["attention_mask"], self.model)
-        inputs[self._cache_argument] = cache
-        cache.begin_pass(tokens.shape[1])
+        inputs = prepared(inputs, self.model, cache, tokens, self.longest) | {self._cache_argument: cache}
         outputs = self.model(input_ids=tokens, use_cache=True, return_dict=True, **inputs)
         seen = self._watched.get(self._reads, {})
         return [outputs.logits, *(seen[place] for place in range(len(seen)))]
@@ -189,7 +185,7 @@ class CapturedTarget:
         """Keep the first `count` tokens of the pass, or those of its rows `path` `[count]`, ascending."""
         if path is not None:
             self._move(path)
-        self.text.keep(count, of=count)
+        self.text.keep(count)
 
     def write(self, cache: Any) -> None:
         """Leave the text in a growing cache."""

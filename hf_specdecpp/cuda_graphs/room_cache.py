@@ -13,8 +13,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
-from hf_specdecpp.caches.text import CachedText, PathRows, width_of
+from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.cuda_graphs.graphs import lasting
+from hf_specdecpp.cuda_graphs.model_copy import for_groups
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import frequency_changes
 from hf_specdecpp.trees.attention import Prompt
@@ -216,13 +217,14 @@ class Rooms:
         return sum(cache.num_bytes for cache in self._made.values())
 
 
-class RoomText(CachedText):
+class RoomText:
     """A text in a room. As it grows, it goes on in a larger one that holds the same: `empty` gives one for so many
     tokens. `held` is `cache.length`, on the host."""
 
+    cache: Any = None
+
     def __init__(self, empty: Callable[[int], RoomCache]) -> None:
-        self._empty = empty
-        self.cache, self.held = None, 0
+        self._empty, self.held = empty, 0
 
     def with_room(self, num_tokens: int) -> RoomCache:
         """The cache, which has room for so many tokens."""
@@ -234,13 +236,22 @@ class RoomText(CachedText):
         cache: RoomCache = self.cache
         return cache
 
-    def keep(self, count: int, of: int, path: PathRows | None = None) -> None:  # noqa: ARG002 - rows were moved before
+    def keep(self, count: int) -> None:
+        """Hold the first `count` tokens that the last pass has written."""
         if count:
             self.cache.length.add_(count)
             self.held += count
 
-    def back(self) -> None:
-        """Nothing is held before it is kept."""
+
+def prepared(
+    inputs: dict[str, Any], model: CausalLM, cache: RoomCache, tokens: Tensor, longest: float
+) -> dict[str, Any]:
+    """Masks and positions `inputs` of a captured pass over `tokens` `[texts, n]`, which begins."""
+    cache.begin_pass(tokens.shape[1])
+    positions = inputs["position_ids"]
+    if longest < float("inf"):  # of dummies, which may stand behind the last position that there is
+        positions = positions.clamp_max(int(longest) - 1)
+    return inputs | {"attention_mask": for_groups(inputs["attention_mask"], model), "position_ids": positions}
 
 
 def room_for(num_tokens: int) -> int:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, at_last
-from hf_specdecpp.cuda_graphs.model_copy import for_groups
-from hf_specdecpp.cuda_graphs.room_cache import RoomCache, num_room_layers
+from hf_specdecpp.cuda_graphs.room_cache import RoomCache, num_room_layers, prepared
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.trees.attention import inputs_in_place
 
@@ -63,8 +62,5 @@ def hidden_states(
     drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None, inputs: dict[str, Any]
 ) -> Tensor:
     """`[texts, n, hidden_size]` of a captured pass over `tokens` `[texts, n]` with these masks and positions."""
-    cache.begin_pass(tokens.shape[1])
-    inputs["attention_mask"] = for_groups(inputs["attention_mask"], drafter.model)
-    if drafter.max_length < float("inf"):  # of dummies, which may stand behind the last position that there is
-        inputs["position_ids"] = inputs["position_ids"].clamp_max(int(drafter.max_length) - 1)
+    inputs = prepared(inputs, drafter.model, cache, tokens, drafter.max_length)
     return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)

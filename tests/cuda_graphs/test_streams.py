@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Family, Graphs, NoReads, NoWaits, capture_lock
-from hf_specdecpp.generation.captured import graph_drafts
+from hf_specdecpp.generation.captured import entering
 
 # Of what is freed after a test, too.
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -145,7 +145,7 @@ def test_graphs_that_are_too_many_go_together(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.takes(8)
 @pytest.mark.usefixtures("counts")
 def test_more_settings_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_drafts, "MOST_KEPT", 1)
+    monkeypatch.setattr(entering, "MOST_KEPT", 1)
     target, assistant, plain = pair(FIRST)
     for num_tokens in (2, 1, 2):
         assistant.speculation.num_tokens = num_tokens

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from transformers import StoppingCriteria
 
 from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.generation.captured.graph_target import RoundGraphs
+from hf_specdecpp.generation.captured.parts import RoundGraphs
 from hf_specdecpp.generation.several.target import TargetOfRows
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdecpp.generation.captured.graph_target import RoundGraphs
+from hf_specdecpp.generation.captured.parts import RoundGraphs
 
 LENGTH, FIRST, NEW = 6, 4, 25  # of the prompt, and of the turns of a conversation
 

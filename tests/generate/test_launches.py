@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.generation.captured.entering import BETWEEN
-from hf_specdecpp.generation.captured.graph_drafts import GraphDrafts
+from hf_specdecpp.generation.captured.parts import GraphDrafts
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.models.cpu import faster_products
 from hf_specdecpp.sampling.processors import Processing

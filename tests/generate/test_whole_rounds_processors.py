@@ -20,7 +20,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from hf_specdecpp.cuda_graphs import captured_draft, captured_rounds
 from hf_specdecpp.cuda_graphs.room_cache import RoomCache
 from hf_specdecpp.generation.captured.entering import BETWEEN
-from hf_specdecpp.generation.captured.graph_drafts import GraphDrafts
+from hf_specdecpp.generation.captured.parts import GraphDrafts
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.trees.tree import DraftTree, TreePass

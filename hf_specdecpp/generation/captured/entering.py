@@ -1,24 +1,28 @@
-"""Which parts make the rounds of a call: whole rounds that are captured, captured passes, or neither (`on_graphs`)."""
+"""Which parts make the rounds of a call (`on_graphs`): whole rounds that are captured, captured passes, or neither; and
+why not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 from threading import Lock
+from typing import Any
 
 import torch
 
-from hf_specdecpp.caches.text import width_of
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.cuda_graphs import graphs
+from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape
+from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
-from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError
 from hf_specdecpp.cuda_graphs.room_cache import why_not_in_place, why_not_rooms
-from hf_specdecpp.generation.captured.graph_drafts import graph_drafts, shapes_of, why_not_whole
-from hf_specdecpp.generation.captured.graph_target import (
+from hf_specdecpp.generation.captured.parts import (
+    GraphDrafts,
     PassGraphs,
     RoundGraphs,
     are_captured_whole_alone,
     note,
+    pass_widths,
     warn,
     with_captured_passes,
 )
@@ -27,7 +31,11 @@ from hf_specdecpp.generation.target import Drafts, GraphsFailedError, RoundTarge
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import cache_among, devices_of, num_processes
 from hf_specdecpp.models.foreign import active_modes
+from hf_specdecpp.sampling.processors import Processing
+from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, RoundSeconds, Tiers, chains_up_to
 
+MOST_KEPT = 4  # of a target: drafts and ways of drawing
+MOST_TEXTS = 8  # rows of a batch
 # Arguments of a forward that a captured pass knows.
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
 # Prepare their inputs by themselves to change rotary frequencies, which `why_not_in_place` asks about.
@@ -43,18 +51,35 @@ def on_graphs(texts: Sequence[Text], drafts: Drafts, usual: TargetSide) -> tuple
     if not texts or texts[0].generator.setup.speculation.graphs == "off":
         return drafts, usual
     not_whole = why_not_whole(texts)
-    reason, passes = not_whole, None
-    if not not_whole or not are_captured_whole_alone(texts):
-        reason, passes = _enter(texts, usual)
-    if passes is None:
-        warn(usual, str(reason))
-        note(texts, reason, "step by step")
-        return drafts, usual
-    if not_whole:
+    reason = (not_whole if are_captured_whole_alone(texts) else None) or _why_not(usual)
+    if reason is None:
+        passes = captured_target(usual.model, usual.generator.setup.speculation.compile)
+        with _choosing:
+            is_busy, passes.busy = passes.busy, True
+        if is_busy:
+            reason = "another text is using the captured passes of this target"
+        else:
+            try:
+                if (reason := _enter(passes, usual, texts)) is None:
+                    return _parts(texts, passes, drafts, usual, not_whole)
+            except BaseException:
+                passes.busy = False
+                raise
+            passes.busy = False
+    warn(usual, reason)
+    note(texts, reason, "step by step")
+    return drafts, usual
+
+
+def _parts(
+    texts: Sequence[Text], passes: CapturedTarget, drafts: Drafts, usual: TargetSide, not_whole: str | None
+) -> tuple[Drafts, RoundTarget]:
+    """What makes the rounds of texts that have entered captured passes."""
+    if not_whole is not None:
         note(texts, None, f"step by step: {not_whole}")
         return with_captured_passes(texts, passes, usual)
     try:
-        own = graph_drafts(texts, passes)
+        own = _graph_drafts(texts, passes)
         note(texts, None, "captured" if own.process is None else BETWEEN)
         return own, RoundGraphs(own, texts, passes, drafts, usual)
     except torch.OutOfMemoryError as error:
@@ -62,34 +87,19 @@ def on_graphs(texts: Sequence[Text], drafts: Drafts, usual: TargetSide) -> tuple
     return PassGraphs(texts, passes, drafts, usual).instead(failure, texts)
 
 
-def _enter(texts: Sequence[Text], usual: TargetSide) -> tuple[str | None, CapturedTarget | None]:
-    """Let texts go on in captured passes, or say why they cannot."""
-    if (reason := _why_not(usual)) is not None:
-        return reason, None
-    passes = captured_target(usual.model, usual.generator.setup.speculation.compile)
-    with _choosing:
-        if passes.busy:
-            return "another text is using the captured passes of this target", None
-        passes.busy = True
+def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text]) -> str | None:
+    """Let texts go on in these passes; or say why that cannot be, and note whether it never can."""
     passes.graphs.begin_text()
-    before = passes.graphs.why_not
-    try:
-        reason = passes.why_not or (f"its pass cannot be captured ({before})" if before else _try(passes, usual, texts))
-    except BaseException:
-        passes.busy = False
-        raise
-    passes.busy = reason is None
-    return reason, None if reason else passes
-
-
-def _try(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text]) -> str | None:
-    """Go on with these passes, or say why that cannot be, and whether it never can."""
+    if passes.why_not is not None:
+        return passes.why_not
+    if passes.graphs.why_not:
+        return f"its pass cannot be captured ({passes.graphs.why_not})"
     try:
         usual.enter(passes)
         passes.why_not = reason = passes.compare(
             [text.ids for text in texts], _widths(texts), partial(usual.own_logits, texts)
         )
-    except CannotCaptureError as error:
+    except graphs.CannotCaptureError as error:
         reason = f"its pass cannot be captured ({error})"
         passes.why_not = None if error.is_passing else reason
     except torch.OutOfMemoryError as error:
@@ -105,11 +115,60 @@ def _widths(texts: Sequence[Text]) -> set[int]:
     """Of all passes that rounds of these texts may have."""
     setup, found = texts[0].generator.setup, {1}
     if not are_captured_whole_alone(texts):
-        found |= {1 << power for power in range(width_of(setup.most_tokens + 1).bit_length())}
+        found |= set(pass_widths(setup.most_tokens))
     if why_not_whole(texts) is None:
-        shapes = shapes_of(setup.speculation, texts[0].generator.round_steps, len(texts))
+        shapes = _shapes_of(setup.speculation, texts[0].generator.round_steps, len(texts))
         found |= {shape.nodes + 1 for shape in shapes}
     return found
+
+
+def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:
+    """What drafts in whole rounds of a call whose passes are captured."""
+    generator = texts[0].generator
+    speculation, decisions = generator.setup.speculation, generator.setup.decisions
+    steps: Any = generator.round_steps  # or there would be no whole rounds
+    greedy, processing = generator.randomness is None, generator.processing.together()
+    fits = processing.fits_graphs and all(text.processing.can_show(text.length) for text in texts)
+    rules = RoundRules(
+        greedy, generator.draft_processing.together().for_graphs(),
+        processing if fits else Processing([]),
+        generator.setup.estimator if speculation.rule != "fixed" or speculation.tree is not None else None,
+        speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
+        decisions.verification if generator.processing.answers_all else "token",
+    )  # fmt: skip
+    shapes = _shapes_of(speculation, steps, len(texts))
+    key = steps.key, tuple(shapes), greedy, steps.vocab_size, len(texts), fits
+    known = passes.rounds
+    if key not in known:
+        if len(known) >= MOST_KEPT:
+            passes.graphs.family.clear()  # of which none can go alone
+            known.clear()
+        spare = SPARE if speculation.rule == "throughput" else 0
+        draft = CapturedDraft(steps, shapes, len(texts), greedy, spare)
+        known[key] = CapturedRounds(passes, draft), MostTokens(shapes, RoundSeconds())
+    rounds, most = known[key]
+    tiers: Tiers = Always(shapes[-1])
+    if speculation.rule == "threshold" and speculation.tree is None:
+        tiers = Followed(shapes)
+    elif speculation.rule == "throughput":
+        tiers, most.rates = most, generator.learned_rates()
+    return GraphDrafts(texts, rounds, rules, tiers)
+
+
+def _shapes_of(speculation: SpeculationConfig, steps: Any, texts: int) -> list[RoundShape]:
+    """The shapes that rounds may have, the largest last."""
+    trees = [shape for shape in TREES if shape.levels <= steps.most]
+    if speculation.tree is not None:
+        trees = [shape for shape in trees if shape.nodes <= speculation.tree_budget]
+        return trees[-1:] if speculation.rule != "throughput" else [RoundShape(0), *trees]
+    if speculation.rule == "fixed":
+        return [RoundShape(int(min(speculation.num_tokens, steps.most)))]
+    chains = chains_up_to(int(min(speculation.max_tokens, steps.most)))
+    if speculation.rule == "threshold":
+        return [shape for shape in chains if shape.levels]
+    deepest = chains[-1].levels
+    # Rows of a batch fill the passes already.
+    return chains + [shape for shape in trees if shape.levels <= deepest and steps.draws_trees and texts == 1]
 
 
 def _why_not(side: TargetSide) -> str | None:
@@ -138,4 +197,38 @@ def _why_not(side: TargetSide) -> str | None:
         return f"its forward is given {', '.join(sorted(others))}"
     if not has_usual_inputs(target) and target.config.model_type not in SWITCHES_ROPE:
         return "it prepares its inputs in a way of its own"
+    return None
+
+
+def why_not_whole(texts: Sequence[Text]) -> str | None:
+    """Why something in the rounds of a call has to be decided on the host."""
+    generator = texts[0].generator
+    speculation = generator.setup.speculation
+    if len(texts) > MOST_TEXTS:
+        return f"more than {MOST_TEXTS} sequences"
+    if generator.lookup is not None:
+        return "lookups are made on the host"
+    if generator.round_steps is None:
+        return "the steps of this draft are not captured"
+    if generator.successors is not None:
+        return "what the target said lately is looked up on the host"
+    if speculation.costs is not None or (speculation.rule == "throughput" and speculation.reproducible):
+        return "costs that are given or assumed are reckoned with on the host"
+    if any(text.records.logits is not None or text.records.scores is not None for text in texts):
+        return "scores or logits are asked for"
+    if generator.processing.in_order:
+        return "a logits processor has to be called token by token, in order"
+    return None if speculation.tree is None else _why_no_tree(generator)
+
+
+def _why_no_tree(generator: Any) -> str | None:
+    """Why trees of these settings are not grown on the device."""
+    speculation, decisions = generator.setup.speculation, generator.setup.decisions
+    if speculation.tree != "dyspec":
+        return "only trees of Algorithm 2 (tree='dyspec') are grown on the device"
+    fitting = [shape for shape in TREES if shape.levels <= min(decisions.tree_depth, generator.round_steps.most)]
+    budgets = [shape.nodes for shape in fitting]
+    if decisions.tree_threshold or speculation.tree_budget not in budgets:
+        listed = " or ".join(map(str, budgets)) or "none of this depth"
+        return f"trees that are grown on the device have {listed} candidates, and no threshold"
     return None

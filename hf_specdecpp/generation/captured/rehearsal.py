@@ -18,8 +18,7 @@ from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.cuda_graphs.room_cache import LEAST_ROOM, room_for
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.captured.graph_drafts import GraphDrafts
-from hf_specdecpp.generation.captured.graph_target import GraphTarget, PassGraphs
+from hf_specdecpp.generation.captured.parts import GraphDrafts, GraphTarget, PassGraphs, pass_widths
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.doors.calls import Call, decoding_of
 from hf_specdecpp.generation.refusals import check_mode
@@ -85,21 +84,12 @@ class RehearsedDecoding(AssistedDecoding):
 
     def _read_target(self, target: PassGraphs, room: int) -> None:
         """A pass of each width, of trees a path of each, too; and some rounds."""
-        for count in filling(self.most, min(MOST_CANDIDATES, room - target.passes.text.held - 1)):
-            target.try_pass(count, self.generator.draws_trees)
+        left = min(room - target.passes.text.held, MOST_CANDIDATES + 1)
+        for width in pass_widths(self.generator.setup.most_tokens):
+            if width <= left:
+                target.try_pass(width - 1, self.generator.draws_trees)
         for _ in range(ROUNDS):
             self.round()
-
-
-def filling(most: int, room: int) -> list[int]:
-    """Candidates that fill the widths of passes up to that of `most`, as far as there is room.
-
-    Example: 0, 1, 3 and 7 for at most 5 candidates.
-    """
-    counts = [0]
-    while counts[-1] < most and 2 * counts[-1] + 1 <= room:
-        counts.append(2 * counts[-1] + 1)
-    return counts
 
 
 def warm_up(setup: DraftSetup, target: CausalLM, max_length: int | None, options: dict[str, Any]) -> float:

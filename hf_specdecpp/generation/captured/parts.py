@@ -1,28 +1,116 @@
-"""The target's part of rounds in CUDA graphs (`GraphTarget`): of rounds that are captured whole (`RoundGraphs`), or of
-passes over candidates that the host has proposed (`PassGraphs`)."""
+"""What plays the parts of a round as CUDA graphs: `GraphDrafts` and `RoundGraphs` those of rounds that are captured
+whole, `PassGraphs` the target's part in passes over candidates that the host has proposed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from hf_specdecpp.caches.text import num_in_place, width_of
 from hf_specdecpp.cuda_graphs import graphs
-from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
+from hf_specdecpp.cuda_graphs.captured_draft import RoundRules, RoundShape
+from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds, Report
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
-from hf_specdecpp.generation.captured.graph_drafts import GraphDrafts, attempt
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.target import Drafts, GraphsFailedError, OneTarget, RoundTarget, TargetSide, without_cudnn
 from hf_specdecpp.generation.text import NO_SCORES, Round, Text, Verdict
+from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.processors import extend
+from hf_specdecpp.throughput.tiers import MostTokens, Tiers
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 logger: Any = logging.get_logger("hf_specdecpp")
+T = TypeVar("T")
+
+
+class GraphDrafts(Drafts):
+    """Proposes candidates by a graph. Nobody waits for it: the target's part (`RoundGraphs`) reads which they are.
+
+    Args:
+        texts: one, or the rows of a batch.
+        rounds: that no other call is using.
+        tiers: chooses the shapes of rounds.
+
+    Attributes:
+        process: what processors of the target do between the graphs; `None` where the graphs run all of them.
+        made: rounds up to now.
+    """
+
+    def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
+        self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
+        self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
+        graphs_run_all = self.generator.processing.does_nothing or not rules.processing.does_nothing
+        self.process = None if graphs_run_all else self._process
+        self.made, self.longest = 0, min(rounds.passes.longest, self.generator.setup.drafter.max_length)
+        self.longest -= max(shape.levels for shape in tiers.shapes)
+        self.rates = getattr(self.generator.rule, "rates", None)  # calibrates estimates
+        if tiers.shapes[-1].width > 1 and self.generator.setup.decisions.adapt:
+            self.rates = self.generator.learned_rates(trees=True)
+
+    def begin(self) -> None:
+        """The draft reads the prompts; what rounds take is measured where it is not known."""
+        read = [text.generator.begin_captured(text.ids, text.states) for text in self.texts]
+        tokens = pad_sequence([own[0] for own, _ in read], batch_first=True, padding_side="left")
+        padding = tokens.new_tensor([tokens.shape[1] - own.shape[1] for own, _ in read])
+        known = [states[0] for _, states in read if states is not None]
+        states = pad_sequence(known, batch_first=True, padding_side="left") if known else None
+        shown = torch.cat([text.generator.processing.shown(text.ids) for text in self.texts])
+        self.rounds.begin(shown, tokens, states, padding)
+        if isinstance(self.tiers, MostTokens):
+            device = self.rounds.passes.device
+            with keeping_generators(device):  # a seed is for the text alone
+                self.tiers.seconds.time(self.tiers.shapes, self.time)
+
+    def time(self, shape: RoundShape) -> float:
+        """Seconds of a round, which is forgotten."""
+        return self.rounds.time(shape, self.rules, self.process)
+
+    def propose(self, texts: Sequence[Text], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
+        attempt(partial(self._propose, texts), of_draft=True)
+        return [DraftTree.chain() for _ in texts]
+
+    def _propose(self, texts: Sequence[Text]) -> None:
+        if not self.made:
+            self.begin()
+        self.rounds.keep([self.places[id(text)] for text in texts])
+        self.shape = self._shape(max(text.length for text in texts))
+        self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
+        self.rounds.propose(self.shape, self.rules)
+
+    def verify(self, texts: Sequence[Text]) -> list[Report]:
+        """The target's pass over what was proposed, and what the device says of it; the only wait of a round."""
+        found = self.rounds.verify(self.shape, self.rules, self.process)
+        if isinstance(self.tiers, MostTokens) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
+            self.tiers.seconds.note(self.shape, time.perf_counter() - self._launched)
+        self.made += 1
+        return [found[self.places[id(text)]] for text in texts]
+
+    def saw(self, rounds: Sequence[Round]) -> None:
+        self.tiers.note(self.shape, [each.outputs for each in rounds])
+        for each in rounds:
+            generator, tree, path = each.text.generator, each.tree, each.verdict.path
+            if self.shape.width > 1 and self.rates is not None:
+                self.rates.observe_tree(tree.judged(path))
+            generator.note_captured(tree, each.outputs.estimates)
+            generator.saw(tree, path, each.length)
+
+    def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
+        """Process scores of one of the texts, as `CapturedRounds` asks."""
+        return self.texts[place].process(TreePass(tree, range(len(tree) + 1)), scores)
+
+    def _shape(self, length: int) -> RoundShape:
+        """Of the next round. What does not fit under the longest text is cut off when it is emitted."""
+        shape = self.tiers.next()
+        if shape.levels:
+            self.rounds.draft.calibrate(self.rates)
+        return shape if length <= self.longest else RoundShape(0)
 
 
 class GraphTarget(RoundTarget):
@@ -37,9 +125,6 @@ class GraphTarget(RoundTarget):
 
     def __init__(self, texts: Sequence[Text], passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
         self.texts, self.passes, self.drafts, self.usual = list(texts), passes, drafts, usual
-
-    def prepare(self, texts: Sequence[Text]) -> None:
-        """A round needs nothing more."""
 
     def stays(self, texts: Sequence[Text]) -> list[bool]:
         return self.usual.stays(texts)
@@ -175,11 +260,9 @@ class PassGraphs(GraphTarget):
     def try_pass(self, count: int, as_tree: bool) -> None:
         """Make a pass over the last token and so many candidates, all alike, and keep nothing; only to capture it."""
         text = self.texts[0]
-        tree = DraftTree(int(text.ids[0, -1]))
+        tree = DraftTree() if as_tree else DraftTree.chain()
         for _ in range(count):
-            tree.add(0, tree.tokens[0])
-        if not as_tree:
-            tree = DraftTree.chain(tree.candidates, [NO_SCORES] * count)
+            tree.add(0 if as_tree else len(tree), 0)
         self._pass(text.ids, TreePass(tree))
         if as_tree:
             self.passes.keep(0, torch.arange(count + 1, device=self.passes.device))
@@ -191,6 +274,23 @@ def with_captured_passes(
     """What makes rounds of a text of which passes alone are captured."""
     drafts = DraftsBesideGraphs()
     return drafts, PassGraphs(texts, passes, drafts, usual)
+
+
+def attempt(part: Callable[[], T], of_draft: bool = False) -> T:
+    """Run a part of a round; `GraphsFailedError` if it cannot be captured, or finds no memory."""
+    try:
+        return part()
+    except graphs.CannotCaptureError as error:
+        why_not_draft = str(error) if of_draft and not error.is_passing else None
+        failure = GraphsFailedError(f"a round cannot be captured ({error})", why_not_draft)
+    except torch.OutOfMemoryError as error:
+        failure = GraphsFailedError.of(error)
+    raise failure  # outside of the handler, which keeps what was made last
+
+
+def pass_widths(most: int) -> list[int]:
+    """Of passes over up to `most` candidates: 1, 2, 4 and 8 for 5."""
+    return [1 << power for power in range(width_of(most + 1).bit_length())]
 
 
 def are_captured_whole_alone(texts: Sequence[Text]) -> bool:
