@@ -78,7 +78,7 @@ def test_replays_with_other_contents(kind: str, sampled: bool, tmp_path: Path) -
     """What is captured, replayed twice with other contents, is the function run anew."""
     target, assistant = made(kind, tmp_path, **(TREE if kind in ("conditioned", "dflash windows") else CHAIN))
     generate(target, assistant, **(SAMPLED if sampled else {}))
-    (rounds,) = captured_target._known[target][1].rounds.values()
+    ((rounds, _),) = captured_target._known[target][1].rounds.values()
     draft = rounds.draft
     lengths = [rounds.passes.text.cache.length, draft.text.cache.length]
     results = [rounds.report, rounds.token, draft.tokens, draft.last, draft.candidates, draft.parents, draft.ancestors]
