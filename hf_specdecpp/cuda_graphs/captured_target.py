@@ -135,7 +135,7 @@ class CapturedTarget:
                 module.register_forward_hook(see)
             self._watched[self._reads] = seen
 
-    def read(self, tokens: Tensor, tree: tuple[Tensor, Tensor] | None = None) -> Any:
+    def read(self, tokens: Tensor, tree: Sequence[Tensor] | None = None) -> Any:
         """A pass over `tokens` `[1, n]`, a chain, or a tree with its `ancestors` `[width, width]` and `depths`
         `[width]`.
 

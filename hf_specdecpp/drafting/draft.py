@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from hf_specdecpp.cuda_graphs import graphs
+from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
 from hf_specdecpp.models.causal_lm import CausalLM, num_processes
@@ -164,8 +165,8 @@ class Draft:
         """Its side of one text; `vocab_size` is the width of the target's logits."""
         raise NotImplementedError
 
-    def round_steps(self, vocab_size: int) -> Any:  # noqa: ARG002
-        """All steps of captured rounds (`cuda_graphs.draft_steps.RoundSteps`); `None` where they are not captured."""
+    def round_steps(self, vocab_size: int) -> RoundSteps | None:  # noqa: ARG002
+        """All steps of captured rounds; `None` where they are not captured."""
         return None
 
     def row_session(self, vocab_size: int) -> Reading:

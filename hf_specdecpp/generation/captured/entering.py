@@ -6,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import cast
 
 import torch
 
-from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, RoundShape
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
+from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
 from hf_specdecpp.cuda_graphs.room_cache import why_not_in_place, why_not_rooms
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
@@ -81,7 +82,7 @@ def _parts(
     try:
         own = _graph_drafts(texts, passes)
         note(texts, None, "captured" if own.process is None else BETWEEN)
-        return own, RoundGraphs(own, texts, passes, drafts, usual)
+        return own, RoundGraphs(own, passes, drafts, usual)
     except torch.OutOfMemoryError as error:
         failure = GraphsFailedError.of(error)
     return PassGraphs(texts, passes, drafts, usual).instead(failure, texts)
@@ -117,7 +118,8 @@ def _widths(texts: Sequence[Text]) -> set[int]:
     if not are_captured_whole_alone(texts):
         found |= set(pass_widths(setup.most_tokens))
     if why_not_whole(texts) is None:
-        shapes = _shapes_of(setup.speculation, texts[0].generator.round_steps, len(texts))
+        steps = cast(RoundSteps, texts[0].generator.round_steps)
+        shapes = _shapes_of(setup.speculation, steps, len(texts))
         found |= {shape.nodes + 1 for shape in shapes}
     return found
 
@@ -126,7 +128,7 @@ def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:
     """What drafts in whole rounds of a call whose passes are captured."""
     generator = texts[0].generator
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
-    steps: Any = generator.round_steps  # or there would be no whole rounds
+    steps = cast(RoundSteps, generator.round_steps)  # or there would be no whole rounds
     greedy, processing = generator.randomness is None, generator.processing.together()
     fits = processing.fits_graphs and all(text.processing.can_show(text.length) for text in texts)
     rules = RoundRules(
@@ -155,7 +157,7 @@ def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:
     return GraphDrafts(texts, rounds, rules, tiers)
 
 
-def _shapes_of(speculation: SpeculationConfig, steps: Any, texts: int) -> list[RoundShape]:
+def _shapes_of(speculation: SpeculationConfig, steps: RoundSteps, texts: int) -> list[RoundShape]:
     """The shapes that rounds may have, the largest last."""
     trees = [shape for shape in TREES if shape.levels <= steps.most]
     if speculation.tree is not None:
@@ -208,7 +210,7 @@ def why_not_whole(texts: Sequence[Text]) -> str | None:
         return f"more than {MOST_TEXTS} sequences"
     if generator.lookup is not None:
         return "lookups are made on the host"
-    if generator.round_steps is None:
+    if (steps := generator.round_steps) is None:
         return "the steps of this draft are not captured"
     if generator.successors is not None:
         return "what the target said lately is looked up on the host"
@@ -218,15 +220,14 @@ def why_not_whole(texts: Sequence[Text]) -> str | None:
         return "scores or logits are asked for"
     if generator.processing.in_order:
         return "a logits processor has to be called token by token, in order"
-    return None if speculation.tree is None else _why_no_tree(generator)
+    return None if speculation.tree is None else _why_no_tree(speculation, generator.setup.decisions, steps)
 
 
-def _why_no_tree(generator: Any) -> str | None:
+def _why_no_tree(speculation: SpeculationConfig, decisions: Decisions, steps: RoundSteps) -> str | None:
     """Why trees of these settings are not grown on the device."""
-    speculation, decisions = generator.setup.speculation, generator.setup.decisions
     if speculation.tree != "dyspec":
         return "only trees of Algorithm 2 (tree='dyspec') are grown on the device"
-    fitting = [shape for shape in TREES if shape.levels <= min(decisions.tree_depth, generator.round_steps.most)]
+    fitting = [shape for shape in TREES if shape.levels <= min(decisions.tree_depth, steps.most)]
     budgets = [shape.nodes for shape in fitting]
     if decisions.tree_threshold or speculation.tree_budget not in budgets:
         listed = " or ".join(map(str, budgets)) or "none of this depth"

@@ -158,7 +158,7 @@ class GraphTarget(RoundTarget):
         passes = self.passes
         made = [passes.graphs, *(rounds.graphs for rounds in self.rounds)]
         stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
-        places = [*made, passes.rooms, *(rounds.draft.rooms for rounds in self.rounds)]
+        places: list[Any] = [*made, passes.rooms, *(rounds.draft.rooms for rounds in self.rounds)]
         stats.graph_bytes = sum(each.num_bytes for each in places)
         for each in made:
             if each.why_not and stats.uncaptured is None:
@@ -173,8 +173,8 @@ class RoundGraphs(GraphTarget):
         own: what launches the draft.
     """
 
-    def __init__(self, own: GraphDrafts, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, own: GraphDrafts, passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
+        super().__init__(own.texts, passes, drafts, usual)
         self.own, self.rounds = own, [own.rounds]
 
     def read(self, rounds: Sequence[Round]) -> None:
@@ -240,12 +240,13 @@ class PassGraphs(GraphTarget):
 
     def _pass(self, ids: Tensor, tree_pass: TreePass) -> Any:
         """A pass over the last of the tokens `[1, length]` and a tree."""
-        tree, shape = tree_pass.tree, None
-        if tree.is_chain or not len(tree):
-            candidates = tree.ids(ids.device) if len(tree) else None
-        else:
-            candidates, *shape = tree_pass.upload(ids.device, width_of(len(tree) + 1))
-        tokens = ids[:, -1:] if candidates is None else extend(ids[:, -1:], candidates)
+        tokens, tree, shape = ids[:, -1:], tree_pass.tree, None
+        if len(tree):
+            if tree.is_chain:
+                candidates = tree.ids(ids.device)
+            else:
+                candidates, *shape = tree_pass.upload(ids.device, width_of(len(tree) + 1))
+            tokens = extend(tokens, candidates)
         outputs = self.passes.read(tokens, shape)
         outputs.logits = outputs.logits.clone()  # which the next pass would write over
         return outputs
