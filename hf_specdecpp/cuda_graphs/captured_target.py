@@ -104,7 +104,7 @@ class CapturedTarget:
                 places = torch.arange(width, device=tokens.device)
                 found = self.forward(cache, tokens[:, :width], places <= places[:, None], places)[0]
             if (reason := differs(found[:, :most], expected[:, :width], self.model.dtype)) is not None:
-                return f"a captured pass over {width} tokens is {reason}"
+                return f"a captured pass of width {width} is {reason}"
             if width <= most:
                 self.checked.add((several, width))
         return None

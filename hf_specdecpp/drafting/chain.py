@@ -42,7 +42,7 @@ def next_step(
         return None
     scores, hidden = found
     if not processing.does_nothing:
-        scores = processing.one(input_ids, candidates, scores)
+        scores = processing.one(input_ids, candidates, scores).to(scores)
     if processing.may_forbid_all and processing.forbids_all(scores):  # the target decides alone
         return None
     return DraftStep(len(candidates), scores, hidden, session.embed, greedy)

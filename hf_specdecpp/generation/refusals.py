@@ -27,7 +27,7 @@ from hf_specdecpp.models.causal_lm import (
 )
 from hf_specdecpp.models.checks import check_cache, frequency_changes
 from hf_specdecpp.models.foreign import ForeignPasses, foreign_passes
-from hf_specdecpp.sampling.processors import name_of, remembers
+from hf_specdecpp.sampling.processors import class_of, name_of, remembers
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -142,11 +142,11 @@ def check_lossless(config: GenerationConfig) -> None:
 
 def ends_as_told(criterion: object, config: GenerationConfig) -> bool:
     """Whether a text ends by a criterion nowhere but where those who know its `config` alone expect that."""
-    if type(criterion) is MaxLengthCriteria:
+    if class_of(criterion) is MaxLengthCriteria:
         return criterion.max_length == config.max_length
-    if type(criterion) is EosTokenCriteria:
+    if class_of(criterion) is EosTokenCriteria:
         return eos_ids(config).issuperset(criterion.eos_token_id.tolist())
-    return type(criterion) is MaxTimeCriteria  # the clock may be read a round late
+    return class_of(criterion) is MaxTimeCriteria  # the clock may be read a round late
 
 
 def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
@@ -261,7 +261,7 @@ def check_batch(
             "generate() needs, too."
         )
     reason = None
-    if config._pad_token_tensor is None and any(type(each) is not MaxLengthCriteria for each in criteria):
+    if config._pad_token_tensor is None and any(class_of(each) is not MaxLengthCriteria for each in criteria):
         reason = "rows that end early are padded, and there is no pad_token_id"
     elif others := sorted(name for name in set(model_kwargs) - BATCH_KWARGS if _is_given(model_kwargs[name])):
         reason = f"{', '.join(others)} are for single sequences"
@@ -287,7 +287,7 @@ def _is_given(value: object) -> bool:
 def _unfit_for_length(target: CausalLM, criteria: Iterable[Any]) -> str | None:
     """What rules out texts as long as these may become."""
     changes = frequency_changes(target.config.get_text_config(decoder=True))
-    longest = min((each.max_length for each in criteria if type(each) is MaxLengthCriteria), default=None)
+    longest = min((each.max_length for each in criteria if class_of(each) is MaxLengthCriteria), default=None)
     if not changes or (longest is not None and longest <= changes[0].length):
         return None
     return (

@@ -23,10 +23,10 @@ from hf_specdecpp.caches.text import PathRows
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
 from hf_specdecpp.models.causal_lm import CausalLM, upload
-from hf_specdecpp.sampling.processors import extend
+from hf_specdecpp.sampling.processors import class_of, extend
 from hf_specdecpp.sampling.randomness import NothingToDrawError, Randomness, waits_for_reads
 from hf_specdecpp.sampling.successors import contexts_of
-from hf_specdecpp.sampling.verification import likeliest_tokens, verify_greedy, verify_sampled
+from hf_specdecpp.sampling.verification import as_float32, likeliest_tokens, verify_greedy, verify_sampled
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 from hf_specdecpp.trees.verification import follow_tree, test_children, verify_tree, verify_tree_greedy
 
@@ -81,11 +81,11 @@ class Text:
         self.finished = self.goes_on = False
         self.records, self.criteria = TokenRecords(config, target.config.get_text_config(decoder=True)), criteria
         # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
-        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        lengths = [c.max_length for c in criteria if class_of(c) is MaxLengthCriteria]
         self.max_length: float = min(lengths, default=math.inf)
         self.end_length = self.max_length
-        self.eos = {i for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
-        self.all_simple = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
+        self.eos = {i for c in criteria if class_of(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
+        self.all_simple = all(class_of(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
         self.processing, self.randomness = generator.processing, generator.randomness
         self.verification, self.keeps_raw = generator.setup.decisions.verification, self.records.logits is not None
 
@@ -184,7 +184,8 @@ class Text:
         if not self.processing.does_nothing:
             scores = self.process(tree_pass, scores)
         begin = time.perf_counter()
-        path, token = self._accept_chain(tree, scores) if tree.is_chain else self._accept_tree(tree_pass, scores)
+        exact = as_float32(scores, self.randomness is None)
+        path, token = self._accept_chain(tree, exact) if tree.is_chain else self._accept_tree(tree_pass, exact)
         waited = time.perf_counter() - begin if self.waits else 0.0
         rows = None
         if not tree.is_chain:  # of which the rows that stand are the first
@@ -209,7 +210,9 @@ class Text:
             row = logits[rows[node]].to(self.ids.device, torch.float32, copy=True)
             return row if self._ends_text(tree, node) else self.processing.one(self.ids, tree.path(node), row)
 
-        path, token = verify_tree(tree, lambda node: scores(node).softmax(dim=-1), randomness, self.verification)
+        path, token = verify_tree(
+            tree, lambda node: as_float32(scores(node)).softmax(dim=-1), randomness, self.verification
+        )
         path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
         chosen_from, taken = torch.stack([scores(node) for node in (0, *path)]), tree_pass.rows_of(path)
         raw = logits[taken].to(chosen_from) if self.keeps_raw else chosen_from
@@ -222,7 +225,7 @@ class Text:
             token = likeliest_tokens(scores[None])[0]
             child = tree.child(node, token)
         else:
-            child, token = test_children(tree, node, scores.softmax(dim=-1), self.randomness)
+            child, token = test_children(tree, node, as_float32(scores).softmax(dim=-1), self.randomness)
         return tree.looked_up.get((node, token)) if child is None else child, token
 
     def _accept_chain(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
@@ -257,7 +260,7 @@ class Text:
         """A token by `[vocab]` processed scores of the target."""
         if self.randomness is None:
             return likeliest_tokens(scores[None])[0]
-        p = scores.softmax(dim=-1)
+        p = as_float32(scores).softmax(dim=-1)
         token = self.randomness.categorical(p)
         if self.waits and not bool(p.gather(0, token.view(1)) > 0.0):
             raise NothingToDrawError
@@ -274,7 +277,9 @@ class Text:
         paths = [tree.path(order[row]) for row in rows]
         if len(rows) == len(scores):
             return processing.after_each(self.ids, paths, scores)
-        scores[rows] = processing.after_each(self.ids, paths, scores[rows])
+        found = processing.after_each(self.ids, paths, scores[rows])
+        scores = scores.to(found.dtype)  # a processor may return another
+        scores[rows] = found
         return scores
 
     def _process_allowed(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
@@ -284,7 +289,9 @@ class Text:
         tree, rows, level = tree_pass.tree, tree_pass.rows, [0]
         while level:
             here = [rows[node] for node in level]
-            scores[here] = self.processing.after_each(self.ids, [tree.path(node) for node in level], scores[here])
+            found = self.processing.after_each(self.ids, [tree.path(node) for node in level], scores[here])
+            scores = scores.to(found.dtype)
+            scores[here] = found
             below = [each for node in level for each in tree.below(node) if not self._ends_text(tree, each)]
             parents, tokens = [rows[tree.parents[node]] for node in below], [tree.tokens[node] for node in below]
             if self.randomness is None:  # where nothing is allowed, too, there is a likeliest token

@@ -70,7 +70,8 @@ class TreeDrafting:
             passes = self.session.passes
             scores, hidden = self.session.expand(tree, nodes)
             if not self.processing.does_nothing:
-                scores = self.processing.after_each(input_ids, [tree.path(node) for node in nodes], scores)
+                paths = [tree.path(node) for node in nodes]
+                scores = self.processing.after_each(input_ids, paths, scores).to(scores)
             return Level(scores, hidden, self.session.embed, self.session.passes - passes)
 
         config, threshold = self.config, self.setup.decisions.tree_threshold

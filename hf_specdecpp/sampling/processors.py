@@ -47,10 +47,18 @@ KNOWN = PREFIX_FREE | ASKS_WHICH | {
     stopping_criteria.MaxTimeCriteria, stopping_criteria.StopStringCriteria,
 }  # fmt: skip
 
+OWNERS = {"transformers", __name__.partition(".")[0]}
+
 
 def name_of(processor: object) -> str:
     """A processor's or a criterion's class, with its module: several libraries have a `LogitsProcessor`."""
     return f"{type(processor).__module__}.{type(processor).__name__}"
+
+
+def class_of(each: object) -> type | None:
+    """The class of a processor or a criterion of transformers; `None` where another's code is called."""
+    known = getattr(type(each).__call__, "__globals__", {})  # names do not tell: `functools.wraps` copies them
+    return type(each) if known.get("__name__", "").partition(".")[0] in OWNERS else None
 
 
 def reads_prefix_only(processor: Any) -> bool:
@@ -60,16 +68,16 @@ def reads_prefix_only(processor: Any) -> bool:
     `prefix_allowed_tokens_fn` has it. All others may count their calls or follow a grammar token by token, as those of
     xgrammar and outlines do, or note which rows have ended, as lm-eval's criterion does.
     """
-    if type(processor) in KNOWN or getattr(processor, "reads_prefix_only", False):
+    if class_of(processor) in KNOWN or getattr(processor, "reads_prefix_only", False):
         return True
-    is_constraint = type(processor) is PrefixConstrainedLogitsProcessor
+    is_constraint = class_of(processor) is PrefixConstrainedLogitsProcessor
     return is_constraint and getattr(processor._prefix_allowed_tokens_fn, "reads_prefix_only", False)
 
 
 def remembers(processor: object) -> bool:
     """Whether a processor or a criterion may remember what it was asked, a `prefix_allowed_tokens_fn` left out: of a
     batch that is told the row's number and text, and nothing that only a row that has ended would know."""
-    return not reads_prefix_only(processor) and type(processor) is not PrefixConstrainedLogitsProcessor
+    return not reads_prefix_only(processor) and class_of(processor) is not PrefixConstrainedLogitsProcessor
 
 
 class InOrder(LogitsProcessor):
@@ -84,7 +92,7 @@ class InOrder(LogitsProcessor):
 
 def in_order(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
     """The same, of which only those `KNOWN` are asked about candidates."""
-    return [each if type(each) in KNOWN else InOrder(each) for each in processors]
+    return [each if class_of(each) in KNOWN else InOrder(each) for each in processors]
 
 
 class OfRow(LogitsProcessor):
@@ -120,7 +128,7 @@ def _ignored(processor: Any) -> Any:
     prompts are padded. `None`: it leaves out none."""
     processor, row = (processor.processor, processor.row) if isinstance(processor, OfRow) else (processor, 0)
     ignored = getattr(processor, "prompt_ignore_length", None)
-    if type(processor) not in ASKS_WHICH or not isinstance(ignored, int | Tensor):
+    if class_of(processor) not in ASKS_WHICH or not isinstance(ignored, int | Tensor):
         return None
     return ignored[row] if isinstance(ignored, Tensor) else ignored
 
@@ -142,18 +150,18 @@ class Processing:
         self.processors = list(processors)
         self.does_nothing = not self.processors
         self.in_order = [processor for processor in self.processors if not reads_prefix_only(processor)]
-        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self.processors)
-        looks = [type(processor) for processor in self.processors if type(processor) not in PREFIX_FREE]
-        self.may_forbid_all = any(type(processor) not in KEEPS_SOME for processor in self.processors)
+        self.prefix_free = all(class_of(processor) in PREFIX_FREE for processor in self.processors)
+        looks = [processor for processor in self.processors if class_of(processor) not in PREFIX_FREE]
+        self.may_forbid_all = any(class_of(processor) not in KEEPS_SOME for processor in self.processors)
         self.fits_graphs = not self.may_forbid_all and len(looks) <= 1
-        self.answers_all = all(type(_of_all_rows(each)) in KNOWN for each in self.processors)
+        self.answers_all = all(class_of(_of_all_rows(each)) in KNOWN for each in self.processors)
 
     def for_graphs(self) -> Processing:
         """Those of them that `fits_graphs`."""
-        found = Processing([each for each in self.processors if type(each) in KEEPS_SOME])
+        found = Processing([each for each in self.processors if class_of(each) in KEEPS_SOME])
         if found.fits_graphs:
             return found
-        return Processing([each for each in found.processors if type(each) in PREFIX_FREE])
+        return Processing([each for each in found.processors if class_of(each) in PREFIX_FREE])
 
     def for_draft(self) -> Processing:
         """Without the processors that must not see candidates: the draft guesses without them."""

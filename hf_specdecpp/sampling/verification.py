@@ -121,10 +121,18 @@ def chain_ratios(candidates: Sequence[int] | Tensor, p: Tensor, q: Tensor) -> Te
     return (p_of / q_of.to(widest(q.device))).nan_to_num_(0.0)
 
 
+def as_float32(scores: Tensor, greedy: bool = False) -> Tensor:
+    """Processed scores `[..., vocab]`; of half precision, which a processor may return, as float32 whose softmax, or
+    argmax where `greedy`, is that of plain `generate()`: its softmax rounds in the scores' own precision."""
+    if scores.dtype not in (torch.bfloat16, torch.float16):
+        return scores
+    return scores.float() if greedy else scores.softmax(-1).float().log()
+
+
 def likeliest_tokens(scores: Tensor) -> list[int]:
     """`scores.argmax(-1)` of `[n, vocab]`, which on a CPU numpy finds ten times faster than torch: 5 us a token."""
     if scores.device.type == "cpu":
-        return scores.numpy().argmax(axis=-1).tolist()
+        return as_float32(scores, greedy=True).detach().numpy().argmax(axis=-1).tolist()
     return scores.argmax(dim=-1).tolist()
 
 

@@ -284,5 +284,5 @@ def test_every_width_is_compared(
     plain = target.generate(ids, pad_token_id=0, **how)
     wrong_where(lambda tokens: tokens == width, monkeypatch)
     assert torch.equal(target.generate(ids, pad_token_id=0, assistant_model=assistant, **how), plain)
-    assert f"a captured pass over {width} tokens is off by" in str(assistant.stats.uncaptured)
+    assert f"a captured pass of width {width} is off by" in str(assistant.stats.uncaptured)
     assert assistant.stats.drafted > 0

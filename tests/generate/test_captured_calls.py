@@ -273,7 +273,7 @@ def test_a_captured_pass_is_compared_first(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(CapturedTarget, "forward", off)
     assert torch.equal(generate(target, assistant), generate(target, None))
-    assert "a captured pass over 1 tokens is off by" in str(assistant.stats.uncaptured)
+    assert "a captured pass of width 1 is off by" in str(assistant.stats.uncaptured)
     assert not passes_of(target).busy
 
 

@@ -26,6 +26,7 @@ from support.questions import (
     is_part,
     same,
 )
+from support.watchers import unnoticed
 from support.whole_rounds import TREE, batch
 from torch import Tensor
 from torch.nn import functional
@@ -184,7 +185,7 @@ def asked(patch: pytest.MonkeyPatch) -> list[Question]:
             log.append(Question(type(self).__name__, 0, input_ids.tolist(), scores.clone()))
             return call(self, input_ids, scores)
 
-        return noting
+        return unnoticed(noting)
 
     for kind in OF_TRANSFORMERS:
         if "__call__" in vars(kind):

@@ -23,6 +23,7 @@ from hf_specdecpp.generation.target import Drafts, GraphsFailedError, OneTarget,
 from hf_specdecpp.generation.text import NO_SCORES, Round, Text, Verdict
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.processors import extend
+from hf_specdecpp.sampling.verification import as_float32
 from hf_specdecpp.throughput.tiers import MostTokens, Tiers
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 
@@ -103,7 +104,8 @@ class GraphDrafts(Drafts):
 
     def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
         """Process scores of one of the texts, as `CapturedRounds` asks."""
-        return self.texts[place].process(TreePass(tree, range(len(tree) + 1)), scores)
+        found = self.texts[place].process(TreePass(tree, range(len(tree) + 1)), scores)
+        return as_float32(found, self.generator.randomness is None)
 
     def _shape(self, length: int) -> RoundShape:
         """Of the next round. What does not fit under the longest text is cut off when it is emitted."""
