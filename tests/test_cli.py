@@ -88,7 +88,7 @@ def test_not_sound(folder: Path) -> None:
     result = run("inspect", folder)
     assert result.exit_code == 1
     output = text(result.stdout)
-    assert "PROBLEM draft_vocab.safetensors Missing, but config.json promises it." in output
+    assert "PROBLEM draft_vocab.safetensors draft_vocab.safetensors is missing, so" in output
     assert "PROBLEM acceptance_head.safetensors acceptance_head.safetensors is incomplete" in output
     assert "warning pytorch_model.bin looks like a pickle" in output
     assert "2 of 5 files have problems." in output

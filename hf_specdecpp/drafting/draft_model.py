@@ -119,20 +119,19 @@ class DraftModel(Reader):
         if token_ids is None:
             return None
         ids = torch.as_tensor(token_ids, device=self.device)
-        if (
-            ids.numel() == 0
-            or ids.dim() != 1
-            or ids.is_floating_point()
-            or int(ids.min()) < 0
-            or int(ids.max()) >= self.num_ids
-            or ids.unique().numel() != ids.numel()
-        ):
-            span = f"{ids.min():g} to {ids.max():g}" if ids.numel() else "none"
-            raise ValueError(
-                f"draft_vocab must list distinct token ids from 0 to {self.num_ids - 1}; got {ids.numel()} ids, "
-                f"{span}. It was probably made for another draft."
-            )
+        check_draft_vocab(ids, self.num_ids)
         return ids.long()
+
+
+def check_draft_vocab(ids: Tensor, num_ids: int) -> None:
+    """Raise `ValueError` unless these are distinct token ids below `num_ids`."""
+    is_list = ids.numel() and ids.dim() == 1 and not ids.is_floating_point()
+    if not is_list or int(ids.min()) < 0 or int(ids.max()) >= num_ids or ids.unique().numel() != ids.numel():
+        span = f"{ids.min():g} to {ids.max():g}" if ids.numel() else "none"
+        raise ValueError(
+            f"draft_vocab must list distinct token ids from 0 to {num_ids - 1}; got {ids.numel()} ids, {span}. It was "
+            "probably made for another draft."
+        )
 
 
 def check_can_draft(model: CausalLM) -> None:

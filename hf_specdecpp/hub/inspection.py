@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from huggingface_hub import HfApi
-from torch import nn
+from torch import Tensor, nn
 
 from hf_specdecpp import files
 from hf_specdecpp.config.assistant import SpecDecPPConfig
@@ -18,7 +19,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts import acceptance
 from hf_specdecpp.drafts.draft_kind import Loading, Parts, PublishedKind
 from hf_specdecpp.drafts.known import KINDS, kind_of
-from hf_specdecpp.files import CHECKPOINT, INDEX, PICKLE, SHARDS, Repository
+from hf_specdecpp.files import CHECKPOINT, INDEX, SHARDS, Repository
 from hf_specdecpp.hub import repository
 from hf_specdecpp.hub.publishing import no_id
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG, DRAFT_VOCAB, HEAD, load_config
@@ -28,7 +29,8 @@ from hf_specdecpp.models.loading import load_model, load_tokenizer
 
 ADAPTER_CONFIG, ADAPTER = (f"{ADAPTER_FOLDER}/{name}" for name in ADAPTER_FILES)
 MODULES = [kind.own_file for kind in KINDS if kind.own_file]
-PATTERNS = [CONFIG, HEAD, *MODULES, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER, CARD]
+FILES = [HEAD, *MODULES, DRAFT_VOCAB, ADAPTER_CONFIG, ADAPTER]
+PATTERNS = [CONFIG, *FILES, CARD]
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -60,19 +62,23 @@ class Report:
 
 
 def inspect(repository: Repository) -> Report:
-    """Check every file of an assistant's repository, or of a draft's. No pickle, code or draft is loaded."""
+    """Load every file of an assistant's repository, or of a draft's, but no pickle, no code and no other models."""
     folder = repository.folder(PATTERNS)
-    report = Report(repository.name, repository.commit(folder / CONFIG))
-    _check(report, folder, CONFIG, lambda: _read_config(report, folder))
-    if report.config is not None and report.is_foreign:  # other weights may be a whole model's
-        at_commit = replace(repository, revision=report.commit or repository.revision)
-        at_commit.folder([CHECKPOINT, INDEX, SHARDS])
-    for name, promised, read in _expected(report, folder):
-        present = (folder / name).is_file()
-        if promised or present:
-            _check(report, folder, name, read if promised else partial(_read_any, folder / name))
-        if present and not promised and report.config is not None:
-            report.traps.append(f"{name} is there but {CONFIG} does not mention it, so it is not used. Delete it.")
+    report, here = Report(repository.name, repository.commit(folder / CONFIG)), Repository(str(folder))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _check(report, folder, CONFIG, lambda: _read_config(report, here))
+    report.traps += [str(warning.message) for warning in caught]
+    if report.is_foreign:  # other weights may be a whole model's
+        replace(repository, revision=report.commit or repository.revision).folder([CHECKPOINT, INDEX, SHARDS])
+    promised = _promised(report, here)
+    for name in dict.fromkeys((*FILES, *promised)):
+        if name in promised:
+            _check(report, folder, name, promised[name])
+        elif (folder / name).is_file():
+            _check(report, folder, name, partial(_read_any, folder / name))
+            if report.config is not None:
+                report.traps.append(f"{name} is there but {CONFIG} does not mention it, so it is not used. Delete it.")
     _look_for_traps(report, _list(repository, folder))
     return report
 
@@ -95,92 +101,74 @@ def check_draft(repository: Repository, target_id: str, revision: str | None = N
     return acceptance.describe(acceptance.agreement(draft, target, texts))
 
 
-def _check(report: Report, folder: Path, name: str, read: Callable[[], str]) -> None:
-    """Report a file: what `read` says of it, or what it raises."""
-    file, path = FileReport(name), folder / name
+def _check(report: Report, folder: Path, name: str, read: Callable[[], Any]) -> None:
+    """Report a file: what `read` finds in it, or what it raises."""
+    file = FileReport(name)
     report.files.append(file)
-    if not path.is_file():
-        why = "there is no assistant without it" if name == CONFIG else f"{CONFIG} promises it"
-        again = "Download it again." if report.is_foreign else "Download or save the assistant again."
-        file.problem = f"Missing, but {why}. {again}"
-        return
     try:
-        file.content = f"{path.stat().st_size:,} bytes, {read()}"
+        found = read()
     except (ValueError, OSError) as error:
-        file.problem = str(error).replace(f"{folder}{os.sep}", "")
+        file.problem = str(error).replace(f"{folder}{os.sep}", "").replace(str(folder), report.name)
+        return
+    if isinstance(found, nn.Module):
+        found = f"{sum(parameter.numel() for parameter in found.parameters()):,} parameters"
+    elif not isinstance(found, str):
+        found = f"{len(found):,} {'token ids' if isinstance(found, Tensor) else 'items'}"
+    file.content = f"{(folder / name).stat().st_size:,} bytes, {found}"
 
 
-def _expected(report: Report, folder: Path) -> list[tuple[str, bool, Callable[[], str]]]:
-    """Files, whether the config promises them, and how to read those that it does."""
-    here, promised = Repository(str(folder)), report.config or SpecDecPPConfig()
-    kind, modules = kind_of(promised), MODULES
-    own = kind.own_file if kind.has_own_file(promised) else None
+def _promised(report: Report, here: Repository) -> dict[str, Callable[[], Any]]:
+    """How to read the files that the config promises, and then the draft that they make."""
+    config, folder = report.config or SpecDecPPConfig(), Path(here.name)
+    kind, found = kind_of(config), dict[str, Callable[[], Any]]()
+
+    def module() -> Any:
+        loaded = kind.load(config, here)
+        report.facts = kind.facts(loaded) if isinstance(kind, PublishedKind) else {}
+        return loaded
+
+    if config.head is not None:
+        found[HEAD] = lambda: repository.load_head(here, config)
+    if kind.has_own_file(config):
+        found[kind.own_file] = module
+    if config.draft_vocab_size is not None:
+        found[DRAFT_VOCAB] = lambda: repository.load_draft_vocab(here, config)
+    if config.adapter:
+        found[ADAPTER_CONFIG] = lambda: _read_adapter_config(here)
+        found[ADAPTER] = lambda: _read_adapter(here)
     if report.is_foreign:
-        own = INDEX if (folder / INDEX).is_file() and not (folder / CHECKPOINT).is_file() else CHECKPOINT
-        modules = [*MODULES, own]
-    return [
-        (HEAD, promised.head is not None, lambda: _size(repository.load_head(here, promised))),
-        *((name, name == own, lambda: _read_module(report, here, promised)) for name in modules),
-        (DRAFT_VOCAB, promised.draft_vocab_size is not None, lambda: _read_draft_vocab(promised, here)),
-        (ADAPTER_CONFIG, bool(promised.adapter), lambda: _read_adapter_config(folder / ADAPTER_CONFIG)),
-        (ADAPTER, bool(promised.adapter), lambda: _read_adapter(folder / ADAPTER_FOLDER)),
-    ]
+        has_index = (folder / INDEX).is_file() and not (folder / CHECKPOINT).is_file()
+        found[INDEX if has_index else CHECKPOINT] = module
+    return found
 
 
-def _read_config(report: Report, folder: Path) -> str:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if "auto_map" in repository.read_config(folder / CONFIG)[1]:
-            report.traps.append(f"{CONFIG} has an auto_map: trust_remote_code=True would run foreign code. Delete it.")
-        config = load_config(Repository(str(folder)))
-        SpeculationConfig.from_dict(config.speculation)
-    report.traps += [str(warning.message) for warning in caught]
-    report.config = config
-    report.is_foreign = config.draft_id == str(folder)
+def _read_config(report: Report, here: Repository) -> str:
+    if "auto_map" in repository.read_config(here.file(CONFIG))[1]:
+        report.traps.append(f"{CONFIG} has an auto_map: trust_remote_code=True would run foreign code. Delete it.")
+    config = load_config(here)
+    SpeculationConfig.from_dict(config.speculation)
+    report.config, report.is_foreign = config, config.draft_id == here.name
     return "of a draft that others trained" if report.is_foreign else f"format {config.format_version}"
 
 
-def _read_module(report: Report, here: Repository, config: SpecDecPPConfig) -> str:
-    kind = kind_of(config)
-    module = kind.load(config, here)
-    report.facts = kind.facts(module) if isinstance(kind, PublishedKind) else {}
-    return _size(module)
-
-
-def _size(module: nn.Module) -> str:
-    return f"{sum(parameter.numel() for parameter in module.parameters()):,} parameters"
-
-
-def _read_draft_vocab(config: SpecDecPPConfig, here: Repository) -> str:
-    ids, end = repository.load_draft_vocab(here, config), config.vocab_size or float("inf")
-    if not len(ids) or len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= end:
-        raise ValueError(
-            f"It does not hold distinct whole numbers from 0 up to the target's vocab_size ({config.vocab_size}), so "
-            "they are not its token ids. Make it again."
-        )
-    return f"{len(ids):,} token ids"
-
-
-def _read_adapter_config(path: Path) -> str:
-    adapter = adapters.read_adapter_config(path)
+def _read_adapter_config(here: Repository) -> str:
+    adapter = adapters.read_adapter_config(here.file(ADAPTER_CONFIG))
     modules = adapter.get("target_modules")
-    where = ", ".join(sorted(map(str, modules))) if isinstance(modules, list) else str(modules)
+    where = ", ".join(sorted(map(str, modules))) if isinstance(modules, list) else modules
     return f"{adapter['peft_type']}, rank {adapter.get('r')}, on {where}"
 
 
-def _read_adapter(folder: Path) -> str:
+def _read_adapter(here: Repository) -> Any:
+    tensors = files.load_tensors(here.file(ADAPTER))
     try:
-        adapters.read_adapter_config(folder / ADAPTER_FILES[0])
+        adapters.read_adapter_config(here.file(ADAPTER_CONFIG))
     except (ValueError, OSError):  # reported with that file
-        return _read_any(folder / ADAPTER_FILES[1])
-    loras = adapters.read_adapter(folder).loras
-    return f"{sum(lora.a.numel() + lora.b.numel() for lora in loras.values()):,} numbers for {len(loras)} modules"
+        return tensors
+    return adapters.read_adapter(here.file(ADAPTER).parent).loras
 
 
-def _read_any(path: Path) -> str:
-    if path.suffix == ".json":
-        return f"{len(files.read_json(path))} fields"
-    return f"{sum(tensor.numel() for tensor in files.load_tensors(path).values()):,} numbers"
+def _read_any(path: Path) -> Any:
+    return files.read_json(path) if path.suffix == ".json" else files.load_tensors(path)
 
 
 def _list(repository: Repository, folder: Path) -> list[str]:
@@ -204,18 +192,17 @@ def _look_for_traps(report: Report, names: list[str]) -> None:
         report.files.append(FileReport(ADAPTER_FILES[0], problem=problem))
     for name in names:
         if PurePosixPath(name).suffix in PICKLES:
-            convert = f"Convert its tensors: specdecpp inspect {report.name} --convert OUT."
-            then = convert if report.is_foreign and not report.facts and name == PICKLE else "Delete it."
-            report.traps.append(f"{name} looks like a pickle, which can run code. We never open it. {then}")
+            report.traps.append(f"{name} looks like a pickle, which can run code. We never open it.")
         elif PurePosixPath(name).suffix == ".py":
             report.traps.append(f"{name} is code. We never run it, but trust_remote_code=True would. Delete it.")
-    if config is not None and not report.is_foreign:
-        kind = kind_of(config).rests_on
-        if kind != "nothing" and getattr(config, f"{kind}_id") is None:
-            report.traps.append(f"{CONFIG} has no {kind}_id, but a head fits one {kind} only. Add it.")
-        for role in ("target", "draft"):
-            if no_id(name := getattr(config, f"{role}_id")) and not Path(name).is_dir():
-                report.traps.append(
-                    f"{CONFIG} has {role}_id={name!r}, which seems to be the name of somebody's folder: others cannot "
-                    "load it. Write its Hub id, ORG/NAME, there."
-                )
+    if config is None or report.is_foreign:
+        return
+    needed = kind_of(config).rests_on
+    for role in ("target", "draft"):
+        if (name := getattr(config, f"{role}_id")) is None and role == needed:
+            report.traps.append(f"{CONFIG} has no {role}_id, but a head fits one {role} only. Add it.")
+        elif no_id(name) and not Path(name).is_dir():
+            report.traps.append(
+                f"{CONFIG} has {role}_id={name!r}, which seems to be the name of somebody's folder: others cannot "
+                "load it. Write its Hub id, ORG/NAME, there."
+            )

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import check_arguments
+from hf_specdecpp.drafting.draft_model import check_draft_vocab
 from hf_specdecpp.drafts import known
 from hf_specdecpp.drafts.checkpoints import as_described, read_module
 from hf_specdecpp.drafts.draft_kind import DraftKind, Parts
@@ -95,6 +96,7 @@ def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
     token_ids = load_strict(path, {"token_ids": [config.draft_vocab_size or 0]}, hint)["token_ids"]
     if token_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{path} holds {str(token_ids.dtype)[6:]}; token ids are whole numbers. Make it again.")
+    check_draft_vocab(token_ids, config.vocab_size or int(token_ids.max()) + 1)
     return token_ids
 
 
