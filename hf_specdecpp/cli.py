@@ -130,7 +130,7 @@ def inspect(
     target: Annotated[
         str | None,
         typer.Option(
-            help="Hub id or id@commit: measure how often an EAGLE-3 draft guesses what this target says. With "
+            help="Hub id or id@commit: measure how often a published draft guesses what this target says. With "
             "--convert, the target that the head was trained for."
         ),
     ] = None,

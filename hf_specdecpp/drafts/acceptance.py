@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings, trying
+from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text, num_embeddings, trying
 from hf_specdecpp.models.target_states import TargetStates
 
 PLACES = 3  # candidates of a round that are looked at
@@ -62,11 +62,11 @@ def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[f
 
 
 def texts_for(target: CausalLM, tokenizer: Any | None) -> list[Tensor]:
-    """The texts of the check, `[1, n]` token ids each; none without a tokenizer. Left out are texts that have too few
-    tokens (transformers makes tokenizers without a vocabulary of some configs) or ids that the target does not embed.
-    """
-    made = [] if tokenizer is None else [tokenizer(text)["input_ids"] for text in TEXTS]
-    known = num_embeddings(target)
+    """The texts of the check, `[1, n]` token ids each, as far as the target has positions; none without a tokenizer.
+    Left out are texts that have too few tokens (transformers makes tokenizers without a vocabulary of some configs) or
+    ids that the target does not embed."""
+    known, most = num_embeddings(target), int(min(longest_text(target), 256))
+    made = [] if tokenizer is None else [tokenizer(text)["input_ids"][:most] for text in TEXTS]
     return [torch.tensor([ids]) for ids in made if len(ids) >= FIRST + PLACES and max(ids) < known]
 
 

@@ -104,8 +104,8 @@ def begun(draft: Any, target: Any, text: torch.Tensor) -> Any:
     return session
 
 
-def mtp(num_layers: int) -> Callable[[Path], tuple[Any, str]]:
-    return lambda to: (mtp_files.dense(num_layers).load(to), "mtp")
+def mtp(files: mtp_files.Files) -> Callable[[Path], tuple[Any, str]]:
+    return lambda to: (files.load(to), "mtp")
 
 
 def of_repository(save: Callable[[Path], Any], target_for: Callable[[], Any]) -> Callable[[Path], tuple[Any, Path]]:
@@ -124,8 +124,9 @@ DRAFTS: dict[str, Callable[[Path], tuple[Any, Any]]] = {
         lambda to: gemma4_files.VARIANTS["plain"].theirs(sliding_window=64).save_pretrained(to),
         lambda: gemma4_files.target_for(sliding_window=64),
     ),
-    "mtp": mtp(1),
-    "mtp, two layers": mtp(2),
+    "mtp": mtp(mtp_files.dense()),
+    "mtp, two layers": mtp(mtp_files.dense(2)),
+    "mtp of a recurrent target": mtp(mtp_files.Files("qwen3_5_text")),
 }
 
 
@@ -181,6 +182,8 @@ def test_texts_that_the_target_cannot_read_are_left_out() -> None:
     assert [text.shape[0] for text in texts_for(target, LETTERS)] == [1] * len(TEXTS)
     assert texts_for(target, None) == texts_for(target, lambda _: {"input_ids": []}) == []
     assert texts_for(target, lambda _: {"input_ids": [VOCAB] * 50}) == []
+    short = tiny("gpt2", n_positions=16)
+    assert [text.shape[1] for text in texts_for(short, lambda _: {"input_ids": [1] * 50})] == [16] * len(TEXTS)
     assert agreement(Drafter(target), target, []) == []
     assert not is_wrong([])
     assert "is not known" in describe([])
