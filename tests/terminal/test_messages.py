@@ -49,9 +49,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("repo", "words"), [
-    ("independent", "can be read in one way only, so leave --target out"),
-    ("early", "can be read in one way only, so leave --target out"),
-    ("lookup", "can be read in one way only, so leave --target out"),
+    ("independent", "tells how often a draft that others published guesses what a target says"),
+    ("early", "tells how often a draft that others published guesses what a target says"),
+    ("lookup", "tells how often a draft that others published guesses what a target says"),
 ])  # fmt: skip
 def test_inspect_with_a_target(repo: str, words: str, place: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(place / repo), "--target", str(place / "target")])
