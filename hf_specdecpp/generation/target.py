@@ -28,6 +28,7 @@ from hf_specdecpp.throughput.pass_times import pass_times_of
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 
 logger: Any = logging.get_logger("hf_specdecpp")
+MEMORY = "memory ended"
 MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and again before a round settles them
 
 
@@ -97,13 +98,9 @@ class GraphsFailedError(RuntimeError):
         is_memory: whether there was no memory.
     """
 
-    def __init__(self, reason: str, why_not_draft: str | None = None, is_memory: bool = False) -> None:
+    def __init__(self, reason: str, why_not_draft: str | None = None) -> None:
         super().__init__(reason)
-        self.why_not_draft, self.is_memory = why_not_draft, is_memory
-
-    @classmethod
-    def of(cls, error: torch.OutOfMemoryError) -> GraphsFailedError:
-        return cls(f"memory ended ({str(error).partition('. ')[0]})", is_memory=True)
+        self.why_not_draft, self.is_memory = why_not_draft, reason.startswith(MEMORY)
 
 
 class TargetSide(RoundTarget):

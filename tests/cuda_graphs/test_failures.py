@@ -1,5 +1,7 @@
 """Texts whose captures fail or whose rooms find no memory are plain generation's, and later ones are captured."""
 
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -9,6 +11,7 @@ from support.capturing import generate, pretended
 from support.models import assistant_of, prompt, quiet_later_layers, tiny
 from support.zoo import tiny_of
 from torch import Tensor
+from transformers import DynamicCache
 
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
@@ -146,6 +149,28 @@ def test_nothing_is_captured_with_hooks(pretended: Counter[str]) -> None:
     handle.remove()
     assert torch.equal(generate(target, assistant, max_new_tokens=8), generate(target, None, max_new_tokens=8))
     assert assistant.stats.uncaptured is None
+
+
+@pytest.mark.takes(4)
+@pytest.mark.parametrize("name", ["chain", "passes"])
+def test_nothing_stays_of_a_text_that_went_on_elsewhere(
+    name: str, pretended: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not until garbage is collected either: an error refers to all that its functions had at hand."""
+    target = small()
+    assistant, cache = assistant_of("early_exit", target, **SETTINGS[name]), DynamicCache(config=target.config)
+    growing(monkeypatch)
+    left = weakref.ref(cache)
+    gc.collect()
+    gc.disable()
+    try:
+        generate(target, assistant, 244, max_new_tokens=16, past_key_values=cache)
+        assert str(assistant.stats.uncaptured).startswith("memory ended")
+        MEMORY.__traceback__ = None  # which is no error of this text alone
+        del cache
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 # Memory. -------------------------------------------------------------------------------------------------------------

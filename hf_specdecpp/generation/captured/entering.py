@@ -22,6 +22,7 @@ from hf_specdecpp.generation.captured.parts import (
     PassGraphs,
     RoundGraphs,
     are_captured_whole_alone,
+    memory_ended,
     note,
     pass_widths,
     warn,
@@ -84,7 +85,7 @@ def _parts(
         note(texts, None, "captured" if own.process is None else BETWEEN)
         return own, RoundGraphs(own, passes, drafts, usual)
     except torch.OutOfMemoryError as error:
-        failure = GraphsFailedError.of(error)
+        failure = GraphsFailedError(memory_ended(error))
     return PassGraphs(texts, passes, drafts, usual).instead(failure, texts)
 
 
@@ -105,7 +106,7 @@ def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text]) -> 
         passes.why_not = None if error.is_passing else reason
     except torch.OutOfMemoryError as error:
         passes.close()
-        reason = str(GraphsFailedError.of(error))
+        reason = memory_ended(error)
     except Exception as error:  # noqa: BLE001 - a forward may do anything with masks and caches of ours
         reason = f"its pass cannot be captured ({type(error).__name__}: {error})"
         passes.why_not = None if graphs.is_out_of_memory(error) else reason

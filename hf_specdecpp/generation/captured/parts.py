@@ -19,7 +19,15 @@ from hf_specdecpp.cuda_graphs.captured_draft import RoundRules, RoundShape
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds, Report
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.generation.target import Drafts, GraphsFailedError, OneTarget, RoundTarget, TargetSide, without_cudnn
+from hf_specdecpp.generation.target import (
+    MEMORY,
+    Drafts,
+    GraphsFailedError,
+    OneTarget,
+    RoundTarget,
+    TargetSide,
+    without_cudnn,
+)
 from hf_specdecpp.generation.text import NO_SCORES, Round, Text, Verdict
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.processors import extend
@@ -281,14 +289,20 @@ def with_captured_passes(
 
 def attempt(part: Callable[[], T], of_draft: bool = False) -> T:
     """Run a part of a round; `GraphsFailedError` if it cannot be captured, or finds no memory."""
+    why_not_draft = None
     try:
         return part()
     except graphs.CannotCaptureError as error:
+        reason = f"a round cannot be captured ({error})"
         why_not_draft = str(error) if of_draft and not error.is_passing else None
-        failure = GraphsFailedError(f"a round cannot be captured ({error})", why_not_draft)
     except torch.OutOfMemoryError as error:
-        failure = GraphsFailedError.of(error)
-    raise failure  # outside of the handler, which keeps what was made last
+        reason = memory_ended(error)
+    raise GraphsFailedError(reason, why_not_draft)  # outside of the handlers, which keep what was made last
+
+
+def memory_ended(error: torch.OutOfMemoryError) -> str:
+    """The reason why something is not captured."""
+    return f"{MEMORY} ({str(error).partition('. ')[0]})"
 
 
 def pass_widths(most: int) -> list[int]:
