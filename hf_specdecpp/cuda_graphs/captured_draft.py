@@ -193,12 +193,12 @@ class CapturedDraft:
         """Whether the window has no room for a token of a round without candidates."""
         return max(self.pending) == self.width
 
-    def note(self, accepted: Mapping[int, int], drafted: bool) -> None:
-        """On the host, what `take` and `catch_up` did, by text; `drafted`: whether the window was read."""
+    def note(self, emitted: Mapping[int, int], drafted: bool) -> None:
+        """On the host, how many tokens `take` added, by text, and whether the window was read."""
         if drafted:
             self.pending = [min(pending, self.steps.again) for pending in self.pending]
-        for text, count in accepted.items():
-            self.pending[text] += count + 1
+        for text, count in emitted.items():
+            self.pending[text] += count
 
     def keep(self, active: Sequence[int]) -> None:
         """Only these texts go on."""

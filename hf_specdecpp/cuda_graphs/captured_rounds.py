@@ -106,17 +106,17 @@ class CapturedRounds:
             self.draft.note({}, drafted=True)
         self._launch_draft(shape, rules)
 
-    def verify(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> dict[int, Report]:
-        """Launch the target's pass and its acceptance: the report of each text that goes on. `process`: what processors
-        of the target do that the `rules` leave out."""
+    def verify(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> list[Report]:
+        """Launch the target's pass and its acceptance: the report of each text that goes on, in the order of `keep`.
+        `process`: what processors of the target do that the `rules` leave out."""
         self._launch_target(shape, rules, process)
         self._has_begun = True
         rows = self._read_report()
-        reports = {text: self._told(rows[text], shape, rules) for text in self._active}
-        accepted = {text: len(report.path) for text, report in reports.items()}
-        self.draft.note(accepted, drafted=shape.levels > 0)
-        for text, count in accepted.items():
-            self._sizes[text] += count + 1
+        reports = [self._told(rows[text], shape, rules) for text in self._active]
+        emitted = {text: len(report.path) + 1 for text, report in zip(self._active, reports, strict=True)}
+        self.draft.note(emitted, drafted=shape.levels > 0)
+        for text, count in emitted.items():
+            self._sizes[text] += count
         return reports
 
     def _catch_up(self) -> None:
@@ -166,14 +166,12 @@ class CapturedRounds:
             self._text[:, known.shape[1] :] = known[:, -1:]  # which is in each text anyway
 
     def _launch_draft(self, shape: RoundShape, rules: RoundRules) -> None:
-        text = self._text if rules.asks_for_text else None
+        self._place = *self.passes.place, shape, rules.key
         if shape.levels:
-            place = *self.passes.place, shape, rules.key
-            self._run(("draft", *place), lambda: self.draft.propose(shape, rules, text))
+            self._run(("draft", *self._place), lambda: self.draft.propose(shape, rules, self._text))
 
     def _launch_target(self, shape: RoundShape, rules: RoundRules, process: Process | None) -> None:
-        place = *self.passes.place, shape, rules.key
-        text = self._text if rules.asks_for_text else None
+        place, text = self._place, self._text
         if process is None:
             self._run(("verify", *place), lambda: self._settle(self._pass(shape), shape, rules, text))
             return
@@ -188,8 +186,8 @@ class CapturedRounds:
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
         """Run a function by its graph; in the middle of a text one that cannot be captured runs as it is."""
-        changes = self.changes
-        if key[0] == "settle" and key not in self.graphs:  # rows of a tree, which each run before a capture moves
+        changes = [] if key in self.graphs else self.changes
+        if changes and key[0] == "settle":  # rows of a tree, which each run before a capture moves
             changes += self.passes.text.cache.rows(min(self._sizes), max(self._sizes) + self.draft.nodes + 1)
         self.graphs.run(key, function, changes, falls_back=self._has_begun)
 
@@ -268,7 +266,7 @@ class CapturedRounds:
     def _tree(self, row: list[float], shape: RoundShape) -> DraftTree:
         """What is submitted of a text, by its row of the report."""
         nodes, count = self.draft.nodes, min(int(row[TOLD - 1]), shape.nodes)
-        candidates = [int(each) for each in row[TOLD : TOLD + count]]
+        candidates = list(map(int, row[TOLD : TOLD + count]))
         if shape.width == 1:  # their scores stay on the device, where nobody needs them any more
             tree = DraftTree.chain(candidates, [NO_SCORES] * count)
         else:
@@ -280,7 +278,7 @@ class CapturedRounds:
 
     def _told(self, row: list[float], shape: RoundShape, rules: RoundRules) -> Report:
         tree = self._tree(row, shape)
-        accepted, token, last = (int(each) for each in row[: TOLD - 1])
+        accepted, token, last = map(int, row[: TOLD - 1])
         if token < 0:
             raise NothingToDrawError
         path = list(range(1, accepted + 1)) if shape.width == 1 else tree.nodes_to(last)

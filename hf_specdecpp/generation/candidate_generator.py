@@ -269,9 +269,9 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def note_captured(self, tree: DraftTree, estimates: list[float]) -> None:
         """Take note of what a captured round drafted, and what `rule="threshold"` judged the candidates by."""
+        self.stats.draft_passes += tree.passes
         if isinstance(self.rule, Threshold):
             self.rule.estimates = estimates
-        self.note(tree)
 
     def begin_again(self) -> None:
         """The first round is not captured: the draft has been shown nothing yet."""

@@ -133,8 +133,8 @@ class Counters:
         self.looked_up += len(tree.looked_up)
         self.accepted_lookups += len(path) - len(drawn)
         self.lookup_rounds += candidates > 0 and candidates == len(tree.looked_up)
-        tally(self.drafted_at, tree.depths[1:], first=1)
-        tally(self.accepted_at, range(1, len(path) + 1), first=1)
+        tally(self.drafted_at, range(candidates) if tree.is_chain else [depth - 1 for depth in tree.depths[1:]])
+        tally(self.accepted_at, range(len(path)))
         self.accepted_at += [0] * (len(self.drafted_at) - len(self.accepted_at))
         if not tree.is_chain:
             self._saw_shape(tree, drawn)
@@ -233,12 +233,12 @@ def ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else 0.0
 
 
-def tally(counts: list[int], places: Sequence[int], first: int = 0) -> None:
-    """Count one at each of the places, of which number `first` is counted at the beginning of `counts`."""
+def tally(counts: list[int], places: Sequence[int]) -> None:
+    """Count one at each of the places."""
     if places:
-        counts += [0] * (max(places) - first + 1 - len(counts))
+        counts += [0] * (max(places) + 1 - len(counts))
     for place in places:
-        counts[place - first] += 1
+        counts[place] += 1
 
 
 def add(a: Any, b: Any) -> Any:

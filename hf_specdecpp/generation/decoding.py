@@ -127,12 +127,13 @@ class AssistedDecoding:
 
     def _note_seconds(self, rounds: list[Round], draft: float, target: float, rest: float) -> None:
         """Count the seconds of a round, to equal shares. What verification waits for the device is the pass's."""
-        count, waited = len(rounds), 0.0
-        for each in rounds:
-            waited += each.verdict.waited
+        count, waited = len(rounds), sum([each.verdict.waited for each in rounds])
+        target, rest, draft = (target + waited) / count, (rest - waited) / count, draft / count
         for each in rounds:
             stats = each.text.stats
-            idle = 0.0 if len(each.tree) else draft
-            stats.draft_seconds += (draft - idle) / count
-            stats.target_seconds += (target + waited) / count
-            stats.overhead_seconds += (idle + rest - waited) / count
+            stats.target_seconds += target
+            if len(each.tree):
+                stats.draft_seconds += draft
+                stats.overhead_seconds += rest
+            else:
+                stats.overhead_seconds += rest + draft

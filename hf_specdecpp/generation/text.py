@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import compress
 from typing import Any, NamedTuple, cast
 
@@ -159,10 +159,9 @@ class Text:
         """
         before = ids.shape[1] - len(emitted)
         kept, finished, room = len(emitted), False, max(self.max_length - before, 1)
-        for place, token in enumerate(emitted, 1):
-            if token in self.eos or place >= room:
-                kept, finished = place, True
-                break
+        if kept >= room or not self.eos.isdisjoint(emitted):
+            ends = [place for place, token in enumerate(emitted, 1) if token in self.eos or place >= room]
+            kept, finished = ends[0], True
         if self.all_simple:
             if self.records.are_asked_for:
                 self.records.add_scores(scores, raw, kept)
@@ -365,7 +364,6 @@ class Round:
         outputs: of the target's pass: `logits` `[1, rows, vocab]`, and what else the text is asked for.
         width: tokens that the pass read, dummies included.
         length: tokens of the text before the round.
-        rows: the tree as the target reads it.
     """
 
     text: Text
@@ -375,9 +373,13 @@ class Round:
     outputs: Any = None
     width: int = 0
     length: int = field(init=False)
-    rows: TreePass = field(init=False)
     verdict: Verdict = field(init=False)
     emitted: Emitted = field(init=False)
 
     def __post_init__(self) -> None:
-        self.length, self.rows = self.text.ids.shape[1], TreePass(self.tree)
+        self.length = self.text.ids.shape[1]
+
+    @cached_property
+    def rows(self) -> TreePass:
+        """The tree as the target reads it."""
+        return TreePass(self.tree)

@@ -50,9 +50,11 @@ class GraphDrafts(Drafts):
     Attributes:
         process: what processors of the target do between the graphs; `None` where the graphs run all of them.
         made: rounds up to now.
+        unread: in the place of candidates that were not read yet.
     """
 
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
+        self.unread = DraftTree.chain()
         self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
         graphs_run_all = self.generator.processing.does_nothing or not rules.processing.does_nothing
@@ -83,7 +85,7 @@ class GraphDrafts(Drafts):
 
     def propose(self, texts: Sequence[Text], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
         attempt(partial(self._propose, texts), of_draft=True)
-        return [DraftTree.chain() for _ in texts]
+        return [self.unread] * len(texts)
 
     def _propose(self, texts: Sequence[Text]) -> None:
         if not self.made:
@@ -93,13 +95,13 @@ class GraphDrafts(Drafts):
         self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
         self.rounds.propose(self.shape, self.rules)
 
-    def verify(self, texts: Sequence[Text]) -> list[Report]:
+    def verify(self) -> list[Report]:
         """The target's pass over what was proposed, and what the device says of it; the only wait of a round."""
-        found = self.rounds.verify(self.shape, self.rules, self.process)
+        reports = self.rounds.verify(self.shape, self.rules, self.process)
         if isinstance(self.tiers, MostTokens) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
             self.tiers.seconds.note(self.shape, time.perf_counter() - self._launched)
         self.made += 1
-        return [found[self.places[id(text)]] for text in texts]
+        return reports
 
     def saw(self, rounds: Sequence[Round]) -> None:
         self.tiers.note(self.shape, [each.outputs for each in rounds])
@@ -188,13 +190,11 @@ class RoundGraphs(GraphTarget):
         self.own, self.rounds = own, [own.rounds]
 
     def read(self, rounds: Sequence[Round]) -> None:
-        reports = attempt(partial(self.own.verify, [each.text for each in rounds]))
-        for each, report in zip(rounds, reports, strict=True):
-            tree, path = report.tree, report.path
-            emitted = [*(tree.tokens[node] for node in path), report.token]
+        for each, report in zip(rounds, attempt(self.own.verify), strict=True):
+            emitted = [*map(report.tree.tokens.__getitem__, report.path), report.token]
             # Nobody asks for scores, or rounds would not be captured whole.
-            each.verdict, each.is_verified = Verdict(path, emitted, NO_SCORES, NO_SCORES), True
-            each.tree, each.outputs = tree, report
+            each.verdict, each.is_verified = Verdict(report.path, emitted, NO_SCORES, NO_SCORES), True
+            each.tree, each.outputs = report.tree, report
 
     def keep(self, rounds: Sequence[Round]) -> None:
         """Both models have read everything; the cache that one text gives back ends at what was emitted."""
