@@ -63,11 +63,13 @@ class RoundTarget(ABC):
         """Of `texts` those at `places` go on."""
 
     def instead(self, failure: GraphsFailedError, texts: Sequence[Text]) -> tuple[Drafts, RoundTarget]:  # noqa: ARG002
-        """After a failure of `read` or of the draft: what makes this round of the `texts`, and all later ones."""
+        """Called when graphs have failed: the drafts and the target's part that make this round of the `texts` and all
+        later rounds."""
         raise failure
 
     def leave(self, texts: Sequence[Text] = ()) -> None:  # noqa: B027 - the target's own passes have nothing to leave
-        """Rounds are over, or the `texts` go on without these passes: give the text back to the target's side."""
+        """Called after the last round, or where the `texts` go on without these passes: the target's own cache gets
+        what was read."""
 
 
 class Drafts:
@@ -135,7 +137,7 @@ class TargetSide(RoundTarget):
 
     @abstractmethod
     def enter(self, passes: CapturedTarget) -> None:
-        """Let the text or all rows go on in captured passes, too: nothing changes in the target's own cache."""
+        """Copy what was read of the prompts to captured passes. The target's own cache stays as it is."""
 
     @abstractmethod
     def own_logits(self, texts: Sequence[Text], tokens: Tensor) -> Tensor:
@@ -144,10 +146,11 @@ class TargetSide(RoundTarget):
 
     @abstractmethod
     def take_back(self, passes: CapturedTarget, texts: Sequence[Text], rows: Sequence[int]) -> None:
-        """Go on with what captured passes have read of `texts`, which are at these `rows` of the passes."""
+        """Go on in the target's own cache: copy what captured passes have read of `texts`, at these `rows`, to it."""
 
     def hold(self, text: Text, held: Callable[[], Any]) -> None:
-        """A text has ended beside others; `held()` are its keys and values."""
+        """Called when a text ends before others: keep its keys and values, `held()`, for the cache that is given
+        back."""
 
     # The end of a call. -----------------------------------------------------------------------------------------------
 

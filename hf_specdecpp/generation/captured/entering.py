@@ -48,8 +48,8 @@ IMAGES = "mm_encoder_outputs"  # what images and sounds were encoded to, an empt
 
 
 def on_graphs(texts: Sequence[Text], drafts: Drafts, usual: TargetSide) -> tuple[Drafts, RoundTarget]:
-    """What makes the rounds of texts whose prompts were read: whole rounds or passes that are captured, where they can
-    be had, or what is given; `stats` say which, and why."""
+    """The drafts and the target's part that make the rounds of texts whose prompts were read: those of captured rounds
+    or captured passes where the call can have them, else those that are given. `stats` say which, and why."""
     if not texts or texts[0].generator.setup.speculation.graphs == "off":
         return drafts, usual
     not_whole = why_not_whole(texts)
@@ -76,7 +76,7 @@ def on_graphs(texts: Sequence[Text], drafts: Drafts, usual: TargetSide) -> tuple
 def _parts(
     texts: Sequence[Text], passes: CapturedTarget, drafts: Drafts, usual: TargetSide, not_whole: str | None
 ) -> tuple[Drafts, RoundTarget]:
-    """What makes the rounds of texts that have entered captured passes."""
+    """The parts of rounds of texts that have entered captured passes."""
     if not_whole is not None:
         note(texts, None, f"step by step: {not_whole}")
         return with_captured_passes(texts, passes, usual)

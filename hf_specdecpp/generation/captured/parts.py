@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class GraphDrafts(Drafts):
-    """Proposes candidates by a graph. Nobody waits for it: the target's part (`RoundGraphs`) reads which they are.
+    """Proposes candidates by launching a graph, without waiting for it: `RoundGraphs` reads the candidates later.
 
     Args:
         texts: one, or the rows of a batch.
@@ -96,7 +96,7 @@ class GraphDrafts(Drafts):
         self.rounds.propose(self.shape, self.rules)
 
     def verify(self) -> list[Report]:
-        """The target's pass over what was proposed, and what the device says of it; the only wait of a round."""
+        """Launch the target's pass over the candidates, and wait for the device's verdicts."""
         reports = self.rounds.verify(self.shape, self.rules, self.process)
         if isinstance(self.tiers, MostTokens) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
             self.tiers.seconds.note(self.shape, time.perf_counter() - self._launched)
@@ -220,8 +220,8 @@ class RoundGraphs(GraphTarget):
 
 
 class DraftsBesideGraphs(Drafts):
-    """Proposes candidates for one text whose target's passes alone are captured: the same once more after a pass that
-    failed."""
+    """Proposes candidates for one text whose target's passes alone are captured. After a pass that failed the same
+    candidates are proposed again, since the draft has taken note of them."""
 
     def __init__(self) -> None:
         self.proposed: list[DraftTree] = []
@@ -282,7 +282,7 @@ class PassGraphs(GraphTarget):
 def with_captured_passes(
     texts: Sequence[Text], passes: CapturedTarget, usual: TargetSide
 ) -> tuple[Drafts, RoundTarget]:
-    """What makes rounds of a text of which passes alone are captured."""
+    """The parts of rounds of a text of which passes alone are captured."""
     drafts = DraftsBesideGraphs()
     return drafts, PassGraphs(texts, passes, drafts, usual)
 
