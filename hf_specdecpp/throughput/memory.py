@@ -20,7 +20,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.product_times import forget_product_times
 from hf_specdecpp.sampling.successors import Successors
 from hf_specdecpp.throughput.chains import BatchPlan, ChainPlan
-from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds, costs_of, forget_costs, in_widths
+from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds, costs_of, forget_costs
 from hf_specdecpp.throughput.pass_times import forget_pass_times
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.trees import TreePlan
@@ -142,8 +142,7 @@ class Memory:
         if config.costs is not None:
 
             def form(costs: Costs) -> Costs:
-                costs = costs if rounds.rows == 1 else costs.of_row(rounds.rows, rounds.most)
-                return in_widths(costs, rounds.most) if rounds.passes == "static" else costs
+                return costs if rounds.rows == 1 else costs.of_row(rounds.rows, rounds.most)
 
             return KnownCosts.given(config.costs, form)
         if config.reproducible:

@@ -53,7 +53,7 @@ def on_graphs(texts: Sequence[Text], drafts: Drafts, usual: TargetSide) -> tuple
     if not texts or texts[0].generator.setup.speculation.graphs == "off":
         return drafts, usual
     not_whole = why_not_whole(texts)
-    reason = (not_whole if are_captured_whole_alone(texts) else None) or _why_not(usual)
+    reason = (not_whole if are_captured_whole_alone(usual) else None) or _why_not(usual)
     if reason is None:
         passes = captured_target(usual.model, usual.generator.setup.speculation.compile)
         with _choosing:
@@ -99,7 +99,7 @@ def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text]) -> 
     try:
         usual.enter(passes)
         passes.why_not = reason = passes.compare(
-            [text.ids for text in texts], _widths(texts), partial(usual.own_logits, texts)
+            [text.ids for text in texts], _widths(texts, usual), partial(usual.own_logits, texts)
         )
     except graphs.CannotCaptureError as error:
         reason = f"its pass cannot be captured ({error})"
@@ -113,10 +113,10 @@ def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text]) -> 
     return reason
 
 
-def _widths(texts: Sequence[Text]) -> set[int]:
+def _widths(texts: Sequence[Text], usual: TargetSide) -> set[int]:
     """Of all passes that rounds of these texts may have."""
     setup, found = texts[0].generator.setup, {1}
-    if not are_captured_whole_alone(texts):
+    if not are_captured_whole_alone(usual):
         found |= set(pass_widths(setup.most_tokens))
     if why_not_whole(texts) is None:
         steps = cast(RoundSteps, texts[0].generator.round_steps)

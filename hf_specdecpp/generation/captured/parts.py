@@ -213,7 +213,7 @@ class RoundGraphs(GraphTarget):
                 text.generator.begin_again()
         if failure.is_memory:
             self.own.rounds.draft.close()
-        elif not are_captured_whole_alone(self.texts):
+        elif not are_captured_whole_alone(self.usual):
             self.tell(failure)
             return with_captured_passes(self.texts, self.passes, self.usual)
         return super().instead(failure, texts)
@@ -310,9 +310,10 @@ def pass_widths(most: int) -> list[int]:
     return [1 << power for power in range(width_of(most + 1).bit_length())]
 
 
-def are_captured_whole_alone(texts: Sequence[Text]) -> bool:
-    """Whether passes are captured in whole rounds alone: of several texts, and where a draft reads the cache."""
-    return len(texts) > 1 or texts[0].generator.setup.drafter.shares_cache
+def are_captured_whole_alone(usual: TargetSide) -> bool:
+    """Whether passes are captured in whole rounds alone: of a batch, of which one text may be left, and where a draft
+    reads the target's cache."""
+    return not isinstance(usual, OneTarget) or usual.generator.setup.drafter.shares_cache
 
 
 def note(texts: Sequence[Text], reason: str | None, made: str) -> None:
