@@ -7,76 +7,29 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 ENTRY = re.compile(r"(?P<names>\w+(?:, \w+)*)(?: \((?P<unit>[^)]*)\))?: (?P<meaning>.*)")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A field of a settings dataclass.
+def meanings(cls: type) -> dict[str, tuple[str, str]]:
+    """The unit and the meaning of each field of a dataclass, which stand in its docstring and those of its base classes.
 
-    Args:
-        name: of the field, after the names of the dataclasses around it: `"head.rank"`.
-        default: its default, `MISSING` where there is none.
-        kind: what it takes, its annotation written out: `"int | None"`, `'"before" | "after"'`.
-        unit: what its number counts, such as `"tokens"`; empty for what is no number.
-        meaning: a sentence or more, with Markdown's backticks.
+    An entry under `Args:` is `name (unit): meaning`, or `first, second (unit): meaning` for both; a deeper indented line
+    goes on with the one before.
     """
-
-    name: str
-    default: Any
-    kind: str
-    unit: str
-    meaning: str
-
-
-def describe(cls: Any, path: str = "") -> Iterator[Setting]:
-    """The fields of a dataclass in their order; those of a dataclass within it follow under its name. `ValueError` if a
-    field has no entry.
-
-    An entry of the docstring is `name (unit): meaning`, or `first, second (unit): meaning` for both. Fields of a base
-    class are described by its docstring.
-    """
-    hints = get_type_hints(cls)
-    meanings = {name: entry for base in reversed(cls.__mro__) for name, entry in _entries(base)}
-    for each in fields(cls):
-        default = each.default_factory() if each.default_factory is not MISSING else each.default
-        if is_dataclass(default):
-            yield from describe(type(default), f"{path}{each.name}.")
-        elif each.name in meanings:
-            unit, meaning = meanings[each.name]
-            yield Setting(f"{path}{each.name}", default, _kind(hints[each.name]), unit, meaning)
-        else:
-            raise ValueError(
-                f"{cls.__name__}.{each.name} has no entry under Args: of the docstring, so nobody knows it."
-            )
-
-
-def _kind(hint: Any) -> str:
-    if get_origin(hint) in (Union, UnionType):
-        return " | ".join(_kind(one) for one in get_args(hint))
-    if get_origin(hint) is Literal:
-        return " | ".join(f'"{value}"' for value in get_args(hint))
-    if hint is type(None):
-        return "None"
-    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
-
-
-def _entries(cls: Any) -> Iterator[tuple[str, tuple[str, str]]]:
-    """`name, (unit, meaning)` of each entry under `Args:`; a deeper indented line goes on with the one before."""
-    _, _, rest = (inspect.getdoc(cls) or "").partition("\nArgs:\n")
-    section = re.split(r"\n(?=\S)", rest)[0]
-    for entry in re.split(r"\n(?=    \S)", section):
-        if match := ENTRY.fullmatch(" ".join(entry.split())):
-            for name in match["names"].split(", "):
-                yield name, (match["unit"] or "", match["meaning"])
+    found: dict[str, tuple[str, str]] = {}
+    for base in reversed(cls.__mro__):
+        section = re.split(r"\n(?=\S)", (inspect.getdoc(base) or "").partition("\nArgs:\n")[2])[0]
+        for entry in re.split(r"\n(?=    \S)", section):
+            if match := ENTRY.fullmatch(" ".join(entry.split())):
+                found |= dict.fromkeys(match["names"].split(", "), (match["unit"] or "", match["meaning"]))
+    return found
 
 
 Settings = TypeVar("Settings")
@@ -288,12 +241,12 @@ def options_of(cls: type) -> Callable[[Command], Command]:
     what is on or undecided by default becomes a pair, `--live` and `--no-live`. Metadata of a field: `parse`, which
     makes its value from the text of the option, such as `parse_layers`; `min` and `metavar` as typer knows them.
     """
-    hints, help_of = get_type_hints(cls), {each.name: each.meaning for each in describe(cls)}
+    hints, described = get_type_hints(cls), meanings(cls)
 
     def option(field: Field[Any]) -> inspect.Parameter:
         metadata = dict(field.metadata)
         hint = str | None if metadata.pop("parse", None) else hints[field.name]
-        meaning = help_of[field.name].replace("`", "")
+        meaning = described[field.name][1].replace("`", "")
         names = dict.fromkeys((field.name, field.name.replace("_", "-")))
         paired = hint == bool | None or (hint is bool and field.default is True)
         flags = [f"--{name}/--no-{name}" if paired else f"--{name}" for name in names]

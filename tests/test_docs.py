@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import hf_specdecpp
 from hf_specdecpp.cli import app
-from hf_specdecpp.cli_options import describe
+from hf_specdecpp.cli_options import meanings
 from hf_specdecpp.figures import median_of_ratios, ratio_of_sums
 from hf_specdecpp.training.configuration import TrainingConfig
 
@@ -80,8 +80,8 @@ def test_the_api_page_has_every_public_name() -> None:
     text = page["page"]()
     for name in page["NAMES"]:
         assert f"\n## {name}\n" in text
-    for each in describe(hf_specdecpp.SpeculationConfig):
-        assert re.search(rf"^- `{each.name}`[ :]", text, flags=re.MULTILINE), each.name
+    for name in meanings(hf_specdecpp.SpeculationConfig):
+        assert re.search(rf"^- `{name}`[ :]", text, flags=re.MULTILINE), name
     for method in ("from_pretrained", "attach", "warm_up", "stats"):
         assert f"\n### SpecDecPPAssistant.{method}\n" in text
 
@@ -285,7 +285,7 @@ def test_a_field_without_a_meaning_is_an_error() -> None:
         untold: int = 0
 
     with pytest.raises(ValueError, match=r"Mute\.untold"):
-        list(describe(Mute))
+        list(runpy.run_path(str(ROOT / "docs" / "settings.py"))["describe"](Mute))
 
 
 # The files of the Space as Hugging Face reads them. ------------------------------------------------------------------
