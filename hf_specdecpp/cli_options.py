@@ -18,10 +18,10 @@ ENTRY = re.compile(r"(?P<names>\w+(?:, \w+)*)(?: \((?P<unit>[^)]*)\))?: (?P<mean
 
 
 def meanings(cls: type) -> dict[str, tuple[str, str]]:
-    """The unit and the meaning of each field of a dataclass, which stand in its docstring and those of its base classes.
+    """The unit and the meaning of each field of a dataclass, read from its docstring and those of its base classes.
 
-    An entry under `Args:` is `name (unit): meaning`, or `first, second (unit): meaning` for both; a deeper indented line
-    goes on with the one before.
+    An entry under `Args:` is `name (unit): meaning`, or `first, second (unit): meaning` for both; a deeper indented
+    line goes on with the one before.
     """
     found: dict[str, tuple[str, str]] = {}
     for base in reversed(cls.__mro__):

@@ -26,13 +26,14 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.provenance import commit_of, device_name
 from hf_specdecpp.texts.encoding import Codec
-from hf_specdecpp.texts.prompts import EXAMPLES, Prompt, read_prompts, sample_prompts
+from hf_specdecpp.texts.prompts import named_sources, read_prompts, sample_prompts
 from hf_specdecpp.trees.attention import check_tree
 from hf_specdecpp.version import __version__
 
 logger = logging.get_logger("hf_specdecpp")
 
 RUNS, SETTINGS, RESULTS = "runs.jsonl", "settings.json", "results.json"
+DEMO = Path(__file__).with_name("demo.jsonl")  # the prompts where none are given
 QUICK_PROMPTS, QUICK_TOKENS = 3, 32  # about a minute of one core with SmolLM2-135M
 
 
@@ -147,14 +148,7 @@ def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
 
 def _questions(config: BenchmarkConfig) -> list[Question]:
     codec = Codec.from_pretrained(config.target)
-    # A data set may have a split, as in org/set:test, and the files of pictures are named after the sets.
-    named = {Path(source).stem.replace(":", "-"): source for source in config.data}
-    if len(named) < len(config.data):
-        raise ValueError(f"Two of {config.data} have one name, which would mix their prompts. Rename one of the files.")
-    sets = {name: read_prompts(source) for name, source in named.items()}
-    if not sets:
-        messages = ([{"role": "user", "content": text}] for text in EXAMPLES)
-        sets = {"demo": [Prompt(f"demo-{number}", "demo", each) for number, each in enumerate(messages, 1)]}
+    sets = {name: read_prompts(source) for name, source in named_sources(config.data or [str(DEMO)]).items()}
     return [
         Question(name, item.prompt.id, [item.input_ids])
         for name, prompts in sets.items()

@@ -25,8 +25,9 @@ from hf_specdecpp.models.loading import load_model, load_tokenizer
 from hf_specdecpp.terminal.chat import encoded, facts, where
 from hf_specdecpp.terminal.listener import Answer, Listener, coloured, picture
 from hf_specdecpp.texts.parting import explain_parting
-from hf_specdecpp.texts.prompts import BY_KIND
+from hf_specdecpp.texts.prompts import read_prompts
 
+QUESTIONS = Path(__file__).with_name("questions.jsonl")
 TURNS = 2
 WARM_UP_TOKENS = 8
 COLUMNS = "tokens", "tokens per target pass", "times as fast", "by the clock"
@@ -47,6 +48,11 @@ class Comparison:
     stats: SpeculationStats
 
 
+def by_kind() -> dict[str, str]:
+    """The questions that are asked by default; three of the answers repeat text, for which lookups are made."""
+    return {each.id: each.messages[0]["content"] for each in read_prompts(str(QUESTIONS))}
+
+
 def gain(compared: list[Comparison], clock: str = "seconds") -> float:
     """How many times as fast as plain `generate()` the assistant was, by the sums of these seconds of the answers."""
     plain = sum(getattr(each, clock) for one in compared for each in one.plain)
@@ -64,7 +70,7 @@ def run(config: DemoConfig, console: Console) -> None:
         demo = Demo(model, tokenizer, assistant, config.max_new_tokens, console)
         demo.warm_up()
     console.print(facts(model, assistant, config), INTRODUCTION, sep="\n", soft_wrap=True)
-    asked = {f"question {number}": question for number, question in enumerate(config.prompt, 1)} or BY_KIND
+    asked = {f"question {number}": question for number, question in enumerate(config.prompt, 1)} or by_kind()
     compared = [demo.ask(kind, question) for kind, question in asked.items()]
     if config.tree:
         drawn = sum((each.stats for each in compared[1:]), compared[0].stats).branched_tree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,45 +18,6 @@ logger = logging.get_logger(__name__)
 
 COLUMNS = ("prompt", "instruction", "messages", "question")
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
-
-# Asked by `bench` where no prompts are given.
-EXAMPLES = (
-    "Explain in three sentences why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "A train travels 60 km in 45 minutes. What is its average speed in km/h?",
-)
-
-# The same for `demo`, by kind: answers that repeat their prompts, for which lookups are made, and one that does not.
-BY_KIND = {
-    "code to edit": """Rename the class to Deck and write the whole code again:
-
-```python
-class Stack:
-    def __init__(self):
-        self.items = []
-
-    def push(self, item):
-        self.items.append(item)
-
-    def pop(self):
-        return self.items.pop()
-
-    def __len__(self):
-        return len(self.items)
-```""",
-    "a table": """Turn this list into a Markdown table with the columns Name, City and Year.
-
-Ada Lovelace, London, 1843
-Grace Hopper, New York, 1952
-Katherine Johnson, Hampton, 1962
-Margaret Hamilton, Boston, 1969""",
-    "a question with a text": """Octopuses have three hearts. Two of them pump blood through the gills, the third pumps
-blood through the rest of the body. The third heart stops while an octopus swims, so octopuses tire quickly and
-prefer to crawl. Their blood is blue because it carries oxygen with copper instead of iron.
-
-Why do octopuses prefer to crawl?""",
-    "a question": EXAMPLES[0],
-}
 
 
 @dataclass
@@ -94,6 +55,19 @@ def read_prompts(source: str) -> list[Prompt]:
     if not prompts:
         raise ValueError(f"{source} has no prompts, so there is nothing to answer. Give data with at least one.")
     return prompts
+
+
+def named_sources(sources: Sequence[str], *taken: str) -> dict[str, str]:
+    """The files and data sets by their names: of `folder/sums.jsonl` "sums", of `org/sums:test` "sums-test".
+    `ValueError` where two have one name, or one has a name that is `taken`."""
+    named = {Path(source).stem.replace(":", "-"): source for source in sources}
+    if len(named) < len(sources) or not named.keys().isdisjoint(taken):
+        others = f", other than {' and '.join(taken)}" if taken else ""
+        raise ValueError(
+            f"The sets {list(sources)} need names of their own, which are those of their files{others}. Rename the "
+            "files."
+        )
+    return named
 
 
 def split_prompts(
@@ -144,8 +118,9 @@ def sample_prompts(prompts: list[Prompt], limit: int | None, seed: int) -> list[
 
 
 def _split(prompts: list[Prompt], heldout: float) -> dict[str, list[Prompt]]:
-    places = [_place(prompt.opening) for prompt in prompts]
-    bound = heldout
+    """Hold out the prompts whose hash, as a number in [0, 1), is under a bound: `heldout`, or what holds two out."""
+    hashes = [hashlib.sha256(prompt.opening.encode()).digest() for prompt in prompts]
+    places, bound = [int.from_bytes(digest[:6], "big") / 2**48 for digest in hashes], heldout
     if heldout > 0:
         if len(set(places)) < 3:
             raise ValueError(
@@ -157,11 +132,6 @@ def _split(prompts: list[Prompt], heldout: float) -> dict[str, list[Prompt]]:
     for prompt, place in zip(prompts, places, strict=True):
         split["heldout" if place < bound else "train"].append(prompt)
     return split
-
-
-def _place(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
 
 
 def _read_file(path: Path) -> list[Prompt]:
@@ -195,15 +165,11 @@ def _read_dataset(source: str) -> list[Prompt]:
             f"{source!r} is neither a file nor a data set that could be loaded ({error}). Give JSON Lines files, or "
             "ids of data sets as name or name:split."
         ) from error
-    column = next((column for column in COLUMNS if column in dataset.column_names), None)
-    if column is None:
-        raise ValueError(
-            f"The data set {source!r} has the columns {', '.join(dataset.column_names)}, none of them a prompt. It "
-            f"needs one of {', '.join(COLUMNS)}."
-        )
-    rows = [(number, row) for number, row in enumerate(dataset) if row[column]]
-    if len(rows) < len(dataset):
-        logger.warning(f"{len(dataset) - len(rows)} of {len(dataset)} rows of {source} have no {column}; left out.")
+    filled = [{name: value for name, value in row.items() if value not in (None, "", [])} for row in dataset]
+    rows = [(number, row) for number, row in enumerate(filled) if not row.keys().isdisjoint(COLUMNS)]
+    if len(rows) < len(filled):
+        names = f"none of {', '.join(COLUMNS)}"
+        logger.warning(f"{len(filled) - len(rows)} of {len(filled)} rows of {source} have {names}; left out.")
     return [_prompt(row, f"{source} row {number}", f"{name}-{number}", name) for number, row in rows]
 
 

@@ -23,9 +23,9 @@ from transformers.utils import logging
 from hf_specdecpp.files import replacing
 from hf_specdecpp.provenance import commit_of
 from hf_specdecpp.sampling.randomness import seed_of
-from hf_specdecpp.texts.answers import FOLDER, RECORD
+from hf_specdecpp.texts.answers import FOLDER, HELDOUT, RECORD, TRAIN
 from hf_specdecpp.texts.encoding import Codec, Encoded
-from hf_specdecpp.texts.prompts import Prompt, read_prompts, sample_prompts, split_prompts
+from hf_specdecpp.texts.prompts import Prompt, named_sources, read_prompts, sample_prompts, split_prompts
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.targets import LocalTarget, ServerTarget
 from hf_specdecpp.training.trainers import Record, process_state
@@ -55,14 +55,8 @@ class Row(NamedTuple):
 
 
 def sets_to_evaluate(config: TrainingConfig) -> dict[str, str]:
-    """The name of each test set, and its file or data set; `ValueError` where two have one name."""
-    named = {Path(source).stem.partition(":")[0]: source for source in config.evaluation.data}
-    if len(named) < len(config.evaluation.data) or {"train", "heldout"} & set(named):
-        raise ValueError(
-            f"The test sets {config.evaluation.data} need names of their own, which are those of their files, other "
-            "than train and heldout. Rename the files."
-        )
-    return named
+    """The name of each test set, and its file or data set; `ValueError` as `named_sources` raises it."""
+    return named_sources(config.evaluation.data, TRAIN, HELDOUT)
 
 
 def all_prompts(config: TrainingConfig) -> dict[str, list[Prompt]]:

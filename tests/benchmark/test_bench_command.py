@@ -115,7 +115,7 @@ def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, m
     (("--temperatures", "hot"), "must be numbers such as"),
     (("--contestants", "nobody"), "No contestant is called"),
     (("--batch_size", "9"), "batch_size=9, and there are 2 prompts"),
-    (("--data", "elsewhere/questions.jsonl"), "have one name"),
+    (("--data", "elsewhere/questions.jsonl"), "need names of their own, which are those of their files. Rename"),
 ])  # fmt: skip
 def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
     result = run_bench(target, tmp_path, "--max_new_tokens", "4", *options)

@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 from hf_specdecpp.assistant_model import AssistantModel
 from hf_specdecpp.cli import app
 from hf_specdecpp.terminal import demo
-from hf_specdecpp.texts.prompts import BY_KIND
 from hf_specdecpp.throughput.memory import LearnedOfLookups
 
 ARGUMENTS = ["--layers", "1", "--max-new-tokens", "12", "--prompt", "w1 w2 w3", "--prompt", "w4"]
@@ -52,7 +51,7 @@ def test_demo_compares_and_reports(target: str) -> None:
 def test_without_an_assistant_candidates_are_looked_up(target: str) -> None:
     output = show(target, "--max-new-tokens", "4").output
     assert "assistant  text that was seen before\n" in output
-    for kind, question in BY_KIND.items():
+    for kind, question in demo.by_kind().items():
         assert f"{kind}: {question}\n" in output
         assert re.search(rf"^ *{kind} +4( +\d+\.\d\d){{3}} *$", output, flags=re.MULTILINE)
 

@@ -105,7 +105,7 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "other"
     other.mkdir()
     write(other / "train.jsonl", {"text": "a"})
-    with pytest.raises(ValueError, match="has the columns text, none of them a prompt"):
+    with pytest.raises(ValueError, match="other has no prompts"):
         read_prompts(str(other))
 
 

@@ -194,7 +194,7 @@ def test_names_of_test_sets_that_clash(tested: TrainingConfig, tmp_path: Path, n
 
 def test_names_of_test_sets(config: TrainingConfig) -> None:
     config.evaluation.data = ["/data/quiz.v2.jsonl", "org/sums:test", "org/words"]
-    names = "quiz.v2", "sums", "words"
+    names = "quiz.v2", "sums-test", "words"
     assert rollouts.sets_to_evaluate(config) == dict(zip(names, config.evaluation.data, strict=True))
 
 
