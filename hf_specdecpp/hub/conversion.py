@@ -94,8 +94,9 @@ def read_released_head(folder: Path, tied: bool | None = None) -> AcceptanceHead
     size, depth = _read_sizes(folder / CONFIG)
     path = _find_weights(folder)
     tensors = _load_pickle(path) if path.name == PICKLE else _load_with_aliases(path)
-    stored = [i for i in range(depth) if all(name in tensors for name in _block(i))]
-    missing = [i for i in range(depth) if not any(name in tensors for name in _block(i))]
+    blocks = [[f"model.{i}.linear.{part}" for part in ("weight", "bias")] for i in range(depth)]
+    stored = [i for i, block in enumerate(blocks) if tensors.keys() >= set(block)]
+    missing = [block for block in blocks if tensors.keys().isdisjoint(block)]
     if stored and missing and f"model.{depth}.weight" in tensors and tied is not False:
         if tied is None:
             raise ValueError(
@@ -103,21 +104,36 @@ def read_released_head(folder: Path, tied: bool | None = None) -> AcceptanceHead
                 f"{depth} times, as in the released SpecDec++ code, say so: --tied (tied=True). Otherwise the file is "
                 "incomplete."
             )
-        for i in missing:
-            tensors.update(zip(_block(i), (tensors[name] for name in _block(stored[0])), strict=True))
-    tensors = _check_fit(tensors, size, depth, path)
-    pairs = [pair for i in range(1, depth) for pair in zip(_block(0), _block(i), strict=True)]
+        for block in missing:
+            tensors.update(zip(block, (tensors[name] for name in blocks[stored[0]]), strict=True))
+    with torch.device("meta"):
+        expected = {_released(name, depth): tensor for name, tensor in AcceptanceHead(size, depth).state_dict().items()}
+    wanted = {name: list(tensor.shape) for name, tensor in expected.items()}
+    found = {name: list(tensor.shape) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if differing := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):
+        first = differing[0]
+        raise ValueError(
+            f"{path} does not fit its {CONFIG} (hidden_size={size}, num_layers={depth}) in {', '.join(differing[:12])}:"
+            f" {first} has the shape {found.get(first, 'of no floating point tensor')}, and should have "
+            f"{wanted.get(first, 'none')}. The two files do not belong together, or this is not a SpecDec++ head."
+        )
+    tensors = {name: tensor.detach().float() for name, tensor in tensors.items()}
+    files.check_finite(tensors, path)
+    pairs = [pair for block in blocks[1:] for pair in zip(blocks[0], block, strict=True)]
     differences = [float((tensors[name] - tensors[first]).abs().max()) for first, name in pairs]
     if tied and any(differences):
         raise ValueError(
             f"{path} has {depth} different blocks (by up to {max(differences):.3g}), so they are not tied, and keeping "
             "one would change the head. Leave --tied (tied=True) out."
         )
-    is_tied = depth > 1 and not any(differences) if tied is None else tied
-    head = AcceptanceHead(size, num_blocks=depth, tied=is_tied)
-    ours = {name: name.replace("blocks.", "model.").replace("output.", f"model.{depth}.") for name in head.state_dict()}
-    head.load_state_dict({name: tensors[theirs] for name, theirs in ours.items()})
+    head = AcceptanceHead(size, depth, depth > 1 and not any(differences) if tied is None else tied)
+    head.load_state_dict({name: tensors[_released(name, depth)] for name in head.state_dict()})
     return head
+
+
+def _released(name: str, depth: int) -> str:
+    """The name of a head's tensor in a released head with `depth` blocks."""
+    return name.replace("blocks.", "model.").replace("output.", f"model.{depth}.")
 
 
 def _read_sizes(path: Path) -> tuple[int, int]:
@@ -170,29 +186,3 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
     if not all(isinstance(t, Tensor) and t.layout is torch.strided and t.device.type == "cpu" for t in values):
         raise ValueError(f"{path} holds something else than named tensors, so there is nothing to convert.")
     return {str(name): tensor for name, tensor in tensors.items()}
-
-
-def _block(i: int) -> tuple[str, str]:
-    return f"model.{i}.linear.weight", f"model.{i}.linear.bias"
-
-
-def _check_fit(tensors: dict[str, Tensor], size: int, depth: int, path: Path) -> dict[str, Tensor]:
-    """The tensors in float32, if they are those of a head with `depth` blocks of width `size`."""
-    shapes = {name: [size, size][: 2 - j] for i in range(depth) for j, name in enumerate(_block(i))}
-    shapes |= {f"model.{depth}.weight": [2, size], f"model.{depth}.bias": [2]}
-    says = f"{CONFIG} says hidden_size={size}, num_layers={depth}"
-    if tensors.keys() != shapes.keys():
-        raise ValueError(
-            f"{path} has {', '.join(sorted(tensors)[:12])}; {says}, which needs {', '.join(sorted(shapes)[:12])}. The "
-            "two files do not belong together, or this is not a SpecDec++ head."
-        )
-    for name, shape in shapes.items():
-        tensor = tensors[name]
-        if list(tensor.shape) != shape or not tensor.is_floating_point():
-            raise ValueError(
-                f"{path}: {name} is {list(tensor.shape)} {str(tensor.dtype)[6:]}, but {says}, so it should be "
-                f"{shape} floating point. The two files do not belong together."
-            )
-    tensors = {name: tensor.detach().float() for name, tensor in tensors.items()}
-    files.check_finite(tensors, path)
-    return tensors
