@@ -26,9 +26,8 @@ from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.estimation.metrics import auc, binary_kl
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.texts import answers
-from hf_specdecpp.texts.branches import BranchingText, target_states
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.chains import MAX_TOKENS, STARTS, Recorder, head_estimates
+from hf_specdecpp.training.chains import MAX_TOKENS, STARTS, BranchingText, Recorder, head_estimates, target_states
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.evaluation import rule_curves, survivals, time_per_token
 

@@ -35,8 +35,8 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.randomness import draw_rows, uniform
-from hf_specdecpp.texts import branches
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training import chains as branches
 
 MAX_TOKENS = 20  # candidates a round, the paper's largest
 # What is known of a candidate: its id, q of it, the entropy of q in nats, the chance that the target accepts it if it
@@ -105,10 +105,10 @@ def record(
     drawing = branches.Drawing(sampling.q, vocab_size, None if sampling.greedy else generator)
     off_text: list[list[list[float]]] = []
     leaving = places[~stands]
-    for group in branches.together(leaving, drafter.model, reader.model):
+    for group in branches.together(leaving, drafter.model, reader.model) if len(leaving) else ():
         here = torch.isin(places, group)
         own: Any = Leaving(drawing, (rejected[here], rejected_scalars[here]))
-        chains = branches.draft_chains(drafter, branches.ReadText(text.ids), group, length, own)
+        chains = branches.draft_chains(drafter, text.ids, None, group, length, own)
         label = branches.target_probabilities(reader, text.ids, group, chains.tokens, sampling.p, vocab_size)
         label = label.to(q.device)
         if not sampling.greedy:

@@ -28,8 +28,8 @@ from hf_specdecpp.figures import ratio_of_sums
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.randomness import seed_of
-from hf_specdecpp.texts.branches import BranchingText, target_states
 from hf_specdecpp.texts.sampling import Sampling
+from hf_specdecpp.training.chains import BranchingText, target_states
 from hf_specdecpp.trees.tree import DraftTree, Lineage
 from hf_specdecpp.trees.verification import verify_tree_greedy
 

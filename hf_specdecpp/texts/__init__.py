@@ -1,1 +1,1 @@
-"""Prompts, answers and what the draft would propose along them: shared by training and benchmarks."""
+"""Prompts and answers: shared by training, benchmarks and the demonstration."""

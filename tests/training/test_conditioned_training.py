@@ -20,8 +20,8 @@ from hf_specdecpp.drafting.unrolling import in_rounds, unrolled
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts.answers import load as load_answers
-from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains, target_states
 from hf_specdecpp.training import configuration, models
+from hf_specdecpp.training.chains import Drawing, draft_chains, target_states
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.distillation import least_squares
@@ -145,7 +145,7 @@ def test_chains_of_a_text_are_those_of_rounds() -> None:
     assert torch.equal(states, states_of(target, drafter.fusion, ids))
     starts = torch.tensor([3, 9, 17])
     drawing = Drawing(lambda logits: logits.softmax(-1), VOCAB_SIZE)
-    drafted = draft_chains(drafter, ReadText(ids[0].tolist(), states), starts, 3, drawing)
+    drafted = draft_chains(drafter, ids[0].tolist(), states, starts, 3, drawing)
     assert states is not None
     for chain, begin in enumerate(starts.tolist()):
         text = torch.cat((ids[:, :begin], drafted.tokens[chain][None]), dim=1)

@@ -22,7 +22,7 @@ from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.unrolling import in_blocks
 from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashDraft, DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.texts.branches import Drawing, ReadText, draft_chains
+from hf_specdecpp.training.chains import Drawing, draft_chains
 from hf_specdecpp.trees.tree import DraftTree
 
 TEXT = 1 + prompt(17) % (VOCAB - 1)  # no 0, which would be padding
@@ -305,7 +305,7 @@ def test_chains_on_a_text_are_those_of_rounds() -> None:
     draft, target = drafting(VARIANTS["plain"])
     states = states_of(target, draft, TEXTS)
     starts, drawing = torch.tensor([5, 9, 17]), Drawing(lambda x: x.softmax(-1), VOCAB)
-    drafted = draft_chains(draft, ReadText(TEXTS[0].tolist(), states[:1]), starts, 20, drawing)
+    drafted = draft_chains(draft, TEXTS[0].tolist(), states[:1], starts, 20, drawing)
     assert drafted.tokens.shape == (3, draft.places)
     for row, start in enumerate(starts.tolist()):
         hidden = alone(draft, states, 0, start - 1)
