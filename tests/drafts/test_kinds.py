@@ -30,8 +30,8 @@ IMPORTED = {
     ("assistant.py", "conditioned"): "from_conditioned",
     ("choosing.py", "lookup"): "what a user may type: assist(model, 'lookup')",
     ("choosing.py", "mtp"): "assist(model, 'mtp')",
-    ("training/distillation/least_squares.py", "conditioned"): STARTS,
-    ("training/distillation/initial_layer.py", "eagle3"): STARTS,
+    ("training/distillation/first_weights.py", "conditioned"): STARTS,
+    ("training/distillation/first_weights.py", "eagle3"): STARTS,
     ("training/distillation/initialise.py", "conditioned"): STARTS,
     ("training/distillation/initialise.py", "eagle3"): STARTS,
 }

@@ -28,7 +28,7 @@ from hf_specdecpp.training import chains
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import HeadConfig
 from hf_specdecpp.training.distillation import distill as distillation
-from hf_specdecpp.training.distillation import least_squares
+from hf_specdecpp.training.distillation import first_weights
 from hf_specdecpp.training.features import Examples
 
 TEXT = prompt()
@@ -137,7 +137,7 @@ def numbers(kind: str, what: Any, place: Any) -> list[Tensor]:
         return list(recorder.of_text(ids[0].tolist(), [6, 9], generator).values())
     if what == "fusion":
         fusion: Any = random_fusion(target)
-        least_squares.fit(fusion, target, 1, [on_device(ids) if place is on_device else ids])
+        first_weights.fit_fusion(fusion, target, 1, [on_device(ids) if place is on_device else ids])
         return [fusion.fuse.weight.detach()]
     head = HeadConfig(inputs=what, siblings=3 if what == "before" else 1)
     return list(Examples(head, assistant.ready_drafter(), target).of_text(ids, 5, sampling, generator).values())

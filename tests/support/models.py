@@ -16,7 +16,7 @@ from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.target_states import StateReader, TargetStates
-from hf_specdecpp.training.distillation import initial_layer
+from hf_specdecpp.training.distillation import first_weights
 
 VOCAB_SIZE = 48
 WINDOW = 8  # of the models with sliding-window attention
@@ -137,10 +137,10 @@ def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor 
     catching.hidden_size, catching.reads, catching.reads_final = size, [*reads, config.num_hidden_layers - 1], False
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        settings = initial_layer.settings_for(target, reads, vocab)
+        settings = first_weights.layer_settings(target, reads, vocab)
         heads = {"intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": size // 4}
         settings = replace(settings, norm_before_residual=True, layer={**settings.layer, **heads})
-        model = initial_layer.untrained(settings, target, vocab).cpu()
+        model = first_weights.untrained_layer(settings, target, vocab).cpu()
         texts, noise = torch.randint(1, config.vocab_size, (40, 50)).to(device), 0.05 * torch.randn(size, size)
     with TargetStates(target, catching) as caught:
         target(texts)

@@ -24,7 +24,7 @@ from hf_specdecpp.training import configuration, models
 from hf_specdecpp.training.chains import Drawing, draft_chains, target_states
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import distill as distillation
-from hf_specdecpp.training.distillation import least_squares
+from hf_specdecpp.training.distillation import first_weights
 from hf_specdecpp.training.run import train
 
 
@@ -84,14 +84,14 @@ def test_training_that_does_not_help_leaves_the_fitted_fusion(tmp_path: Any, mon
     config = prepare(tmp_path, "conditioned", answers=8, epochs=1)
     config.distill.learning_rate = config.distill.fusion_learning_rate = 0.5
     fitted: list[dict[str, torch.Tensor]] = []
-    fit = least_squares.fit
+    fit = first_weights.fit_fusion
 
     def noted(fusion: Fusion, *how: Any) -> None:
         fit(fusion, *how)
         fitted.append({name: tensor.clone() for name, tensor in fusion.state_dict().items()})
 
     warnings: list[str] = []
-    monkeypatch.setattr(least_squares, "fit", noted)
+    monkeypatch.setattr(first_weights, "fit_fusion", noted)
     monkeypatch.setattr(distillation.logger, "warning", warnings.append)
     distillation.run(config)
     report = report_of(config)
@@ -113,7 +113,7 @@ def test_the_fusion_begins_as_the_targets_own_input(rank: int | None) -> None:
     """A full map is the least-squares solution, but for the ridge; one with a rank is better than its mean."""
     target, fusion = quiet_later_layers(tiny("llama")), Fusion(32, 32, [1], rank).double()
     texts = [prompt(40, seed) for seed in range(40)]
-    least_squares.fit(fusion, target, 2, texts)
+    first_weights.fit_fusion(fusion, target, 2, texts)
     pairs = [inputs_and_wanted(target, ids) for ids in texts]
     inputs, wanted = (torch.cat(each) for each in zip(*pairs, strict=True))
     best = inputs @ torch.linalg.lstsq(inputs, wanted).solution

@@ -18,7 +18,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.training import models
 from hf_specdecpp.training.distillation import distill as distillation
-from hf_specdecpp.training.distillation import initial_layer, least_squares
+from hf_specdecpp.training.distillation import first_weights
 
 
 @pytest.mark.every(2, takes=3)
@@ -41,7 +41,7 @@ def check_what_is_trained(layer: Eagle3Model, target: CausalLM) -> None:
     assert layer.lm_head is not None
     kept = target.lm_head.weight[layer.token_ids]
     torch.testing.assert_close(layer.lm_head.weight.float(), kept, rtol=1e-3, atol=1e-3)
-    begun = initial_layer.untrained(layer.settings, target, layer.token_ids)
+    begun = first_weights.untrained_layer(layer.settings, target, layer.token_ids)
     assert not torch.allclose(layer.norm.weight.float(), begun.norm.weight, atol=1e-4)
 
 
@@ -66,16 +66,16 @@ def test_training_goes_on_with_a_checkpoint_of_others(tmp_path: Path) -> None:
 
 def test_sizes_that_a_target_does_not_name() -> None:
     """GPT-2 has no `intermediate_size`; that of the first Llama would be far too much."""
-    assert initial_layer.settings_for(tiny("gpt2"), [0, 1], None).layer_config().intermediate_size == 4 * 32
+    assert first_weights.layer_settings(tiny("gpt2"), [0, 1], None).layer_config().intermediate_size == 4 * 32
 
 
 def test_layers_that_differ() -> None:
     """Gemma 4's have heads of two sizes, so its config names none: the last layer's are taken, as its weights are."""
     target = tiny_of("gemma4_text")
-    settings = initial_layer.settings_for(target, [0, 1], None)
+    settings = first_weights.layer_settings(target, [0, 1], None)
     last: Any = inner_decoder(target).layers[-1]
     assert settings.layer["head_dim"] == last.self_attn.head_dim
-    initial_layer.fit(initial_layer.untrained(settings, target, None), target, [prompt(20)])
+    first_weights.fit_layer(first_weights.untrained_layer(settings, target, None), target, [prompt(20)])
 
 
 @pytest.mark.parametrize("family", sorted({"llama", "gemma3_text", "cohere", "olmo", "dory"} & set(families())))
@@ -86,7 +86,7 @@ def test_a_norm_begins_as_the_targets(family: str) -> None:
     ours = LlamaRMSNorm(32)
     if getattr(theirs, "weight", None) is not None:
         torch.nn.init.uniform_(theirs.weight, 0.5, 2.0)
-    least_squares.copy_norm(theirs, ours)
+    first_weights.copy_norm(theirs, ours)
     states = torch.randn(5, 32)
     states -= states.mean(-1, keepdim=True)
     torch.testing.assert_close(ours(states), theirs(states), rtol=1e-3, atol=1e-3)
@@ -94,7 +94,7 @@ def test_a_norm_begins_as_the_targets(family: str) -> None:
 
 def test_a_target_without_attention_is_refused() -> None:
     with pytest.raises(ValueError, match="has no attention.*another kind of draft"):
-        initial_layer.settings_for(tiny_of("mamba"), [0], None)
+        first_weights.layer_settings(tiny_of("mamba"), [0], None)
 
 
 # A layer begins like the target's last layer: heads that attend to their own place carry what it lacks. ---------------
@@ -115,8 +115,8 @@ def target_of(family: str = "llama") -> CausalLM:
 
 
 def begun(target: CausalLM) -> Eagle3Model:
-    model = initial_layer.untrained(initial_layer.settings_for(target, READS, None), target, None)
-    initial_layer.fit(model, target, TEXTS)
+    model = first_weights.untrained_layer(first_weights.layer_settings(target, READS, None), target, None)
+    first_weights.fit_layer(model, target, TEXTS)
     return model
 
 

@@ -28,7 +28,7 @@ from hf_specdecpp.models.early_exit import check_layers
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import models
 from hf_specdecpp.training.configuration import TrainingConfig
-from hf_specdecpp.training.distillation import initial_layer, least_squares
+from hf_specdecpp.training.distillation import first_weights
 from hf_specdecpp.training.distillation.trainer import AdaptedDraft, DistilledDraft, OwnLayersDraft
 
 logger = logging.get_logger("hf_specdecpp")
@@ -147,8 +147,8 @@ def _initial_layer(inputs: DistillationInputs, vocab: Tensor | None) -> Eagle3Mo
         EAGLE3.bind(inputs.earlier, target, repr(config.distill.start_from), torch.float32)
         return inputs.earlier
     reads = usual_reads(models.depth_of(target)) if config.reads is None else config.reads
-    model = initial_layer.untrained(initial_layer.settings_for(target, reads, vocab), target, vocab)
-    initial_layer.fit(model, target, inputs.texts_to_fit_on("the layer's input"))
+    model = first_weights.untrained_layer(first_weights.layer_settings(target, reads, vocab), target, vocab)
+    first_weights.fit_layer(model, target, inputs.texts_to_fit_on("the layer's input"))
     return model
 
 
@@ -158,7 +158,7 @@ def _initial_fusion(inputs: DistillationInputs) -> Fusion:
     fusion = Fusion.untrained(target, models.reads_of(config, target), config.distill.fusion_rank)
     if config.distill.start_from is None:
         first = check_layers(models.layers_of(config, target), models.depth_of(target))[0]
-        least_squares.fit(fusion, target, first, inputs.texts_to_fit_on("the fusion"))
+        first_weights.fit_fusion(fusion, target, first, inputs.texts_to_fit_on("the fusion"))
     return fusion
 
 
