@@ -30,6 +30,7 @@ from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.chains import MAX_TOKENS, STARTS, BranchingText, Recorder, head_estimates, target_states
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.evaluation import rule_curves, survivals, time_per_token
+from hf_specdecpp.training.rollouts import sets_to_evaluate
 
 LAST = 8  # tokens of the text that are looked back at
 STEPS, SEEDS = 400, 3
@@ -128,7 +129,7 @@ def main(path: str, name: str, cost: float = 0.09) -> None:
     for temperature in config.rollouts.temperatures:
         sampling = config.sampling(temperature)
         fitting = rows_of(config, "train", sampling, assistant, target)
-        sets = [rows_of(config, split, sampling, assistant, target) for split in answers.test_sets(config.work)]
+        sets = [rows_of(config, split, sampling, assistant, target) for split in sets_to_evaluate(config)]
         for number, each in enumerate(sets):
             each["text"] += 100_000 * number
         test = {key: torch.cat([each[key] for each in sets]) for key in fitting}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.pretty import pretty_repr
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -288,21 +289,10 @@ def _facts(report: Report) -> dict[str, str]:
 
 
 def _items(values: dict[str, Any] | None) -> str:
-    """Such as "hidden_size=8, calibration: sampled: bias=0.5, temperatures=[1.2, 1.1, 1.3, 1.2 ... (20 in all)]"."""
-    return ", ".join(_item(name, value) for name, value in values.items()) if values else "none"
-
-
-def _item(name: str, value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{name}: {_items(value)}"
-    if isinstance(value, list):
-        more = f" ... ({len(value)} in all)" if len(value) > 4 else ""
-        return f"{name}=[{', '.join(map(_short, value[:4]))}{more}]"
-    return f"{name}={_short(value)}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """Such as "hidden_size=8, inputs='after', temperatures=[1.2, 1.1, 1.3, 1.2, ... +16]"."""
+    pairs = (values or {}).items()
+    shown = [f"{name}={pretty_repr(value, max_width=1000, max_length=4)}" for name, value in pairs]
+    return ", ".join(shown) or "none"
 
 
 def _pinned(name: str | None, revision: str | None) -> str:

@@ -36,32 +36,32 @@ Settings = TypeVar("Settings")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+def _numbers(kind: Callable[[str], Any], option: str, wanted: str) -> Callable[[str], list[Any]]:
+    """What reads `"0,1"` as a list of numbers, and empty text as no number; it raises `ValueError` for other text."""
+
+    def parse(text: str) -> list[Any]:
+        try:
+            return [kind(part) for part in text.split(",") if text]
+        except ValueError:
+            raise ValueError(f"{option} {text!r} must be {wanted}.") from None
+
+    return parse
+
+
+parse_temperatures = _numbers(float, "--temperatures", "numbers such as 0 or 0,1")
+parse_sizes = _numbers(int, "--batch_size", "whole numbers such as 4 or 1,4,8")
+parse_indices = _numbers(int, "--layers", "a number such as 4 or a list such as 0,1,2,29")
+
+
 def parse_layers(layers: str) -> int | list[int]:
     """`"4"` as 4, `"0,1,2,29"` as a list; `ValueError` if it is neither."""
-    numbers = _numbers(layers, int, "--layers", "a number such as 4 or a list such as 0,1,2,29")
-    return numbers if "," in layers else numbers[0]
-
-
-def parse_temperatures(temperatures: str) -> list[float]:
-    """`"0,1"` as a list; `ValueError` if it is none."""
-    return _numbers(temperatures, float, "--temperatures", "numbers such as 0 or 0,1")
-
-
-def parse_sizes(sizes: str) -> list[int]:
-    """`"1,4,8"` as a list, empty text as none; `ValueError` for anything else."""
-    return _numbers(sizes, int, "--batch_size", "whole numbers such as 4 or 1,4,8") if sizes else []
+    numbers = parse_indices(layers)
+    return numbers[0] if len(numbers) == 1 and "," not in layers else numbers
 
 
 def parse_names(names: str) -> list[str]:
     """`"fixed*, dyspec"` as `["fixed*", "dyspec"]`."""
     return [name.strip() for name in names.split(",") if name.strip()]
-
-
-def _numbers(text: str, kind: Callable[[str], Any], option: str, wanted: str) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{option} {text!r} must be {wanted}.") from None
 
 
 def _parsed(default: Any, parse: Callable[[str], Any]) -> Any:
@@ -217,9 +217,6 @@ class BenchmarkConfig(DraftChoice):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_new_tokens", "attempts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if any(temperature < 0.0 for temperature in self.temperatures) or not self.temperatures:
             raise ValueError(f"temperatures={self.temperatures} must be numbers of at least 0 (greedy).")
         if any(size < 1 for size in self.batch_size):

@@ -54,10 +54,10 @@ def test_sound(folder: Path) -> None:
     for fact in (
         f"target org/target at {'a' * 40}",
         f"draft org/draft at {'b' * 40}",
-        "hidden_size=8, inputs=after, num_blocks=2",
+        "hidden_size=8, inputs='after', num_blocks=2",
         "LORA, rank 2, on q_proj, v_proj",
         "draft vocabulary 10 token ids",
-        "rule=throughput",
+        "rule='throughput'",
         f"hf_specdecpp {__version__}, transformers",
         "All files are sound.",
         "next assist(model, ",

@@ -27,6 +27,7 @@ from hf_specdecpp.cli_options import BenchmarkConfig, parse_names, parse_tempera
 from hf_specdecpp.files import save_text
 from hf_specdecpp.models.causal_lm import eos_ids
 from hf_specdecpp.sampling.randomness import seed_of
+from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.prompts import sample_prompts
 from hf_specdecpp.texts.sampling import Sampling
 
@@ -128,11 +129,10 @@ def _write(benchmark: Benchmark, question: Question, temperature: float) -> dict
 
 
 def _rollouts(benchmark: Benchmark, work: Path, temperature: float) -> Iterator[TextSet]:
-    from hf_specdecpp.texts import answers  # needs the extra `train`
-
     config, eos = benchmark.config, eos_ids(benchmark.target.generation_config)
     settings = answers.record(work)["settings"]
-    for name in answers.test_sets(work):
+    splits = {path.parent.name for path in (work / answers.FOLDER).glob("*/shard-*.parquet")}
+    for name in sorted(splits - {answers.TRAIN, answers.HELDOUT}):
         rows = list(answers.written_at(answers.load(work, name), temperature))
         texts = {}
         chosen: list[Any] = sample_prompts(rows, config.max_prompts, config.seed)

@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase, TextStreamer
@@ -25,6 +24,7 @@ from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
 from hf_specdecpp.models.loading import load_model, load_tokenizer
 from hf_specdecpp.terminal.listener import without_controls
+from hf_specdecpp.texts.encoding import rendered, tokens_of
 
 HELP = """A line is a message. Commands:
 /reset  begin a new conversation
@@ -186,10 +186,4 @@ def where(model: CausalLM) -> str:
 
 def encoded(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
     """The tokens of a conversation, up to where the next answer begins; `ValueError` if its template refuses it."""
-    if tokenizer.chat_template is None:
-        return tokenizer("\n".join(message["content"] for message in messages)).input_ids
-    try:
-        found: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except TemplateError as error:
-        raise ValueError(f"The model's chat template refuses this conversation: {error}.") from None
-    return found["input_ids"]
+    return tokens_of(tokenizer, rendered(tokenizer, messages))

@@ -28,12 +28,6 @@ def record(work: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def test_sets(work: Path) -> list[str]:
-    """The names of the test sets that were answered, in alphabetical order."""
-    folders = sorted(path.name for path in (work / FOLDER).iterdir() if path.is_dir())
-    return [name for name in folders if name not in (TRAIN, HELDOUT)]
-
-
 def load(work: Path, split: str) -> datasets.Dataset:
     """The answers of `train`, `heldout` or a test set; `ValueError` if the stage has not ended, or there are none."""
     record(work)

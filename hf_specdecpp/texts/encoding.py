@@ -52,8 +52,13 @@ class Codec:
     def encode(self, prompt: Prompt) -> Encoded:
         """The tokens that the target answers: with its chat template if it has one. `ValueError` if the template
         refuses the conversation, or it takes a template and there is none."""
-        text = self._text(prompt)
-        return Encoded(prompt, text, self._tokens(text))
+        if self.tokenizer.chat_template is None and len(prompt.messages) > 1:
+            raise ValueError(
+                f"Prompt {prompt.id!r} is a conversation of {len(prompt.messages)} messages, but the target's "
+                "tokenizer has no chat template to write it with. Give plain prompts, or a chat model."
+            )
+        text = rendered(self.tokenizer, prompt.messages, f"prompt {prompt.id!r}")
+        return Encoded(prompt, text, tokens_of(self.tokenizer, text))
 
     def encode_all(self, prompts: list[Prompt]) -> list[Encoded]:
         """The prompts that leave room for an answer, the others in a warning; `ValueError` if none does."""
@@ -84,33 +89,32 @@ class Codec:
 
     def read_answer(self, item: Encoded, answer: str, finished: bool) -> tuple[list[int], bool]:
         """The tokens of an answer that came as text, with the one that ends it if it is `finished`."""
-        whole, length = self._tokens(item.text + answer), len(item.input_ids)
+        whole, length = tokens_of(self.tokenizer, item.text + answer), len(item.input_ids)
         # Tokenised together, because some tokenizers begin a text unlike its middle; apart where the seam was merged.
         together = whole[:length] == item.input_ids
         tokens = whole[length:] if together else self.tokenizer(answer, add_special_tokens=False).input_ids
         tokens, ended = self.trim(tokens)  # a server may write out the token that ends an answer
         return (tokens if ended or not finished else tokens + self.eos[:1]), ended or finished
 
-    def _text(self, prompt: Prompt) -> str:
-        if self.tokenizer.chat_template is None:
-            if len(prompt.messages) > 1:
-                raise ValueError(
-                    f"Prompt {prompt.id!r} is a conversation of {len(prompt.messages)} messages, but the target's "
-                    "tokenizer has no chat template to write it with. Give plain prompts, or a chat model."
-                )
-            return prompt.messages[0]["content"]
-        try:
-            text: Any = self.tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            roles = ", ".join(message["role"] for message in prompt.messages)
-            raise ValueError(
-                f"The target's chat template refuses prompt {prompt.id!r} with the roles {roles}: {error}."
-            ) from error
-        return text
 
-    def _tokens(self, text: str) -> list[int]:
-        # A chat template writes the special tokens itself.
-        return self.tokenizer(text, add_special_tokens=self.tokenizer.chat_template is None).input_ids
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], name: str = "this conversation"
+) -> str:
+    """The text of a conversation up to where the next answer begins, a message a line where there is no chat template.
+    `ValueError` if the template refuses the conversation, which the message calls by `name`."""
+    if tokenizer.chat_template is None:
+        return "\n".join(message["content"] for message in messages)
+    try:
+        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"The model's chat template refuses {name} with the roles {roles}: {error}.") from error
+    return text
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text that `rendered` made: a chat template has written the special tokens itself."""
+    return tokenizer(text, add_special_tokens=tokenizer.chat_template is None).input_ids
 
 
 def padded(texts: Sequence[list[int]], pad: int = 0) -> dict[str, Tensor]:

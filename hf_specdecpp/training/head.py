@@ -20,7 +20,14 @@ from hf_specdecpp.training import features
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.features import weighted_bce
 from hf_specdecpp.training.models import HEAD, Trained, save_head
-from hf_specdecpp.training.trainers import LOGS, Record, go_on, logging_to, process_state, training_arguments
+from hf_specdecpp.training.trainers import (
+    LOGS,
+    Record,
+    last_checkpoint,
+    logging_to,
+    process_state,
+    training_arguments,
+)
 
 RECORD, CHECKPOINTS = "fit.json", "checkpoints"
 SCALARS_RATE = 10.0  # learning rate of the few weights that read a few numbers, relative to that of the others
@@ -98,7 +105,7 @@ def fit(
             options=options,
             drafter=drafter,
         )
-    go_on(trainer)
+    trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints))
     measured = trainer.evaluate()
     head.to("cpu").eval()
     rows = sum(int((train[index]["mask"] > 0).sum()) for index in range(len(train)))

@@ -166,14 +166,10 @@ def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[Row]])
                 }  # fmt: skip
                 tokens += len(answer)
                 bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.1f} tokens/s", refresh=False)
-            _write([finished[index] for index in range(len(rows))], path)
-
-
-def _write(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write a shard, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, pyarrow.schema(COLUMNS)), temporary)
+            table = pyarrow.Table.from_pylist([finished[index] for index in range(len(rows))], pyarrow.schema(COLUMNS))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary:
+                pyarrow.parquet.write_table(table, temporary)
 
 
 def _is_whole(path: Path, num_rows: int) -> bool:

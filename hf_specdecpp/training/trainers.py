@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_callback import ProgressCallback
 from transformers.utils import logging
 
 from hf_specdecpp.files import differences, read_json, save_tensors, save_text
@@ -69,30 +68,6 @@ def training_arguments(config: TrainingConfig, checkpoints: Path, batch_size: in
         seed=config.seed,
         **own,
     )
-
-
-def go_on(trainer: Trainer) -> None:
-    """Train, from the newest checkpoint if there is one."""
-    if trainer.pop_callback(ProgressCallback) is not None:
-        trainer.add_callback(Progress)
-    trainer.train(resume_from_checkpoint=last_checkpoint(Path(str(trainer.args.output_dir))))
-
-
-class Progress(ProgressCallback):
-    """Trainer's bar, which writes a line where Trainer's own writes a dictionary."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
-        if self.training_bar is not None and (line := logged(logs or {})):
-            self.training_bar.write(line)
-
-
-def logged(logs: dict[str, Any]) -> str:
-    """`{"loss": 0.1532, "grad_norm": 0.9, "epoch": 0.5}` as "epoch 0.50: loss 0.1532"; times alone as nothing."""
-    unsaid = ("epoch", "tokens", "grad_norm", "total_flos", "runtime", "per_second")
-    told = {name: value for name, value in logs.items() if not name.endswith(unsaid)}
-    names = {name: name.removeprefix("eval_").replace("_", " ").replace("/", " ") for name in told}
-    values = ", ".join(f"{names[name]} {value:.4g}" for name, value in told.items())
-    return f"epoch {logs.get('epoch', 0.0):.2f}: {values}" if told else ""
 
 
 def last_checkpoint(folder: Path) -> str | None:

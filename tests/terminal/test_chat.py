@@ -162,7 +162,7 @@ def test_errors_do_not_end_it(tmp_path: Path) -> None:
     )
     words.save_pretrained(folder)
     result = chat(folder, "w13", "w1 w2", "w3 " * 1100, "/reset", "w1 w2")
-    assert "Error: The model's chat template refuses this conversation: no luck." in result.stdout
+    assert "Error: The model's chat template refuses this conversation with the roles user: no luck." in result.stdout
     said = r"Error: The conversation is \d+ tokens long, and the model reads 1024\. /reset begins"
     assert re.search(said, result.stdout)
     assert answers_of(result) == plain(folder, "w1 w2") * 2

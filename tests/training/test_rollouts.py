@@ -205,7 +205,7 @@ def test_a_killed_run(config: TrainingConfig, tmp_path: Path, moment: str, monke
     rollouts.run(config)
     expected, names = rows_of(config), files(config)
     config.work_dir = str(tmp_path / "killed")
-    answer, write, written = LocalTarget.__call__, rollouts._write, list[Path]()
+    answer, write, written = LocalTarget.__call__, rollouts.pyarrow.parquet.write_table, list[Path]()
 
     def dying_answer(*arguments: Any) -> Any:
         for number, result in enumerate(answer(*arguments)):
@@ -213,16 +213,16 @@ def test_a_killed_run(config: TrainingConfig, tmp_path: Path, moment: str, monke
                 die()
             yield result
 
-    def dying_write(rows: list[dict[str, Any]], path: Path) -> None:
+    def dying_write(table: Any, path: Path) -> None:
         if moment == "writing" and len(written) == 2:
-            path.with_name(f"{path.name}.{os.getpid()}.tmp").write_bytes(b"PAR1 and then nothing")
+            path.write_bytes(b"PAR1 and then nothing")
             die()
-        write(rows, path)
+        write(table, path)
         written.append(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalTarget, "__call__", dying_answer)
-        patch.setattr(rollouts, "_write", dying_write)
+        patch.setattr(rollouts.pyarrow.parquet, "write_table", dying_write)
         run_until_it_dies(lambda: rollouts.run(config))
     shards = [name for name in files(config) if name.endswith(".parquet")]
     assert len(shards) == 2

@@ -45,6 +45,7 @@ SAVE_EVERY = 0.02  # of all steps: what a kill can cost
 MEASURE = "eval_all/acceptance"
 MEASURED = 200  # held-out answers that the reports before and after are of, evenly spaced
 SHARES = (1.0, 2 / 3, 1 / 3)  # of the trained update, one of which is kept, or nothing
+STORED = {True: torch.bfloat16, False: torch.float16}  # dtype of weights on disk, by `distill.bf16`
 FUSION_PREFIX, LAYER_PREFIX = ".fusion.", "model."  # of the names of their tensors
 TRAINED_COPY, ORIGINAL = "modules_to_save.default", "original_module"  # PEFT's names of the fusion's parameters
 Report: TypeAlias = dict[str, dict[str, float]]  # metrics by source
@@ -87,8 +88,9 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
     and `after` on the held-out answers."""
     # The report before training has to be made by `train`: after an `evaluate` of its own, Trainer 5.23 takes the model
     # for prepared and leaves DDP out. It goes into the checkpoints, too.
-    trainer.args.eval_on_start = trainers.last_checkpoint(config.work / CHECKPOINTS) is None
-    trainers.go_on(trainer)
+    checkpoint = trainers.last_checkpoint(config.work / CHECKPOINTS)
+    trainer.args.eval_on_start = checkpoint is None
+    trainer.train(resume_from_checkpoint=checkpoint)
     before = _by_source(next(log for log in trainer.state.log_history if MEASURE in log))
     reports, best = _keep_best_share(trainer, config, before)
     accepted = {share: report["all"]["acceptance"] for share, report in reports.items()}
@@ -210,7 +212,7 @@ def _keep_best_share(
                 after = share * after
             elif TRAINED_COPY in name and not whole:
                 after = torch.lerp(everything[name.replace(TRAINED_COPY, ORIGINAL)], after, share)
-            everything[name].copy_(after.to(_stored_dtype(config)))
+            everything[name].copy_(after.to(STORED[config.distill.bf16]))
 
     reports: dict[float, Report] = {}
     for share in SHARES[:1] if whole else (*SHARES, 0.0) if config.trains_module else SHARES:
@@ -223,13 +225,9 @@ def _keep_best_share(
     return reports, best
 
 
-def _stored_dtype(config: TrainingConfig) -> torch.dtype:
-    return torch.bfloat16 if config.distill.bf16 else torch.float16
-
-
 def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
     """Store adapter and fusion in half precision."""
-    dtype = _stored_dtype(config)
+    dtype = STORED[config.distill.bf16]
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # all processes together under FSDP
     if not trainer.is_world_process_zero():
         return
@@ -241,20 +239,16 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
         return
     tensors = get_peft_model_state_dict(draft, state_dict=state, save_embedding_layers=False)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    folder, temporary = config.work / ADAPTER_FOLDER, config.work / f"{ADAPTER_FOLDER}.tmp"
+    folder = config.work / ADAPTER_FOLDER
     check_finite(tensors, folder)
     if draft.fusion is not None:
         own = {name: tensors.pop(name) for name in list(tensors) if FUSION_PREFIX in name}
         own = {name.rpartition(FUSION_PREFIX)[2]: tensor for name, tensor in own.items()}
         models.save_own(config.kind, draft.fusion, own, config.work)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     lora = copy.copy(draft.peft_config["default"])
     lora.modules_to_save = lora.exclude_modules = None  # the fusion has a file of its own
-    lora.save_pretrained(str(temporary))
-    save_tensors(tensors, temporary / ADAPTER_FILES[1])
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    lora.save_pretrained(str(folder))
+    save_tensors(tensors, folder / ADAPTER_FILES[1])  # last: with it the adapter is complete
 
 
 def _by_source(metrics: dict[str, float]) -> Report:

@@ -118,14 +118,27 @@ def _layers_from(kind: DraftKind, start: str) -> Any:
 def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> DistilledDraft:
     """The draft to train, which proposes all tokens or those of `vocab` `[n]`; `ValueError` if what
     `distill.start_from` names does not fit."""
-    config, distill = inputs.config, inputs.config.distill
+    config, distill, target = inputs.config, inputs.config.distill, inputs.target
     if config.ready_made is not None:
         described = SpecDecPPConfig(draft_kind=config.kind.name, draft_id=config.ready_made)
-        draft: Any = config.kind.make(described, Parts(module=inputs.earlier), Loading(target=inputs.target))
+        draft: Any = config.kind.make(described, Parts(module=inputs.earlier), Loading(target=target))
         return OwnLayersDraft(draft, distill.unroll if draft.blocks_after is None else draft.places)
     if config.kind.own_layers:
-        return OwnLayersDraft(Eagle3Drafter(_initial_layer(inputs, vocab), inputs.target), distill.unroll, distill.loss)
-    fusion = _initial_fusion(inputs) if config.trains_module else None
+        model: Eagle3Model | None = inputs.earlier
+        if model is not None:
+            EAGLE3.bind(model, target, repr(distill.start_from), torch.float32)
+        else:  # one that begins like the target's last
+            reads = usual_reads(models.depth_of(target)) if config.reads is None else config.reads
+            settings = first_weights.layer_settings(target, reads, vocab)
+            model = first_weights.untrained_layer(settings, target, vocab)
+            first_weights.fit_layer(model, target, inputs.texts_to_fit_on("the layer's input"))
+        return OwnLayersDraft(Eagle3Drafter(model, target), distill.unroll, distill.loss)
+    fusion = None
+    if config.trains_module:
+        fusion = Fusion.untrained(target, models.reads_of(config, target), distill.fusion_rank)
+        if distill.start_from is None:
+            first = check_layers(models.layers_of(config, target), models.depth_of(target))[0]
+            first_weights.fit_fusion(fusion, target, first, inputs.texts_to_fit_on("the fusion"))
     lora = LoraConfig(
         r=distill.rank,
         lora_alpha=2 * distill.rank,
@@ -138,28 +151,6 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
     if distill.start_from is not None:
         _copy_weights(adapted, Path(distill.start_from), config.kind)
     return adapted
-
-
-def _initial_layer(inputs: DistillationInputs, vocab: Tensor | None) -> Eagle3Model:
-    """The earlier layer, or one that begins like the target's last."""
-    config, target = inputs.config, inputs.target
-    if inputs.earlier is not None:
-        EAGLE3.bind(inputs.earlier, target, repr(config.distill.start_from), torch.float32)
-        return inputs.earlier
-    reads = usual_reads(models.depth_of(target)) if config.reads is None else config.reads
-    model = first_weights.untrained_layer(first_weights.layer_settings(target, reads, vocab), target, vocab)
-    first_weights.fit_layer(model, target, inputs.texts_to_fit_on("the layer's input"))
-    return model
-
-
-def _initial_fusion(inputs: DistillationInputs) -> Fusion:
-    """A fusion that is fitted to the target, unless an earlier one is copied into it (`_copy_weights`)."""
-    config, target = inputs.config, inputs.target
-    fusion = Fusion.untrained(target, models.reads_of(config, target), config.distill.fusion_rank)
-    if config.distill.start_from is None:
-        first = check_layers(models.layers_of(config, target), models.depth_of(target))[0]
-        first_weights.fit_fusion(fusion, target, first, inputs.texts_to_fit_on("the fusion"))
-    return fusion
 
 
 @torch.no_grad()
