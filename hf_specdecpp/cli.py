@@ -124,9 +124,6 @@ def inspect(
         Path | None,
         typer.Option(metavar="OUT", help="Convert a released SpecDec++ head, or an EAGLE-3 pickle, into this folder."),
     ] = None,
-    tied: Annotated[
-        bool | None, typer.Option("--tied/--untied", help="Whether its blocks share weights; recognised by default.")
-    ] = None,
     draft: Annotated[str | None, typer.Option(help="The draft that it was trained with: Hub id or id@commit.")] = None,
     target: Annotated[
         str | None,
@@ -140,8 +137,8 @@ def inspect(
 
     REPO is an assistant, or a draft that others have published. The exit code is 1 if something is wrong with it.
     """
-    if convert is None and (tied, draft) != (None, None):
-        raise typer.BadParameter("--tied, --untied and --draft say how to convert: they need --convert OUT.")
+    if convert is None and draft is not None:
+        raise typer.BadParameter("--draft says what a converted head was trained with: it needs --convert OUT.")
     from hf_specdecpp.files import Repository
     from hf_specdecpp.hub import conversion, inspection
     from hf_specdecpp.models.loading import quiet_loading
@@ -153,7 +150,7 @@ def inspect(
             pins = {"draft": _pin(draft), "target": _pin(target)}
             ids = {f"{role}_id": name for role, (name, _) in pins.items()}
             commits = {f"{role}_revision": commit for role, (_, commit) in pins.items()}
-            conversion.convert(folder, convert, tied, **ids, **commits)
+            conversion.convert(folder, convert, **ids, **commits)
             repository, target = Repository(str(convert)), None
         report = inspection.inspect(repository)
         name, commit = _pin(target)

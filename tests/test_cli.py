@@ -151,11 +151,10 @@ def test_convert_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
     assert "tied=True" in text(result.stdout)
 
 
-@pytest.mark.parametrize("option", [["--tied"], ["--untied"], ["--draft", "org/draft"]])
-def test_options_of_convert_need_it(folder: Path, option: list[str]) -> None:
-    result = run("inspect", folder, *option)
+def test_the_draft_of_a_conversion_needs_one(folder: Path) -> None:
+    result = run("inspect", folder, "--draft", "org/draft")
     assert result.exit_code == 2
-    assert "they need --convert OUT" in text(result.stderr.replace("│", " "))
+    assert "it needs --convert OUT" in text(result.stderr.replace("│", " "))
 
 
 def test_export(tmp_path: Path) -> None:

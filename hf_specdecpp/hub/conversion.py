@@ -25,18 +25,18 @@ from hf_specdecpp.hub.repository import CONFIG, HEAD
 from hf_specdecpp.version import __version__
 
 PATTERNS = [CONFIG, CHECKPOINT, PICKLE]  # what to download
+PARTS = ("weight", "bias")  # of a block
 
 
-def convert(folder: Path, out: Path, tied: bool | None = None, **models: str | None) -> None:
+def convert(folder: Path, out: Path, **models: str | None) -> None:
     """Write the head of `folder` to the new folder `out`, in our format; of a draft that others trained, its tensors.
 
     Args:
-        tied: see `read_released_head`.
         models: `draft_id`, `draft_revision`, `target_id`, `target_revision`, which the head was trained with. Without
             `draft_id` the head can be loaded (`repository.load_head`), but not the assistant.
 
     Raises:
-        ValueError: a file is damaged, unsafe or not a SpecDec++ head, or `tied` is needed or wrong.
+        ValueError: a file is damaged, unsafe or not a SpecDec++ head.
         OSError: a file is missing, or `out` is taken.
     """
     if (out / CONFIG).exists():
@@ -45,13 +45,11 @@ def convert(folder: Path, out: Path, tied: bool | None = None, **models: str | N
     is_ours = not isinstance(raw, dict) or raw.get("model_type") == SpecDecPPConfig.model_type
     kind = None if is_ours else recognise(raw)
     if isinstance(kind, PublishedKind):
-        if tied is not None or any(models.values()):
-            raise ValueError(
-                f"{folder} is of a draft: --tied, --draft and --target are for SpecDec++ heads. Leave them out."
-            )
+        if any(models.values()):
+            raise ValueError(f"{folder} is of a draft: --draft and --target are for SpecDec++ heads. Leave them out.")
         _convert_draft(kind, raw, folder, out)
         return
-    head = read_released_head(folder, tied)
+    head = read_released_head(folder)
     config = SpecDecPPConfig(
         **models,  # type: ignore[arg-type]
         head=head.to_config(),
@@ -80,32 +78,17 @@ def _convert_draft(kind: PublishedKind, raw: dict[str, Any], folder: Path, out: 
     files.save_text((folder / CONFIG).read_text(encoding="utf-8"), out / CONFIG)
 
 
-def read_released_head(folder: Path, tied: bool | None = None) -> AcceptanceHead:
-    """The released SpecDec++ head in `folder`.
-
-    Args:
-        tied: whether all blocks are one. By default recognised: by equal tensors, or by the names that the metadata of
-            a safetensors file gives to tensors stored once.
+def read_released_head(folder: Path) -> AcceptanceHead:
+    """The released SpecDec++ head in `folder`. Its blocks are tied where their tensors are equal, or where the metadata
+    of a safetensors file gives the names of all blocks to tensors that are stored once.
 
     Raises:
-        ValueError: a file is damaged, unsafe or not a SpecDec++ head, or `tied` is needed or wrong.
+        ValueError: a file is damaged, unsafe or not a SpecDec++ head.
         FileNotFoundError: `folder` has no config or no weights.
     """
     size, depth = _read_sizes(folder / CONFIG)
     path = _find_weights(folder)
     tensors = _load_pickle(path) if path.name == PICKLE else _load_with_aliases(path)
-    blocks = [[f"model.{i}.linear.{part}" for part in ("weight", "bias")] for i in range(depth)]
-    stored = [i for i, block in enumerate(blocks) if tensors.keys() >= set(block)]
-    missing = [block for block in blocks if tensors.keys().isdisjoint(block)]
-    if stored and missing and f"model.{depth}.weight" in tensors and tied is not False:
-        if tied is None:
-            raise ValueError(
-                f"{path} has blocks {stored} of {depth} and does not say what the others are. If one block is used "
-                f"{depth} times, as in the released SpecDec++ code, say so: --tied (tied=True). Otherwise the file is "
-                "incomplete."
-            )
-        for block in missing:
-            tensors.update(zip(block, (tensors[name] for name in blocks[stored[0]]), strict=True))
     with torch.device("meta"):
         expected = {_released(name, depth): tensor for name, tensor in AcceptanceHead(size, depth).state_dict().items()}
     wanted = {name: list(tensor.shape) for name, tensor in expected.items()}
@@ -119,14 +102,8 @@ def read_released_head(folder: Path, tied: bool | None = None) -> AcceptanceHead
         )
     tensors = {name: tensor.detach().float() for name, tensor in tensors.items()}
     files.check_finite(tensors, path)
-    pairs = [pair for block in blocks[1:] for pair in zip(blocks[0], block, strict=True)]
-    differences = [float((tensors[name] - tensors[first]).abs().max()) for first, name in pairs]
-    if tied and any(differences):
-        raise ValueError(
-            f"{path} has {depth} different blocks (by up to {max(differences):.3g}), so they are not tied, and keeping "
-            "one would change the head. Leave --tied (tied=True) out."
-        )
-    head = AcceptanceHead(size, depth, depth > 1 and not any(differences) if tied is None else tied)
+    parts = [torch.stack([tensors[f"model.{i}.linear.{part}"] for i in range(depth)]) for part in PARTS if depth]
+    head = AcceptanceHead(size, depth, depth > 1 and all(bool((part == part[0]).all()) for part in parts))
     head.load_state_dict({name: tensors[_released(name, depth)] for name in head.state_dict()})
     return head
 

@@ -82,19 +82,16 @@ class Codec:
         """How many of `wanted` tokens of an answer fit into the context."""
         return wanted if self.context is None else min(wanted, self.context - len(item.input_ids))
 
-    def trim(self, tokens: list[int]) -> tuple[list[int], bool]:
-        """Tokens up to the first that ends an answer, and whether there is one."""
-        end = next((place for place, token in enumerate(tokens, 1) if token in self.eos), None)
-        return (tokens, False) if end is None else (tokens[:end], True)
-
     def read_answer(self, item: Encoded, answer: str, finished: bool) -> tuple[list[int], bool]:
         """The tokens of an answer that came as text, with the one that ends it if it is `finished`."""
         whole, length = tokens_of(self.tokenizer, item.text + answer), len(item.input_ids)
         # Tokenised together, because some tokenizers begin a text unlike its middle; apart where the seam was merged.
         together = whole[:length] == item.input_ids
         tokens = whole[length:] if together else self.tokenizer(answer, add_special_tokens=False).input_ids
-        tokens, ended = self.trim(tokens)  # a server may write out the token that ends an answer
-        return (tokens if ended or not finished else tokens + self.eos[:1]), ended or finished
+        for place, token in enumerate(tokens, 1):
+            if token in self.eos:  # a server may write out the token that ends an answer
+                return tokens[:place], True
+        return (tokens + self.eos[:1] if finished else tokens), finished
 
 
 def rendered(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,9 +57,6 @@ class Sampling:
     def drawn_from(self, q: Tensor, token: Tensor) -> Tensor:
         """The distribution `[..., vocab]` that the verifier holds against p for `token` (`[...]`) proposed by q."""
         return point_mass(token, q) if self.greedy else q
-
-    def to_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def point_mass(token: Tensor, like: Tensor) -> Tensor:

@@ -40,8 +40,10 @@ def run(config: TrainingConfig) -> Path:
     training = results(config)
     assistant = load_assistant(config, load_target(config))
     # `threshold` takes the place of `throughput` where costs cannot be known, as in transformers' own loop.
-    usual = {"threshold": best_threshold(training["evaluation"])}
-    assistant.speculation = SpeculationConfig(**{**usual, **config.speculation})
+    first = next(iter(training["evaluation"]["sets"]["heldout"].values()))
+    points = [Outcome(**point) for point in first["curves"]["head"]]
+    best = min(points, key=lambda point: time_per_token(point, COST_RATIO))
+    assistant.speculation = SpeculationConfig(**{"threshold": best.setting, **config.speculation})
     assistant.config.acceptance_by_rank = training["evaluation"]["acceptance_by_rank"]
     folders = _name_models(assistant, config)
     output = Path(config.output)
@@ -97,13 +99,6 @@ def _name_models(assistant: SpecDecPPAssistant, config: TrainingConfig) -> set[s
             setattr(assistant.config, f"{role}_id", public_name(read_from))
             folders.add(public_name(read_from))
     return folders
-
-
-def best_threshold(measured: dict[str, Any]) -> float:
-    """The threshold at which the head's rule spends the least time a token, a draft token costing `COST_RATIO`."""
-    first = next(iter(measured["sets"]["heldout"].values()))
-    points = [Outcome(**point) for point in first["curves"]["head"]]
-    return min(points, key=lambda point: time_per_token(point, COST_RATIO)).setting
 
 
 def provenance() -> dict[str, str | None]:

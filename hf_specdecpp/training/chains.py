@@ -8,7 +8,7 @@ expectation, without coins: little noise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def record(made: Trained, split: str, sampling: Sampling) -> dict[str, Tensor]:
     disk; `ValueError` if there are no such rollouts, their answers are too short, or a shard is damaged."""
     config, texts = made.config, made.texts(split, sampling)
     folder = config.work / FOLDER / f"{split}-{sampling.temperature:g}"
-    wanted = {"inputs": config.head.inputs, **sampling.to_dict(), "seed": config.seed, **fingerprint(config)}
+    wanted = {"inputs": config.head.inputs, **asdict(sampling), "seed": config.seed, **fingerprint(config)}
     recorded = shards(
         Record(folder / RECORD, wanted, [folder]),
         sorted({round(i * (len(texts) - 1) / (MEASURED - 1)) for i in range(MEASURED)}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -267,12 +266,6 @@ class TrainingConfig(Section):
                 raise ValueError(f"A training run needs {name}. Pass --{name}, or set it in the --config file.")
         refuse_unknown(SpeculationConfig, self.speculation, "speculation.")
         SpeculationConfig(**self.speculation)
-        self._check_ranges()
-        self._check_ids()
-        self._check_texts()
-        self._check_draft()
-
-    def _check_ranges(self) -> None:
         for section in (self.rollouts, self.distill, self.head, self.evaluation):
             for each in fields(section):
                 name, value = f"{section.path}{each.name}", getattr(section, each.name)
@@ -284,8 +277,6 @@ class TrainingConfig(Section):
             raise ValueError(f"rollouts.heldout={self.rollouts.heldout} must be between 0 and 1: it is a share.")
         if not 0.0 <= self.head.dropout < 1.0:
             raise ValueError(f"head.dropout={self.head.dropout} must be at least 0 and under 1: it is a share.")
-
-    def _check_ids(self) -> None:
         if self.draft_id is not None and self.named_draft is None:
             raise ValueError(
                 f"draft_id={self.draft_id!r} names a draft of its own, but layers of the target are trained. Set "
@@ -295,19 +286,19 @@ class TrainingConfig(Section):
             revision = getattr(self, f"{role}_revision")
             if revision is not None and getattr(self, f"{role}_id") is None:
                 raise ValueError(f"{role}_revision={revision!r} is a commit of {role}_id, which is not set. Set both.")
-
-    def _check_texts(self) -> None:
         if not self.rollouts.data:
             raise ValueError("A training run needs prompts. Pass --data FILE.jsonl, or set rollouts.data.")
         temperatures = self.rollouts.temperatures
-        if not temperatures or not all(math.isfinite(temperature) and temperature >= 0 for temperature in temperatures):
+        if not temperatures or min(temperatures) < 0:
             raise ValueError(
                 f"rollouts.temperatures={temperatures!r} must be a list of numbers of at least 0, such as [1.0, 0.0]."
             )
         if len({f"{temperature:g}" for temperature in temperatures}) < len(temperatures):
             raise ValueError(f"rollouts.temperatures={temperatures} has one of them twice. Name each once.")
+        self._check_draft()
 
     def _check_draft(self) -> None:
+        """Raise `ValueError` for settings of what this kind of draft cannot do."""
         distill, cannot = self.distill, self.kind.cannot
         if self.kind.untrainable:
             raise ValueError(f"draft={self.draft!r}: {self.kind.untrainable}.")

@@ -104,10 +104,16 @@ class Examples:
             `mask` `[n, s]`: the weight of each candidate, 0 for those that do not count.
         """
         drafter, ids = self.drafter, input_ids.to(self.drafter.device)
+        count = input_ids.shape[1] - prompt_length + 1
+        kept = {"logits_to_keep": count} if self.target._supports_logits_to_keep() else {}
         with TargetStates(self.target, drafter.reads) as caught:
-            logits = target_logits(self.target, input_ids, prompt_length)
-            target_states = caught.take()
-        before = _states_along(drafter, ids, target_states)[0, prompt_length - 1 : -1]
+            outputs = self.target(input_ids.to(self.target.device), use_cache=False, **kept)
+            states = caught.take()
+        if states is None:
+            along = drafter.hidden_states(ids)
+        else:
+            along = (in_rounds if drafter.blocks_after is None else in_blocks)(drafter, ids, states.to(ids.device))
+        before, logits = along[0, prompt_length - 1 : -1], outputs.logits[0, -count:-1]
         rows = joined(
             [
                 self._candidates(p.to(drafter.device), drafter.logits(hidden, p.shape[-1]), sampling, generator)
@@ -143,21 +149,6 @@ class Examples:
         ]
         mask, label = torch.where(drawn.valid, reach, 0.0), torch.where(drawn.valid, label, 0.0)
         return {"tokens": drawn.tokens, "scalars": torch.stack(scalars, 1), "label": label, "mask": mask}
-
-
-def _states_along(drafter: Any, ids: Tensor, target_states: Tensor | None) -> Tensor:
-    """What q after each token comes from, `[1, n, hidden_size]`."""
-    if target_states is None:
-        return drafter.hidden_states(ids)
-    along = in_rounds if drafter.blocks_after is None else in_blocks
-    return along(drafter, ids, target_states.to(ids.device))
-
-
-def target_logits(target: CausalLM, input_ids: Tensor, prompt_length: int) -> Tensor:
-    """The target's logits `[n, vocab]` for each of the n tokens after the prompt, given what is before it."""
-    count = input_ids.shape[1] - prompt_length + 1
-    kept = {"logits_to_keep": count} if target._supports_logits_to_keep() else {}
-    return target(input_ids.to(target.device), use_cache=False, **kept).logits[0, -count:-1]
 
 
 class FeatureSet(Dataset[dict[str, Tensor]]):

@@ -135,10 +135,7 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
     work = config.work
     head = load_head(work / HEAD) if (work / HEAD / HEAD_CONFIG).is_file() else None
     if config.ready_made is not None:
-        assistant = SpecDecPPAssistant.from_pretrained(config.ready_made)
-        assistant.head = head
-        assistant.attach(target)
-        return assistant
+        return SpecDecPPAssistant.from_draft(config.ready_made, target, head=head)
     if config.kind.own_layers:
         parts, described = Parts(module=load_own(config.kind, work)), SpecDecPPConfig(draft_kind=config.kind.name)
         return SpecDecPPAssistant.of_parts(described, None, parts, target, {"head": head})

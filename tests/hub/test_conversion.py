@@ -67,27 +67,9 @@ def test_safetensors_writer_and_any_file_name(tmp_path: Path) -> None:
     assert_same(read_released_head(tmp_path), released)
 
 
-@pytest.mark.parametrize("told", [None, True])
-def test_copies_of_one_block_are_tied(tmp_path: Path, told: bool | None) -> None:
+def test_copies_of_one_block_are_tied(tmp_path: Path) -> None:
     released = ReleasedHead(3)
-    head = read_released_head(save_plain(released, tmp_path), told)
-    assert head.tied
-    assert_same(head, released)
-
-
-def test_equal_blocks_may_be_kept_apart(tmp_path: Path) -> None:
-    released = ReleasedHead(3)
-    head = read_released_head(save_bin(released, tmp_path), tied=False)
-    assert not head.tied
-    assert len(head.blocks) == 3
-    assert_same(head, released)
-
-
-@pytest.mark.parametrize("kept", range(3))
-def test_missing_blocks_are_tied_if_the_user_says_so(tmp_path: Path, kept: int) -> None:
-    released = ReleasedHead(3)
-    dropped = tuple(f"model.{i}.linear" for i in range(3) if i != kept)
-    head = read_released_head(save_plain(released, tmp_path, drop=dropped), tied=True)
+    head = read_released_head(save_plain(released, tmp_path))
     assert head.tied
     assert_same(head, released)
 
@@ -105,7 +87,7 @@ def test_stored_as_float32(tmp_path: Path, dtype: torch.dtype, save: Any) -> Non
 def test_the_folder_and_its_config(tmp_path: Path) -> None:
     source = save_bin(ReleasedHead(3), tmp_path / "released")
     models = {"draft_id": "org/draft", "draft_revision": "abc", "target_id": "org/target", "target_revision": "def"}
-    convert(source, tmp_path / "out", None, **models)
+    convert(source, tmp_path / "out", **models)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["acceptance_head.safetensors", "config.json"]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "specdecpp"
@@ -120,31 +102,23 @@ def test_an_assistant_without_a_head_has_none_to_load(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def assert_refused(folder: Path, match: str, tied: bool | None = None, error: Any = ValueError) -> None:
+def assert_refused(folder: Path, match: str, error: Any = ValueError) -> None:
     out = folder.with_name("refused")
     with pytest.raises(error, match=match):
-        convert(folder, out, tied)
+        convert(folder, out)
     assert not out.exists()
 
 
-def test_a_missing_block_is_ambiguous(tmp_path: Path) -> None:
+def test_a_missing_block(tmp_path: Path) -> None:
     folder = save_plain(ReleasedHead(3), tmp_path / "in", drop=("model.1.linear", "model.2.linear"))
-    assert_refused(folder, r"has blocks \[0\] of 3.*--tied \(tied=True\)")
-    assert_refused(folder, r"does not fit .*model\.1\.linear\.bias", tied=False)
+    assert_refused(folder, r"does not fit .*model\.1\.linear\.bias")
 
 
-def test_told_tied_but_the_tensors_differ(tmp_path: Path) -> None:
-    for name, save in (("bin", save_bin), ("mixin", save_mixin)):
-        folder = save(ReleasedHead(3, tied=False), tmp_path / name)
-        assert_refused(folder, r"3 different blocks \(by up to 0\.\d+\).*Leave --tied", tied=True)
-
-
-@pytest.mark.parametrize("tied", [None, True])
 @pytest.mark.parametrize("says", [2, 4])
-def test_another_depth_than_the_config_says(tmp_path: Path, says: int, tied: bool | None) -> None:
+def test_another_depth_than_the_config_says(tmp_path: Path, says: int) -> None:
     folder = save_bin(ReleasedHead(3), tmp_path / "in")
     write_config(folder, hidden_size=SIZE, num_layers=says)
-    assert_refused(folder, f"hidden_size=6, num_layers={says}.*do not belong together", tied)
+    assert_refused(folder, f"hidden_size=6, num_layers={says}.*do not belong together")
 
 
 def with_bias(value: float, name: str = "model.0.linear.bias", depth: int = 3) -> ReleasedHead:
