@@ -39,6 +39,7 @@ from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import chains as branches
 
 MAX_TOKENS = 20  # candidates a round, the paper's largest
+NODES_AT_ONCE = 1024  # candidates in one target pass
 # What is known of a candidate: its id, q of it, the entropy of q in nats, the chance that the target accepts it if it
 # has accepted those before it, min(1, p/q), and the head's log-odds, uncalibrated (0 without one).
 KNOWN = ("token", "q_of_token", "entropy", "label", "log_odds")
@@ -105,7 +106,8 @@ def record(
     drawing = branches.Drawing(sampling.q, vocab_size, None if sampling.greedy else generator)
     off_text: list[list[list[float]]] = []
     leaving = places[~stands]
-    for group in branches.together(leaving, drafter.model, reader.model) if len(leaving) else ():
+    groups = branches.together(leaving, drafter.model, reader.model) if len(leaving) else ()
+    for group in (part for each in groups for part in each.split(max(NODES_AT_ONCE // length, 1))):
         here = torch.isin(places, group)
         own: Any = Leaving(drawing, (rejected[here], rejected_scalars[here]))
         chains = branches.draft_chains(drafter, text.ids, None, group, length, own)

@@ -129,7 +129,7 @@ class RoundReplay:
             below, places = ancestors[1:, 1:], position - 1 + depths[1:]
             tokens = torch.tensor([tree.tokens[node] for node in inner])
             nodes = branching.read(*(each.to(branching.reader.device) for each in (tokens, starts, below, places)))
-            branching.forget(len(inner))
+            branching.cache.crop(-len(inner))
             states = torch.cat((states, nodes))
         p = self.sampling.p(branching.reader.logits(states, self.vocab_size))
         rows = p.new_zeros((len(tree) + 1, p.shape[-1]))

@@ -44,6 +44,7 @@ def read_prompts(source: str) -> list[Prompt]:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: there are no prompts, or a row is malformed (with its line).
+        OSError, ValueError: `datasets` cannot load the data set, or has no such split.
     """
     path = Path(source)
     if path.is_file():
@@ -158,13 +159,7 @@ def _read_dataset(source: str) -> list[Prompt]:
     from datasets import load_dataset
 
     name, _, split = source.partition(":")
-    try:
-        dataset = load_dataset(name, split=split or "train")
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"{source!r} is neither a file nor a data set that could be loaded ({error}). Give JSON Lines files, or "
-            "ids of data sets as name or name:split."
-        ) from error
+    dataset = load_dataset(name, split=split or "train")
     filled = [{name: value for name, value in row.items() if value not in (None, "", [])} for row in dataset]
     rows = [(number, row) for number, row in enumerate(filled) if not row.keys().isdisjoint(COLUMNS)]
     if len(rows) < len(filled):

@@ -38,7 +38,6 @@ STARTS = 12  # chains a text
 MEASURED = 200  # texts, evenly spaced among the rollouts
 TEXTS_PER_SHARD = 32
 ROWS_AT_ONCE = 128  # candidates whose p or q [rows, vocab] are in memory together
-NODES_AT_ONCE = 1024  # candidates in one target pass
 
 
 def record(made: Trained, split: str, sampling: Sampling) -> dict[str, Tensor]:
@@ -142,8 +141,8 @@ def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Any
 # Chains that branch off a text ----------------------------------------------------------------------------------------
 #
 # The text and the chains are one token tree (`trees/attention.py`): the draft reads one level of all chains a pass, the
-# target many chains a pass. For example, with `ids` of 10 tokens, `starts` 4 and 7 and `length` 3, the draft reads the
-# first 7 tokens once, and then two candidates a pass, three times: those at depth 0 of both chains, at depth 1 and at
+# target all chains in one pass. For example, with `ids` of 10 tokens, `starts` 4 and 7 and `length` 3, the draft reads
+# the first 7 tokens once, and then two candidates a pass, three times: at depth 0 of both chains, at depth 1 and at
 # depth 2. A candidate of the first chain sees the tokens 0 to 3 and the candidates before it in its own chain.
 
 
@@ -245,23 +244,17 @@ def target_probabilities(
     device = reader.device
     starts, tokens = starts.to(device), tokens.to(device)
     text = BranchingText(reader, ids[: int(starts[-1])])
-    length = tokens.shape[1]
-    found = []
-    for chains in torch.arange(len(starts), device=device).split(max(NODES_AT_ONCE // length, 1)):
-        own, begin = tokens[chains], starts[chains]
-        count, inner = len(chains), length - 1
-        before = text.states[begin - 1][:, None]
-        if inner:
-            below = torch.ones((inner, inner), dtype=torch.bool, device=device).tril()
-            below = torch.block_diag(*[below] * count).bool()
-            depths = (begin[:, None] + torch.arange(inner, device=device)).flatten()
-            states = text.read(own[:, :-1].flatten(), begin.repeat_interleave(inner), below, depths)
-            before = torch.cat((before, states.view(count, inner, -1)), dim=1)
-            text.forget(count * inner)
-        rows = zip(before.flatten(0, 1).split(ROWS_AT_ONCE), own.flatten().split(ROWS_AT_ONCE), strict=True)
-        p = [to_p(reader.logits(states, vocab_size)).gather(-1, token[:, None])[:, 0] for states, token in rows]
-        found.append(torch.cat(p).view(count, length))
-    return torch.cat(found)
+    count, inner = len(starts), tokens.shape[1] - 1
+    before = text.states[starts - 1][:, None]
+    if inner:
+        below = torch.ones((inner, inner), dtype=torch.bool, device=device).tril()
+        below = torch.block_diag(*[below] * count).bool()
+        depths = (starts[:, None] + torch.arange(inner, device=device)).flatten()
+        states = text.read(tokens[:, :-1].flatten(), starts.repeat_interleave(inner), below, depths)
+        before = torch.cat((before, states.view(count, inner, -1)), dim=1)
+    rows = zip(before.flatten(0, 1).split(ROWS_AT_ONCE), tokens.flatten().split(ROWS_AT_ONCE), strict=True)
+    p = [to_p(reader.logits(states, vocab_size)).gather(-1, token[:, None])[:, 0] for states, token in rows]
+    return torch.cat(p).view(count, inner + 1)
 
 
 class BranchingText:
@@ -299,7 +292,3 @@ class BranchingText:
             places = torch.cat((text, depths)) - self.first
             inputs |= tree_inputs(self.reader.model, self.cache, ancestors, places, num_prefix=0)
         return self.reader.hidden_states(tokens[None], self.cache, **inputs)[0]
-
-    def forget(self, count: int) -> None:
-        """Drop the last `count` nodes."""
-        self.cache.crop(-count)

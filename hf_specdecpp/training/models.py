@@ -106,12 +106,8 @@ def depth_of(target: CausalLM) -> int:
 def _without_weights(name: str) -> CausalLM:
     with suppress(OSError, ValueError):  # not every draft has one; `check_same_tokenizer` looks into the local cache
         loading.load_tokenizer(name)
-    try:
-        config = loading.load_model_config(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"The model {name!r} cannot be loaded: it must be a folder or a Hub id. {error}") from None
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(loading.load_model_config(name), trust_remote_code=False)
 
 
 def load(name: str, dtype: Any) -> CausalLM:

@@ -212,16 +212,11 @@ class ServerTarget:
                     return parse_json(response.read())
             except HTTPError as error:
                 problem = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
-                if error.code in (401, 403):
-                    raise ValueError(
-                        f"{self.url} asks for an API key ({problem}). Set the environment variable OPENAI_API_KEY."
-                    ) from None
                 if error.code < 500 and error.code not in (408, 429):
                     raise ValueError(
                         f"The server {self.url} refused a request for model {self.model!r}: {problem}. Check the "
-                        "model's name (rollouts.server_model), and that the server takes a prompt of token ids and a "
-                        "top_k, as vLLM, SGLang and llama.cpp do; otherwise leave the server out, so that the target "
-                        "answers here."
+                        "model's name (rollouts.server_model), the API key (the environment variable OPENAI_API_KEY), "
+                        "and that the server takes token ids as prompt and a top_k, as vLLM, SGLang and llama.cpp do."
                     ) from None
             except (OSError, HTTPException, ValueError) as error:  # unreachable, cut off, or half an answer
                 problem = f"{type(error).__name__}: {error}"

@@ -100,7 +100,7 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = read_prompts(str(folder))
     assert [(prompt.id, prompt.source) for prompt in prompts] == [(f"{folder}-{n}", str(folder)) for n in (0, 2)]
     assert [prompt.opening for prompt in read_prompts(f"{folder}:test")] == ["d"]
-    with pytest.raises(ValueError, match="could be loaded.*dev"):
+    with pytest.raises(ValueError, match="dev"):
         read_prompts(f"{folder}:dev")
     other = tmp_path / "other"
     other.mkdir()

@@ -145,7 +145,7 @@ def test_two_processes(tmp_path: Path, arguments: list[str]) -> None:
     (["--layers", "x"], "must be a number such as 4"),
     (["--data", "/nowhere.jsonl"], "nowhere.jsonl"),
     (["--layers", "50"], "layers=50 must be a number from 1 to"),
-    (["--target", "/nowhere"], "'/nowhere' cannot be loaded: it must be a folder or a Hub id"),
+    (["--target", "/nowhere"], "There is no folder '/nowhere', and it cannot be a Hub id"),
     (["--draft", "OTHER"], "different tokenizers"),
     (["--target", ""], "Pass --target"),
     ("head: {rnk: 1}", "head.rnk"),

@@ -259,25 +259,21 @@ class DistillationTrainer(Trainer):
         self, inputs: dict[str, Any], logits: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Callable[[Any], Tensor], Tensor | None]:
         """`answers`, `p_logits` and `states` of `DistilledDraft.forward`; `logits` makes p's logits of final states."""
-        answers, draft = inputs["labels"][:, 1:] != IGNORED, self.accelerator.unwrap_model(self.model)
-        if draft.fusion is not None:
+        ids, answers = inputs["input_ids"], inputs["labels"][:, 1:] != IGNORED
+        draft, size = self.accelerator.unwrap_model(self.model), self.target.hidden_size
+        if (reader := draft.fusion) is None:
+            final, states = self.target.hidden_states(ids), None
+        else:
             answers[:, : draft.unroll] = False  # rounds that would begin before the text
-        final, states = self._read(inputs, draft.fusion)
+            catching = StateReader()  # the final states come first
+            catching.hidden_size, catching.reads = size, reader.reads
+            with TargetStates(self.target.model, catching) as caught:
+                self.target.hidden_states(ids)
+                found: Any = caught.take()
+            found = found.to(ids.device)
+            final, states = found[..., :size], found if reader.reads_final else found[..., size:]
         hidden = final[:, :-1][answers]
         return answers, torch.no_grad()(lambda at: logits(hidden[at])), states
-
-    def _read(self, inputs: dict[str, Any], reader: StateReader | None) -> tuple[Tensor, Tensor | None]:
-        """The target's final states `[batch, n, hidden_size]`, and `[batch, n, width]` of what the draft reads."""
-        ids, size = inputs["input_ids"], self.target.hidden_size
-        if reader is None:
-            return self.target.hidden_states(ids), None
-        catching = StateReader()  # the final states come first
-        catching.hidden_size, catching.reads = size, reader.reads
-        with TargetStates(self.target.model, catching) as caught:
-            self.target.hidden_states(ids)
-            found: Any = caught.take()
-        found = found.to(ids.device)
-        return found[..., :size], found if reader.reads_final else found[..., size:]
 
 
 def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float]:
