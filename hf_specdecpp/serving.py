@@ -102,7 +102,18 @@ def write_plain_model(
     """Write a draft, its adapter merged, with the tokenizer files of `source`, and load it again; `ValueError` if the
     model is more or less than an ordinary causal LM, is quantised, has no tokenizer files, or does not come back from
     its files as it was."""
-    _check_plain(model)
+    name = type(model).__name__
+    if model.config.get_text_config(decoder=True) is not model.config:
+        raise ValueError(
+            f"{name} reads more than text: its language model is one part of it, and engines want a language model as "
+            "a draft. Name a text-only model of the same weights with --target, or train a draft that is a model of "
+            "its own."
+        )
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{name} is quantised, so an adapter cannot be merged into its weights, nor would engines read a part of "
+            "them alone. Name the model before quantisation with --target; engines can quantise what is exported."
+        )
     # An adapter of the LM head parts it from the embeddings that it was tied to.
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     model.config.tie_word_embeddings = head.weight is embeddings.weight
@@ -110,34 +121,15 @@ def write_plain_model(
     ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     counts: dict[str, Any] = {"num_assistant_tokens": to.num_tokens, "num_assistant_tokens_schedule": "constant"}
     model.generation_config = GenerationConfig(**ids, **counts)
-    _save(model, to.folder)
-    _copy_tokenizer(source, revision, to.folder)
-    _check_reloaded(model, to.folder)
-    return Exported(plain_model_commands(to), _notes(model, config))
-
-
-def _check_plain(model: CausalLM) -> None:
-    name, config = type(model).__name__, model.config
-    if config.get_text_config(decoder=True) is not config:
-        raise ValueError(
-            f"{name} reads more than text: its language model is one part of it, and engines want a language model as "
-            "a draft. Name a text-only model of the same weights with --target, or train a draft that is a model of "
-            "its own."
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"{name} is quantised, so an adapter cannot be merged into its weights, nor would engines read a part of "
-            "them alone. Name the model before quantisation with --target; engines can quantise what is exported."
-        )
-
-
-def _save(model: CausalLM, folder: Path) -> None:
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(to.folder)
     except StrictDataclassError as error:
         raise _not_equal(model, f"its config does not hold together ({error})") from error
     except SafetensorError as error:
-        raise OSError(f"{folder} could not be written ({error}). Make room on the disk and try again.") from error
+        raise OSError(f"{to.folder} could not be written ({error}). Make room on the disk and try again.") from error
+    _copy_tokenizer(source, revision, to.folder)
+    _check_reloaded(model, to.folder)
+    return Exported(plain_model_commands(to), _notes(model, config))
 
 
 def _copy_tokenizer(source: str, revision: str | None, folder: Path) -> None:

@@ -17,7 +17,6 @@ from typing_extensions import Self
 from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, Contestant
 from hf_specdecpp.benchmark.loading import Benchmark, Question, RunLog
 from hf_specdecpp.benchmark.summary import comparable
-from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, until_end
 from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.sampling.randomness import seed_of
@@ -79,7 +78,12 @@ class LiveBenchmark:
         while len(rows) < self.config.attempts and not (rows and not rows[-1]["disturbed"]):
             with Disturbance() as load, noted_passes(self.target) as read:
                 answers = self._generate(question, temperature, contestant, self.config.max_new_tokens)
-            counts = _counted(self.assistant.stats) if contestant.ours else _watched(read, question, answers)
+            counts, stats = _watched(read, question, answers), self.assistant.stats
+            if contestant.ours:
+                counts = {
+                    "passes": stats.target_passes, "drafting": stats.rounds - stats.idle_rounds,
+                    "drafted": stats.drafted, "accepted": stats.accepted,
+                }  # fmt: skip
             rows.append({
                 "set": question.set, "prompt": question.prompt, "batch": question.batch, "temperature": temperature,
                 "contestant": contestant.name, "earlier": names.count(contestant.name), "answers": answers,
@@ -92,14 +96,6 @@ class LiveBenchmark:
         seed = seed_of(self.config.seed, *question.key, temperature)
         with contestant.arguments(self.assistant, self.target) as arguments:
             return answer(self.target, question.ids, temperature, seed, {"max_new_tokens": max_new_tokens, **arguments})
-
-
-def _counted(stats: SpeculationStats) -> Row:
-    """Counts of ours."""
-    return {
-        "passes": stats.target_passes, "drafting": stats.rounds - stats.idle_rounds, "drafted": stats.drafted,
-        "accepted": stats.accepted,
-    }  # fmt: skip
 
 
 def _watched(read: list[int], question: Question, answers: Answers) -> Row:

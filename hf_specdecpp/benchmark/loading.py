@@ -130,20 +130,16 @@ def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPP
     if config.quick:
         contestants = quick_contestants(has_head)
     else:
-        can_tree, has_rates = _can_tree(target, assistant), bool(assistant.config.acceptance_by_rank)
-        contestants = all_contestants(has_head, can_tree, has_rates)
+        try:
+            check_tree(target)
+            drafter.check_tree()
+            can_tree = True
+        except ValueError as error:
+            can_tree = False
+            logger.warning(f"No trees take part: {error}")
+        contestants = all_contestants(has_head, can_tree, bool(assistant.config.acceptance_by_rank))
     # transformers' own loop hands no states over.
     return [each for each in contestants if each.stock is None or drafter.reads is None]
-
-
-def _can_tree(target: CausalLM, assistant: SpecDecPPAssistant) -> bool:
-    try:
-        check_tree(target)
-        assistant.ready_drafter().check_tree()
-    except ValueError as error:
-        logger.warning(f"No trees take part: {error}")
-        return False
-    return True
 
 
 def _questions(config: BenchmarkConfig) -> list[Question]:

@@ -108,19 +108,7 @@ def split_prompts(
             f"All {len(distinct)} prompts of rollouts.data are in a test set (evaluation.data), so nothing is left to "
             "train on. Give other prompts, or another test set."
         )
-    return _split(kept, heldout)
-
-
-def sample_prompts(prompts: list[Prompt], limit: int | None, seed: int) -> list[Prompt]:
-    """At most `limit` of the prompts."""
-    if limit is None or limit >= len(prompts):
-        return prompts
-    return random.Random(seed).sample(prompts, limit)  # noqa: S311 - no secret
-
-
-def _split(prompts: list[Prompt], heldout: float) -> dict[str, list[Prompt]]:
-    """Hold out the prompts whose hash, as a number in [0, 1), is under a bound: `heldout`, or what holds two out."""
-    hashes = [hashlib.sha256(prompt.opening.encode()).digest() for prompt in prompts]
+    hashes = [hashlib.sha256(prompt.opening.encode()).digest() for prompt in kept]
     places, bound = [int.from_bytes(digest[:6], "big") / 2**48 for digest in hashes], heldout
     if heldout > 0:
         if len(set(places)) < 3:
@@ -130,9 +118,16 @@ def _split(prompts: list[Prompt], heldout: float) -> dict[str, list[Prompt]]:
             )
         bound = min(max(bound, sorted(set(places))[2]), max(places))
     split: dict[str, list[Prompt]] = {"train": [], "heldout": []}
-    for prompt, place in zip(prompts, places, strict=True):
+    for prompt, place in zip(kept, places, strict=True):
         split["heldout" if place < bound else "train"].append(prompt)
     return split
+
+
+def sample_prompts(prompts: list[Prompt], limit: int | None, seed: int) -> list[Prompt]:
+    """At most `limit` of the prompts."""
+    if limit is None or limit >= len(prompts):
+        return prompts
+    return random.Random(seed).sample(prompts, limit)  # noqa: S311 - no secret
 
 
 def _read_file(path: Path) -> list[Prompt]:

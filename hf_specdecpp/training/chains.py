@@ -197,10 +197,15 @@ def draft_chains(
         states: `[1, n, width]` of the target along the text, `None` for a draft that reads none (`target_states`).
         starts: `[c]` int64, ascending, each at least 1, for a block at least 2; one group of `together`.
     """
-    if drafter.blocks_after is not None:
-        return _draft_blocks(drafter, ids, states, starts, length, drawing)
     count, device = len(starts), drafter.device
     starts = starts.to(device)
+    if drafter.blocks_after is not None:
+        read: Any = states
+        blocks = drafter.blocks_after(torch.tensor([ids], device=device), read.to(device), starts[None] - 1)
+        blocks = blocks[0, :, :length]
+        drawn = [drawing.candidates(drafter, rows) for rows in blocks.unbind(1)]
+        candidates, features = (torch.stack(parts, 1) for parts in zip(*drawn, strict=True))
+        return DraftedChains(starts, candidates, features, torch.cat((blocks, blocks[:, -1:]), 1))
     branching = BranchingText(drafter, ids[: int(starts[-1])], states)
     hidden, tokens, scalars = [branching.states[starts - 1]], [], []
     one_level = torch.eye(count, dtype=torch.bool, device=device)
@@ -212,16 +217,6 @@ def draft_chains(
         depths = (starts + torch.arange(depth + 1, device=device)[:, None]).flatten()
         hidden.append(branching.read(token, starts, below, depths, None if states is None else hidden[-1]))
     return DraftedChains(starts, torch.stack(tokens, 1), torch.stack(scalars, 1), torch.stack(hidden, 1))
-
-
-def _draft_blocks(
-    drafter: Any, ids: list[int], states: Any, starts: Tensor, length: int, drawing: Drawing
-) -> DraftedChains:
-    starts, text = starts.to(drafter.device), torch.tensor([ids], device=drafter.device)
-    hidden = drafter.blocks_after(text, states.to(drafter.device), starts[None] - 1)[0, :, :length]
-    drawn = [drawing.candidates(drafter, rows) for rows in hidden.unbind(1)]
-    tokens, scalars = (torch.stack(parts, 1) for parts in zip(*drawn, strict=True))
-    return DraftedChains(starts, tokens, scalars, torch.cat((hidden, hidden[:, -1:]), 1))
 
 
 @torch.no_grad()

@@ -88,7 +88,12 @@ def run(config: TrainingConfig) -> None:
         logger.info(f"{folder} is complete.")
         return
     with state.main_process_first():
-        _refuse_others(record)
+        # Answers from other settings, or from unknown ones, are refused: they are expensive.
+        advice = f"Go on with the earlier settings, choose another work_dir, or delete {folder} to begin anew."
+        if not record.path.is_file() and any(folder.glob("*/shard-*.parquet")):
+            raise ValueError(f"{folder} has answers but no {RECORD} that says from which settings. {advice}")
+        if different := record.changes():
+            raise ValueError(f"{folder} has answers from other settings: {'; '.join(different)}. {advice}")
         record.begin()
     shards = _plan(config, {split: codec.encode_all(prompts[split]) for split in prompts})
     _answer(config, codec, dict(list(shards.items())[state.process_index :: state.num_processes]))
@@ -118,16 +123,6 @@ def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prom
         "shard_size": rollouts.shard_size,
         "seed": config.seed,
     }
-
-
-def _refuse_others(record: Record) -> None:
-    """Raise `ValueError` if there are answers from other settings, or from unknown ones: answers are expensive."""
-    folder = record.path.parent
-    advice = f"Go on with the earlier settings, choose another work_dir, or delete {folder} to begin anew."
-    if not record.path.is_file() and any(folder.glob("*/shard-*.parquet")):
-        raise ValueError(f"{folder} has answers but no {RECORD} that says from which settings. {advice}")
-    if different := record.changes():
-        raise ValueError(f"{folder} has answers from other settings: {'; '.join(different)}. {advice}")
 
 
 def _plan(config: TrainingConfig, items: dict[str, list[Encoded]]) -> dict[Path, list[Row]]:

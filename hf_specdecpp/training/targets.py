@@ -72,7 +72,13 @@ class LocalTarget:
         ids, mask = (prompts[name].to(self.model.device) for name in ("input_ids", "attention_mask"))
         writing = set(rows)
         while writing:
-            logits = self._forward(ids, mask, cache)
+            positions: dict[str, Any] = {}
+            if self.takes_positions:
+                # At most the last one: an answer that has ended at the context may stay in the batch for a while.
+                last = self.codec.context - 1 if self.codec.context else None
+                positions["position_ids"] = (mask.cumsum(-1) - 1).clamp(0, last)[:, -ids.shape[1] :]
+            past: dict[str, Any] = {CACHE: cache, "use_cache": True, "logits_to_keep": 1}
+            logits = self.model(ids, attention_mask=mask, **past, **positions).logits[:, -1]
             ids = self._draw(logits, sampling)[:, None]
             mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)
             for row, token in zip(rows, ids[:, 0].tolist(), strict=True):
@@ -86,17 +92,6 @@ class LocalTarget:
                 kept = torch.tensor([place for place, row in enumerate(rows) if row in writing], device=ids.device)
                 cache.batch_select_indices(kept)
                 ids, mask, rows = ids[kept], mask[kept], [row for row in rows if row in writing]
-
-    def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits `[batch, vocab]` after the last token."""
-        positions: dict[str, Any] = {}
-        if self.takes_positions:
-            # At most the last one: an answer that has ended at the context may stay in the batch for a while.
-            last = self.codec.context - 1 if self.codec.context else None
-            positions["position_ids"] = (mask.cumsum(-1) - 1).clamp(0, last)[:, -ids.shape[1] :]
-        return self.model(
-            ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **{CACHE: cache}, **positions
-        ).logits[:, -1]
 
     def _draw(self, logits: Tensor, sampling: Sampling) -> Tensor:
         """A token for each row of `[batch, vocab]`."""

@@ -87,7 +87,7 @@ def test_finished_answers_leave_the_batch(
     ends = list(range(1, len(WORDS), 6))  # so many that answers end at all times
     config.target = save_model(tiny("llama", seed=4, eos_token_id=ends), tmp_path / "brief")
     sizes: set[int] = set()
-    heard(monkeypatch, LocalTarget, "_forward", lambda _, ids, *given: sizes.add(len(ids)))
+    heard(monkeypatch, LocalTarget, "_draw", lambda _, logits, *given: sizes.add(len(logits)))
     config.rollouts.batch_size, config.rollouts.heldout, config.rollouts.shard_size = batch_size, 0.0, NUM_PROMPTS
     rollouts.run(config)
     assert len(sizes) > 2, "the batch shrinks while it is answered"
