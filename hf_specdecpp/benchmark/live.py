@@ -168,37 +168,37 @@ class Disturbance:
     others: float | None = None
 
     def __enter__(self) -> Self:
-        self._begin = self._read()
+        self._begin = _clocks()
         return self
 
     def __exit__(self, *_: object) -> None:
-        (wall, own, delays, machine), (wall0, own0, delays0, machine0) = self._read(), self._begin
-        self.seconds, self.waited = wall - wall0, 0.0
-        if delays is not None and delays0 is not None:
+        (wall0, own0, delays0, machine0), (wall, own, delays, machine) = self._begin, _clocks()
+        self.seconds, own = wall - wall0, own - own0
+        self.waited = max(1.0 - own / self.seconds, 0.0) if torch.get_num_threads() == 1 else 0.0
+        if delays:
             self.waited = max(delay - delays0.get(thread, 0.0) for thread, delay in delays.items()) / self.seconds
-        elif torch.get_num_threads() == 1:
-            self.waited = max(1.0 - (own - own0) / self.seconds, 0.0)
-        if machine is not None and machine0 is not None:
-            busy, stolen = machine[0] - machine0[0], machine[1] - machine0[1]
+        if machine and machine0:
+            busy, stolen = (after - before for after, before in zip(machine, machine0, strict=True))
             self.waited += stolen / self.seconds
-            self.others = max(busy - (own - own0), 0.0) / self.seconds
+            self.others = max(busy - own, 0.0) / self.seconds
 
     @property
     def disturbed(self) -> bool:
         return self.waited > MOST_WAITING
 
-    @staticmethod
-    def _read() -> tuple[float, float, dict[str, float] | None, tuple[float, float] | None]:
-        return time.perf_counter(), time.process_time(), _delays(), _machine()
+
+def _clocks() -> tuple[float, float, dict[str, float], tuple[float, float] | None]:
+    return time.perf_counter(), time.process_time(), _delays(), _machine()
 
 
-def _delays() -> dict[str, float] | None:
-    """Seconds that each thread of this process has waited for a processor since it began (Linux)."""
+def _delays() -> dict[str, float]:
+    """Seconds that each thread of this process has waited for a processor since it began; empty where the system does
+    not tell (it is not Linux, or its kernel does not count)."""
     delays = {}
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError, IndexError):  # the thread has just ended, or the kernel does not count
+        with suppress(OSError, IndexError):  # the thread has just ended
             delays[thread.name] = int((thread / "schedstat").read_text("utf-8").split()[1]) / 1e9
-    return delays or None
+    return delays
 
 
 def _machine() -> tuple[float, float] | None:

@@ -16,18 +16,10 @@ from transformers import EvalPrediction, Trainer, set_seed
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.metrics import auc, binary_kl
-from hf_specdecpp.training import features
+from hf_specdecpp.training import features, trainers
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.features import weighted_bce
 from hf_specdecpp.training.models import HEAD, Trained, save_head
-from hf_specdecpp.training.trainers import (
-    LOGS,
-    Record,
-    last_checkpoint,
-    logging_to,
-    process_state,
-    training_arguments,
-)
 
 RECORD, CHECKPOINTS = "fit.json", "checkpoints"
 SCALARS_RATE = 10.0  # learning rate of the few weights that read a few numbers, relative to that of the others
@@ -37,18 +29,20 @@ def run(config: TrainingConfig) -> dict[str, float]:
     """Fit the head of `config` and write it to `work/head`; held-out metrics. Done if that was fitted like this.
     `ValueError` if there are no rollouts, a shard of features is damaged, or the loss is NaN."""
     folder = config.work / HEAD
-    record = Record(folder / RECORD, {"head": asdict(config.head), "features": features.settings(config)}, [folder])
+    record = trainers.Record(
+        folder / RECORD, {"head": asdict(config.head), "features": features.settings(config)}, [folder]
+    )
     if record.result() is None:
-        with process_state().main_process_first():
+        with trainers.process_state().main_process_first():
             record.begin()
             drafter, train, heldout = load_data(config)
         head = new_head(config, drafter)
         metrics = fit(head, train, heldout, config, drafter, folder / CHECKPOINTS)
-        if process_state().is_main_process:
+        if trainers.process_state().is_main_process:
             save_head(head, folder)
             record.end({"texts": len(train), **metrics})
             shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-        process_state().wait_for_everyone()
+        trainers.process_state().wait_for_everyone()
     return record.result() or {}
 
 
@@ -78,13 +72,10 @@ def fit(
 ) -> dict[str, float]:
     """Fit `head` in place, going on from a checkpoint; metrics on `heldout`. `ValueError` if the loss is no number."""
     options = config.head
-    arguments = training_arguments(
+    arguments = trainers.training_arguments(
         config,
+        options,
         checkpoints,
-        options.batch_size,
-        num_train_epochs=options.epochs,
-        learning_rate=options.learning_rate,
-        weight_decay=0.0,
         eval_strategy="epoch",
         save_strategy="epoch",
         save_total_limit=1,
@@ -94,7 +85,7 @@ def fit(
         dataloader_pin_memory=torch.cuda.is_available(),
         use_cpu=not torch.accelerator.is_available(),  # else it takes each process for the only one
     )
-    with logging_to(config.work / LOGS / "head"):
+    with trainers.logging_to(config.work / trainers.LOGS / "head"):
         trainer = HeadTrainer(
             model=head,
             args=arguments,
@@ -105,7 +96,7 @@ def fit(
             options=options,
             drafter=drafter,
         )
-    trainer.train(resume_from_checkpoint=last_checkpoint(checkpoints))
+    trainer.train(resume_from_checkpoint=trainers.last_checkpoint(checkpoints))
     measured = trainer.evaluate()
     head.to("cpu").eval()
     rows = sum(int((train[index]["mask"] > 0).sum()) for index in range(len(train)))

@@ -18,7 +18,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import logging
 
 from hf_specdecpp.files import differences, read_json, save_tensors, save_text
-from hf_specdecpp.training.configuration import TrainingConfig
+from hf_specdecpp.training.configuration import DistillConfig, HeadConfig, TrainingConfig
 
 logger = logging.get_logger("hf_specdecpp")
 LOGS = "logs"
@@ -54,12 +54,16 @@ def logging_to(folder: Path) -> Iterator[None]:
         del os.environ[LOG_FOLDER]
 
 
-def training_arguments(config: TrainingConfig, checkpoints: Path, batch_size: int, **own: Any) -> TrainingArguments:
-    """What both fits have in common, and `own`."""
+def training_arguments(
+    config: TrainingConfig, section: DistillConfig | HeadConfig, checkpoints: Path, **own: Any
+) -> TrainingArguments:
+    """The arguments that both fits have in common, those of a section of the settings, and `own`."""
     return TrainingArguments(
         output_dir=str(checkpoints),
-        per_device_train_batch_size=batch_size,
-        per_device_eval_batch_size=batch_size,
+        per_device_train_batch_size=section.batch_size,
+        per_device_eval_batch_size=section.batch_size,
+        num_train_epochs=section.epochs,
+        learning_rate=section.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=0.03,  # a share of all steps
         remove_unused_columns=False,

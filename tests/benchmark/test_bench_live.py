@@ -167,7 +167,7 @@ def test_disturbed_runs_are_repeated_and_the_quietest_counts(tmp_path: Path, mon
 
 def test_waiting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([(0.0, 0.0, {"1": 1.0}, (0.0, 0.0)), (2.0, 1.0, {"1": 1.5, "2": 0.1}, (4.0, 0.0))])
-    monkeypatch.setattr(Disturbance, "_read", staticmethod(lambda: next(readings)))
+    monkeypatch.setattr(live_module, "_clocks", lambda: next(readings))
     with Disturbance() as load:
         pass
     assert (load.seconds, load.waited, load.others, load.disturbed) == (2.0, 0.25, 1.5, True)

@@ -156,10 +156,8 @@ def _trainer(inputs: DistillationInputs, draft: DistilledDraft) -> DistillationT
     config, train, heldout, distill = inputs.config, inputs.train, inputs.heldout, inputs.config.distill
     arguments = trainers.training_arguments(
         config,
+        distill,
         config.work / CHECKPOINTS,
-        distill.batch_size,
-        num_train_epochs=distill.epochs,
-        learning_rate=distill.learning_rate,
         gradient_accumulation_steps=distill.gradient_accumulation_steps,
         bf16=distill.bf16,
         use_cpu=inputs.target.device.type == "cpu",  # else it refuses bfloat16
