@@ -7,7 +7,7 @@ expectation, without coins: little noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ def record(made: Trained, split: str, sampling: Sampling) -> dict[str, Tensor]:
         Record(folder / RECORD, wanted, [folder]),
         sorted({round(i * (len(texts) - 1) / (MEASURED - 1)) for i in range(MEASURED)}),
         TEXTS_PER_SHARD,
-        lambda rows: _shard(made, texts, rows, sampling),
+        lambda row: _of_row(made, texts, row, sampling),
         f"chains of {split} texts, temperature {sampling.temperature:g}",
     )
     rows = joined([part for part in map(load_tensors, recorded) if part])  # a shard of empty answers has no rows
@@ -62,22 +62,19 @@ def record(made: Trained, split: str, sampling: Sampling) -> dict[str, Tensor]:
     return rows
 
 
-def _shard(made: Trained, texts: Any, rows: Iterable[int], sampling: Sampling) -> dict[str, Tensor]:
-    seed, parts = made.config.seed * 1_000_003, []
-    longest = min(made.drafter.max_length, longest_text(made.target))
-    for row in rows:
-        text = texts[row]
-        last = min(len(text["input_ids"]), longest - MAX_TOKENS)
-        # A round never begins right after the prompt: the first token comes from the target's pass over it.
-        places = torch.arange(text["prompt_length"] + 1, max(last, text["prompt_length"] + 1))
-        order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed + row))
-        starts = sorted(places[order[:STARTS]].tolist())
-        if starts:
-            generator = torch.Generator().manual_seed(seed + row)
-            recorder = Recorder(made.assistant, made.target, sampling, made.config.head.inputs)
-            part = recorder.of_text(text["input_ids"], starts, generator)
-            parts.append({"text": torch.full_like(part["start"], row), **part})
-    return joined(parts)
+def _of_row(made: Trained, texts: Any, row: int, sampling: Sampling) -> dict[str, Tensor]:
+    """The chains along one text; nothing where it is too short for one."""
+    text, seed = texts[row], made.config.seed * 1_000_003 + row
+    last = min(len(text["input_ids"]), min(made.drafter.max_length, longest_text(made.target)) - MAX_TOKENS)
+    # A round never begins right after the prompt: the first token comes from the target's pass over it.
+    places = torch.arange(text["prompt_length"] + 1, max(last, text["prompt_length"] + 1))
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
+    if not len(places):
+        return {}
+    recorder = Recorder(made.assistant, made.target, sampling, made.config.head.inputs)
+    starts, generator = sorted(places[order[:STARTS]].tolist()), torch.Generator().manual_seed(seed)
+    rows = recorder.of_text(text["input_ids"], starts, generator)
+    return {"text": torch.full_like(rows["start"], row), **rows}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ text X; it then reads a mixture Z of both texts, and its states at the positions
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,8 @@ def build(made: Trained, split: str) -> FeatureSet:
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed))
         texts = texts.select(sorted(order[: config.head.max_texts].tolist()))
     record = Record(config.work / FOLDER / split / RECORD, settings(config), [config.work / FOLDER / split])
-    title = f"features of {split} texts"
-    return FeatureSet(shards(record, range(len(texts)), TEXTS_PER_SHARD, lambda rows: _shard(made, texts, rows), title))
+    title, rows = f"features of {split} texts", range(len(texts))
+    return FeatureSet(shards(record, rows, TEXTS_PER_SHARD, lambda row: _of_row(made, texts[row], row), title))
 
 
 def settings(config: TrainingConfig) -> dict[str, Any]:
@@ -57,22 +56,18 @@ def settings(config: TrainingConfig) -> dict[str, Any]:
     return {**chosen, **sampling, "seed": config.seed, **fingerprint(config)}
 
 
-def _shard(made: Trained, texts: Any, rows: Iterable[int]) -> dict[str, Tensor]:
-    config, drafter, parts = made.config, made.drafter, []
+def _of_row(made: Trained, text: dict[str, Any], row: int) -> dict[str, Tensor]:
+    """The examples of one text; nothing for an empty answer, or a prompt that the draft cannot read."""
+    config, drafter = made.config, made.drafter
+    ids = torch.tensor([text["input_ids"]])[:, : int(min(drafter.max_length, len(text["input_ids"])))]
+    if ids.shape[1] <= text["prompt_length"]:
+        return {}
+    # A seed of its own for each text: a resumed run draws what an uninterrupted one would have drawn.
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + row)
     examples = Examples(config.head, drafter, made.target)
-    for row in rows:
-        text = texts[row]
-        ids = torch.tensor([text["input_ids"]])[:, : int(min(drafter.max_length, len(text["input_ids"])))]
-        if ids.shape[1] <= text["prompt_length"]:
-            continue  # an empty answer, or a prompt that the draft cannot read
-        # A seed of its own for each text: a resumed run draws what an uninterrupted one would have drawn.
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + row)
-        part = examples.of_text(ids, text["prompt_length"], config.sampling(text["temperature"]), generator)
-        length = torch.tensor([len(part["hidden"])], device=drafter.device)
-        parts.append({**part, "hidden": to_half(part["hidden"]), "tokens": part["tokens"].int(), "lengths": length})
-    if not parts:
-        raise ValueError(f"The texts up to number {row} have no answers that the draft can read.")
-    return joined(parts)
+    part = examples.of_text(ids, text["prompt_length"], config.sampling(text["temperature"]), generator)
+    length = torch.tensor([len(part["hidden"])], device=drafter.device)
+    return {**part, "hidden": to_half(part["hidden"]), "tokens": part["tokens"].int(), "lengths": length}
 
 
 def to_half(hidden: Tensor) -> Tensor:
@@ -157,8 +152,10 @@ class FeatureSet(Dataset[dict[str, Tensor]]):
     def __init__(self, shards: list[Path]) -> None:
         self.places = list[tuple[Path, int, int]]()  # of each text its shard, first row and end
         for path in shards:
-            ends = load_tensors(path)["lengths"].cumsum(0).tolist()
+            ends = load_tensors(path).get("lengths", torch.empty(0, dtype=torch.long)).cumsum(0).tolist()
             self.places += zip([path] * len(ends), [0, *ends], ends, strict=False)
+        if not self.places:
+            raise ValueError(f"The texts of {shards[0].parent} have no answers that the draft can read.")
 
     def __len__(self) -> int:
         return len(self.places)

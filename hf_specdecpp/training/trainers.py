@@ -132,9 +132,10 @@ class Record:
 
 
 def shards(
-    record: Record, rows: Sequence[int], size: int, make: Callable[[Sequence[int]], dict[str, Tensor]], title: str
+    record: Record, rows: Sequence[int], size: int, make: Callable[[int], dict[str, Tensor]], title: str
 ) -> list[Path]:
-    """Safetensors files beside a record, `size` of the `rows` in each, made by `make` where they are not there yet."""
+    """Safetensors files beside a record, where they are not there yet: the tensors that `make` returns for `size` of
+    the `rows`, one after another. Rows for which it returns none are left out."""
     record.begin()
     paths = []
     with logging.tqdm(total=len(rows), desc=title, unit="text") as bar:
@@ -142,7 +143,7 @@ def shards(
             part = rows[start : start + size]
             path = record.path.with_name(f"shard-{number:05d}.safetensors")
             if not path.is_file():
-                save_tensors(make(part), path)
+                save_tensors(joined([tensors for row in part if (tensors := make(row))]), path)
             bar.update(len(part))
             paths.append(path)
     return paths
