@@ -105,9 +105,8 @@ def write_plain_model(
     name = type(model).__name__
     if model.config.get_text_config(decoder=True) is not model.config:
         raise ValueError(
-            f"{name} reads more than text: its language model is one part of it, and engines want a language model as "
-            "a draft. Name a text-only model of the same weights with --target, or train a draft that is a model of "
-            "its own."
+            f"{name} reads more than text, and engines want a language model as a draft. Name a text-only model of the "
+            "same weights with --target, or train a draft that is a model of its own."
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(

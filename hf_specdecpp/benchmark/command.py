@@ -50,8 +50,9 @@ def write(results: dict[str, Any], folder: Path) -> None:
     """The results as JSON, Markdown and, where matplotlib is installed, pictures."""
     save_text(json.dumps(results) + "\n", folder / RESULTS)
     save_text(report.markdown(results), folder / "report.md")
-    if results["pictures"]:
-        report.plot_all(results, folder)
+    for temperature in results["settings"]["temperatures"] if results["pictures"] else ():
+        if rows := overall(results["summary"], temperature):
+            report.plot_speeds(rows, folder / f"speed-up-{temperature:g}.png", report.mode(temperature))
 
 
 def _results(benchmark: Benchmark, log: RunLog) -> dict[str, Any]:

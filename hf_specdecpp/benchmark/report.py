@@ -1,4 +1,4 @@
-"""The benchmark as a table on the terminal, as Markdown, and as pictures (`plot_all`)."""
+"""The benchmark as a table on the terminal, as Markdown, and as pictures (`plot_speeds`)."""
 
 from __future__ import annotations
 
@@ -186,13 +186,6 @@ def markdown_table(header: Sequence[object], lines: Sequence[Sequence[object]]) 
 
 def mode(temperature: float) -> str:
     return "greedy" if temperature == 0.0 else f"temperature {temperature:g}"
-
-
-def plot_all(results: dict[str, Any], folder: Path) -> None:
-    """Every picture that `report.markdown` shows."""
-    for temperature in results["settings"]["temperatures"]:
-        if rows := overall(results["summary"], temperature):
-            plot_speeds(rows, folder / f"speed-up-{temperature:g}.png", mode(temperature))
 
 
 def plot_speeds(rows: Sequence[dict[str, Any]], path: Path, how: str) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import patch_environment
 from torch import Tensor
 from transformers import TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
@@ -41,17 +42,9 @@ def check_trackers(report_to: str | list[str]) -> None:
         ) from None
 
 
-@contextmanager
-def logging_to(folder: Path) -> Iterator[None]:
+def logging_to(folder: Path) -> AbstractContextManager[None]:
     """A Trainer made within it writes TensorBoard's files to `folder`, not into checkpoints, which are deleted."""
-    if LOG_FOLDER in os.environ:
-        yield
-        return
-    os.environ[LOG_FOLDER] = str(folder)
-    try:
-        yield
-    finally:
-        del os.environ[LOG_FOLDER]
+    return patch_environment(**{LOG_FOLDER: os.environ.get(LOG_FOLDER, str(folder))})
 
 
 def training_arguments(

@@ -95,13 +95,11 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
     reports, best = _keep_best_share(trainer, config, before)
     accepted = {share: report["all"]["acceptance"] for share, report in reports.items()}
     if best == 0.0:
-        nothing = "Nothing of the update is kept, and there is no adapter."
-        kept = "The fitted fusion is kept." if config.trains_module else nothing
+        kept = "The fitted fusion is kept" if config.trains_module else "There is no adapter"
         logger.warning(
-            "Training did not help: on the held-out answers a candidate is accepted with probability "
-            f"{accepted[0.0]:.3f} without the update, and with a share of it with at most "
-            f"{max(accepted[share] for share in SHARES):.3f}. "
-            f"{kept} More answers help, or a lower distill.learning_rate (now {config.distill.learning_rate:g})."
+            f"Training did not help: held-out candidates are accepted with probability {accepted[0.0]:.3f} without the "
+            f"update, with shares of it with at most {max(accepted[share] for share in SHARES):.3f}. {kept}. More "
+            f"answers help, or a lower distill.learning_rate (now {config.distill.learning_rate:g})."
         )
     if best > 0.0 or config.trains_module:
         _save(trainer, config)
