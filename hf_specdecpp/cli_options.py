@@ -103,10 +103,6 @@ class DraftChoice:
                 "own multi-token layers or the assistant's. Leave one of them out."
             )
 
-    @property
-    def is_by_default(self) -> bool:
-        return self.assistant is None and self.layers is None and not self.lookup and not self.mtp
-
     def flags(self, kind: str) -> str:
         """The options that name the same draft, such as "--assistant org/head"; `kind` is the name of its kind."""
         if self.assistant is not None:

@@ -26,7 +26,7 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
         torch.set_num_threads(config.threads)
     benchmark = Benchmark.load(config)
     settings = benchmark.settings
-    if config.is_by_default:
+    if config.assistant is None and config.layers is None and not config.lookup and not config.mtp:
         drafts = benchmark.assistant.ready_drafter().places
         chosen = f"the draft is {settings['draft_name']}" if drafts else "nothing drafts: the text itself is searched"
         console.print(f"Without --assistant or --layers {chosen}.", soft_wrap=True)

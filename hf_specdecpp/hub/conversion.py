@@ -88,7 +88,11 @@ def read_released_head(folder: Path) -> AcceptanceHead:
     """
     size, depth = _read_sizes(folder / CONFIG)
     path = _find_weights(folder)
-    tensors = _load_pickle(path) if path.name == PICKLE else _load_with_aliases(path)
+    tensors = _load_pickle(path) if path.name == PICKLE else files.load_tensors(path)
+    if path.name != PICKLE:  # tensors that were stored once get all of their names
+        with safe_open(path, framework="pt") as file:
+            names: dict[str, str] = file.metadata() or {}
+        tensors = {**{alias: tensors[name] for alias, name in names.items() if name in tensors}, **tensors}
     with torch.device("meta"):
         expected = {_released(name, depth): tensor for name, tensor in AcceptanceHead(size, depth).state_dict().items()}
     wanted = {name: list(tensor.shape) for name, tensor in expected.items()}
@@ -138,14 +142,6 @@ def _find_weights(folder: Path) -> Path:
     if not weights[0].is_file():
         raise FileNotFoundError(f"{folder} has no safetensors file and no {PICKLE}, so there is no head to convert.")
     return weights[0]
-
-
-def _load_with_aliases(path: Path) -> dict[str, Tensor]:
-    """Tensors of a safetensors file, those that were stored once under all of their names."""
-    tensors = files.load_tensors(path)
-    with safe_open(path, framework="pt") as file:
-        names: dict[str, str] = file.metadata() or {}
-    return tensors | {alias: tensors[name] for alias, name in names.items() if name in tensors and alias not in tensors}
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:

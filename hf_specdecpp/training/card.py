@@ -79,7 +79,13 @@ def results(config: TrainingConfig) -> dict[str, Any]:
         "head_metrics": fitted,
         "calibration": _read(work / HEAD / "calibration.json"),
         "speed": _read(work / SPEED),
-        "provenance": provenance(),
+        "provenance": {
+            "command": command(folders=False),
+            "hf_specdecpp": __version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "git_commit": source_commit(),
+        },
     }
 
 
@@ -99,17 +105,6 @@ def _name_models(assistant: SpecDecPPAssistant, config: TrainingConfig) -> set[s
             setattr(assistant.config, f"{role}_id", public_name(read_from))
             folders.add(public_name(read_from))
     return folders
-
-
-def provenance() -> dict[str, str | None]:
-    """The command, the versions and the commit that made the repository."""
-    return {
-        "command": command(folders=False),
-        "hf_specdecpp": __version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "git_commit": source_commit(),
-    }
 
 
 def summary(config: TrainingConfig) -> str:

@@ -78,7 +78,11 @@ def run(options: TrainOptions) -> None:
     settings.update({name: given[name] for name in ("target", "output", "draft", "layers") if name in given})
     rollouts.update({name: given[name] for name in ("data", "server") if name in given})
     config = TrainingConfig.from_dict(settings)
-    _hide_what_users_cannot_mend()
+    # Users can do nothing about bars of short data sets, deprecations in libraries, and Trainer's doubts about mtime.
+    datasets.disable_progress_bars()
+    for library in ("transformers", "peft", "accelerate", "torch", "datasets"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\.")
+    logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     try:
         train(config, options.stage or None)
@@ -93,14 +97,6 @@ def run(options: TrainOptions) -> None:
         card = Path(config.output, CARD).read_text(encoding="utf-8")
         uploaded = assistant.push_to_hub(options.push_to_hub, card=card)
         console.print(f"uploaded    {uploaded.commit_url}")
-
-
-def _hide_what_users_cannot_mend() -> None:
-    """Bars of data sets that are read in a moment, deprecations within libraries, and Trainer's doubts about mtime."""
-    datasets.disable_progress_bars()
-    for library in ("transformers", "peft", "accelerate", "torch", "datasets"):
-        warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\.")
-    logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
 
 
 def read_settings(file: Path) -> dict[str, Any]:
