@@ -140,7 +140,7 @@ def check_lossless(config: GenerationConfig) -> None:
         raise ValueError("assistant_ensemble_weight changes the output; hf_specdecpp is lossless. Leave it unset.")
 
 
-def ends_as_told(criterion: object, config: GenerationConfig) -> bool:
+def ends_as_told(criterion: Any, config: GenerationConfig) -> bool:
     """Whether a text ends by a criterion nowhere but where those who know its `config` alone expect that."""
     if class_of(criterion) is MaxLengthCriteria:
         return criterion.max_length == config.max_length

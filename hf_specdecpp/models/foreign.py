@@ -8,6 +8,7 @@ was found is kept here for later texts.
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,11 +21,13 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from huggingface_hub.constants import HF_HUB_CACHE
 from torch import Generator, Tensor, nn, strided
+from torch.nn import functional
 from torch.nn.modules import module as every_module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.integrations import sdpa_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import CausalLM, modules_of
@@ -38,7 +41,8 @@ KNOWN = {
     "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
 }  # fmt: skip
 
-
+# Packages of functions that transformers' modules import.
+IMPORTED = {"safetensors", *sys.stdlib_module_names}
 KERNELS = os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE  # from which nothing but kernels of the Hub is imported
 
 
@@ -196,6 +200,7 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
             code = getattr(kind_of, method)
             if code not in _usual and is_foreign(code) and is_foreign(code, _ownpackage_of(kind_of, method, model)):
                 yield ForeignCode(code, f"a forward of {kind_of.__name__}, {_name(code)}")
+    yield from _replaced_functions(kinds)
     implementation = str(model.config.get_text_config(decoder=True)._attn_implementation)
     attention = ALL_ATTENTION_FUNCTIONS.get(implementation)
     if attention is not None and "/" not in implementation and is_foreign(attention):  # else a kernel of the Hub
@@ -209,6 +214,17 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
         for code in (vars(cache).get("update", type(cache).update), *updates):
             if code not in _usual and is_foreign(code):
                 yield ForeignCode(code, f"a cache, {_name(code)}")
+
+
+def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
+    """Functions of others in the modules of PyTorch and transformers that classes of layers call by their names."""
+    names = {kind.__module__ for kind in kinds if package_of(kind) == "transformers"}
+    for home in (functional, sdpa_attention, *(sys.modules[name] for name in sorted(names))):
+        for name, code in list(vars(home).items()):
+            if isinstance(code, BuiltinFunctionType | ModuleType | type) or not callable(code) or code in _usual:
+                continue
+            if package_of(code) not in IMPORTED and is_foreign(code):
+                yield ForeignCode(code, f"another {name} of {home.__name__}, {_name(code)}")
 
 
 def active_modes() -> list[Any]:

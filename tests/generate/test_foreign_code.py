@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.models.llama import modeling_llama
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.generation.doors import attached
@@ -164,6 +165,21 @@ class EvictingLayer(DynamicLayer):
         return both
 
 
+def replaced_function(home: Any, name: str, by: float = 1.4) -> Callable[[CausalLM], Any]:
+    """In the module that layers call it from, as libraries of faster kernels do: it scales its first argument where a
+    pass has one token (`[..., tokens, size]`), or by 1.0 everywhere."""
+    original = getattr(home, name)
+
+    def scaled(states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(states * (by if states.shape[-2] == 1 else 1.0), *args, **kwargs)
+
+    def put_on(_: CausalLM) -> Any:
+        setattr(home, name, functools.wraps(original)(scaled))
+        return lambda: setattr(home, name, original)
+
+    return put_on
+
+
 OTHERWISE: dict[str, Callable[[CausalLM], Any]] = {
     "last row": hook("model.layers.1", lambda output: steered(output, -1)),
     "first row": hook("model.layers.0.mlp", lambda output: steered(output, 0)),
@@ -182,12 +198,15 @@ OTHERWISE: dict[str, Callable[[CausalLM], Any]] = {
     "evicting in one layer": evicting(20, 19, slice(1, 2)),
     "evicting from the prompt on": evicting(6, 5),
     "scaling the cache": scaling_the_cache,
+    "function of transformers": replaced_function(modeling_llama, "apply_rotary_pos_emb"),
+    "function of PyTorch": replaced_function(functional, "scaled_dot_product_attention"),
 }  # fmt: skip
 ALIKE: dict[str, Callable[[CausalLM], Any]] = {
     "every row": hook("model.layers.1", lambda output: steered(output, slice(None), 0.2)),
     "nothing": hook("model.layers.0", lambda _: None),
     "masked logits": hook("lm_head", lambda output: output.index_fill(-1, torch.arange(3, 9), -torch.inf)),
     "only many rows": hook("model.layers.1", only_several(70)),
+    "function": replaced_function(functional, "scaled_dot_product_attention", by=1.0),
 }
 DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
     "chain": assistant_for,
@@ -208,10 +227,16 @@ def made(name: str, draft: str) -> tuple[CausalLM, SpecDecPPAssistant, Any]:
     return target, assistant or DRAFTS[draft](target), take_off
 
 
+REPLACED: list[Any] = [(modeling_llama, "apply_rotary_pos_emb"), (functional, "scaled_dot_product_attention")]
+
+
 @pytest.fixture(autouse=True)
 def _classes_are_as_before() -> Any:
     forward = type(tiny("llama").model.layers[0].mlp).forward
+    functions = [(home, name, getattr(home, name)) for home, name in REPLACED]
     yield
+    for home, name, function in functions:
+        setattr(home, name, function)
     type(tiny("llama").model.layers[0].mlp).forward = forward
     every_module._global_forward_hooks.clear()
 
@@ -481,8 +506,8 @@ STRENGTH = [1.0]
 @pytest.mark.takes(2)
 @pytest.mark.parametrize(
     ("mode", "says"),
-    [(Functions, "runs in a mode of PyTorch, Functions"), (Operations, "runs in a mode of PyTorch, Operations"),
-     (lambda: FlopCounterMode(display=False), "made in a mode of PyTorch, .*FlopCounterMode"),
+    [(Functions, ".*runs in a mode of PyTorch, Functions.*"), (Operations, ".*runs in a mode of PyTorch, Operations.*"),
+     (lambda: FlopCounterMode(display=False), ".*made in a mode of PyTorch, .*FlopCounterMode.*"),
      (lambda: torch.device("cpu"), None)],
     ids=["functions", "operations", "counter", "device"],
 )  # fmt: skip
@@ -500,7 +525,7 @@ def test_graphs_are_not_made_in_modes(
             with mode():
                 plain = target.generate(PROMPT, **how)
                 assert torch.equal(target.generate(PROMPT, **how, assistant_model=assistant), plain)
-            assert assistant.stats.uncaptured is None if says is None else re.search(says, assistant.stats.uncaptured)
+            assert re.fullmatch(says or "None", str(assistant.stats.uncaptured))
     assert assistant.stats.drafted > 0
 
 

@@ -29,7 +29,7 @@ def test_a_class_of_transformers_with_code_of_anothers(monkeypatch: pytest.Monke
     penalise, ends = logits_process.RepetitionPenaltyLogitsProcessor.__call__, EosTokenCriteria.__call__
 
     @functools.wraps(penalise)
-    def biased(self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def biased(self: Any, input_ids: Any, scores: Any) -> Any:
         calls[0] += 1
         return functional.one_hot(torch.tensor(calls[0] % VOCAB_SIZE), VOCAB_SIZE) * -9.0 + penalise(
             self, input_ids, scores
