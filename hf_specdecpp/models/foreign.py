@@ -41,8 +41,11 @@ KNOWN = {
     "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
 }  # fmt: skip
 
-# Packages of functions that transformers' modules import.
-IMPORTED = {"safetensors", *sys.stdlib_module_names}
+# Packages besides whose functions transformers' modules import.
+IMPORTED = KNOWN | sys.stdlib_module_names | {
+    "causal_conv1d", "einops", "fla", "flash_attn", "flash_attn_interface", "huggingface_hub", "mamba_ssm", "natten",
+    "numpy", "packaging", "safetensors", "scipy", "tqdm", "typing_extensions", "xlstm",
+}  # fmt: skip
 KERNELS = os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE  # from which nothing but kernels of the Hub is imported
 
 
@@ -221,9 +224,8 @@ def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
     names = {kind.__module__ for kind in kinds if package_of(kind) == "transformers"}
     for home in (functional, sdpa_attention, *(sys.modules[name] for name in sorted(names))):
         for name, code in list(vars(home).items()):
-            if isinstance(code, BuiltinFunctionType | ModuleType | type) or not callable(code) or code in _usual:
-                continue
-            if package_of(code) not in IMPORTED and is_foreign(code):
+            is_function = callable(code) and not isinstance(code, BuiltinFunctionType | ModuleType | type)
+            if is_function and package_of(code) not in IMPORTED:
                 yield ForeignCode(code, f"another {name} of {home.__name__}, {_name(code)}")
 
 

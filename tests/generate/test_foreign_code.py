@@ -1,15 +1,19 @@
 """Hooks, patched forwards and replaced layers on a target: honoured with candidates, or the call is a plain one."""
 
+import contextlib
 import functools
+import importlib
 import itertools
 import re
 import types
 from collections.abc import Callable
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.families import informed_draft
 from support.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, tiny, told
 from support.pretend_graph import pretend_graphs
@@ -283,6 +287,7 @@ def test_without_looking_at_it_the_text_is_another_one(name: str, monkeypatch: p
     draft = informed_draft(plain)
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig("fixed", num_tokens=4))
     monkeypatch.setattr(foreign, "is_foreign", lambda *_: False)
+    monkeypatch.setattr(foreign, "_replaced_functions", lambda _: ())
     try:
         ours = target.generate(PROMPT, **GREEDY, assistant_model=assistant)
     except (RuntimeError, ValueError, IndexError):
@@ -551,6 +556,15 @@ def test_where_passes_are_not_compared() -> None:
 
 
 # What counts as code of others --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", ["gpt2", "gemma3", "jamba", pytest.param("*", marks=pytest.mark.slow)])
+def test_functions_that_transformers_imports_are_its_own(names: str) -> None:
+    for path in Path(transformers.__file__).parent.glob(f"models/{names}/modeling_*.py"):
+        home = f"transformers.models.{path.parent.name}.{path.stem}"
+        with contextlib.suppress(ImportError):  # of packages that are not installed
+            importlib.import_module(home)
+            assert not list(foreign._replaced_functions({type("Layer", (), {"__module__": home})}))
 
 
 def test_another_set_of_hooks_is_compared_again() -> None:

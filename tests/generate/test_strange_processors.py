@@ -35,7 +35,7 @@ def test_a_class_of_transformers_with_code_of_anothers(monkeypatch: pytest.Monke
             self, input_ids, scores
         )
 
-    def ending(self: Any, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+    def ending(self: Any, input_ids: Any, scores: Any, **_: Any) -> Any:
         return ends(self, input_ids, scores) & torch.tensor(input_ids.shape[1] > 24)
 
     monkeypatch.setattr(logits_process.RepetitionPenaltyLogitsProcessor, "__call__", biased)
