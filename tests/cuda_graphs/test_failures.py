@@ -216,6 +216,7 @@ def test_a_text_that_finds_no_larger_room_goes_on_elsewhere(
     assert torch.equal(text.sequences, plain)
     assert str(assistant.stats.uncaptured).startswith("memory ended (CUDA out of memory")
     assert assistant.stats.rounds > 2
+    assert assistant.stats.idle_rounds or name.startswith("passes"), "the draft has read the text in rooms alone"
     assert pretended["replayed"]
     passes = captured_target(target)
     assert not passes.busy
