@@ -127,7 +127,9 @@ class AssistedDecoding:
 
     def _note_seconds(self, rounds: list[Round], draft: float, target: float, rest: float) -> None:
         """Count the seconds of a round, to equal shares. What verification waits for the device is the pass's."""
-        count, waited = len(rounds), sum([each.verdict.waited for each in rounds])
+        count, waited = len(rounds), 0.0
+        for each in rounds:
+            waited += each.verdict.waited
         target, rest, draft = (target + waited) / count, (rest - waited) / count, draft / count
         for each in rounds:
             stats = each.text.stats

@@ -20,7 +20,6 @@ from hf_specdecpp.models.causal_lm import (
     keeping_generators,
 )
 from hf_specdecpp.models.checks import frequency_changes
-from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.trees.attention import tree_mask
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 
@@ -162,12 +161,6 @@ class Prefix:
         shown = self.shown if self.is_masked else None
         mask = tree_mask(self.target, self.text.cache, ancestors, depths, self.rows, shown)
         return inputs | {"attention_mask": mask, "position_ids": position[..., None] + depths}
-
-    def forward(self, states: TargetStates, inputs: dict[str, Any]) -> Any:
-        """A pass with these arguments, of which the states are caught."""
-        if states.are_read:
-            return states.catch(self.target, **inputs, return_dict=True)
-        return self.target(**inputs, return_dict=True)
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
         """Keep of a pass over `num_candidates` the `kept` tokens that were emitted, where they were a tree those of a

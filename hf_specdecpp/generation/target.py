@@ -84,9 +84,9 @@ class Drafts:
         """Told what stands of a round."""
         (each,) = rounds
         generator = each.text.generator
-        generator.saw(each.tree, each.verdict.path, each.length)
+        generator.saw(each.tree, each.verdict.path, each.text.before)
         if generator.times is not None:
-            generator.times.end(each.length, each.width)
+            generator.times.end(each.text.before, each.width)
 
     def select(self, places: Sequence[int]) -> None:
         """The texts at these places go on."""
@@ -153,9 +153,6 @@ class TargetSide(RoundTarget):
         back."""
 
     # The end of a call. -----------------------------------------------------------------------------------------------
-
-    def stays(self, texts: Sequence[Text]) -> list[bool]:
-        return [not text.finished for text in texts]
 
     @abstractmethod
     def complete(self, texts: Sequence[Text]) -> None:
@@ -236,6 +233,9 @@ class OneTarget(TargetSide):
         self.prefix.roll_back()
         return logits
 
+    def stays(self, texts: Sequence[Text]) -> list[bool]:  # noqa: ARG002
+        return [not self.text.finished]
+
     def take_back(self, passes: CapturedTarget, texts: Sequence[Text], rows: Sequence[int]) -> None:  # noqa: ARG002
         passes.write(self.prefix.cache)
         self.prefix.grow(passes.text.held - self.prefix.text.held)
@@ -268,11 +268,13 @@ class OneTarget(TargetSide):
                 self.read(rounds)
 
     def _forward(self, inputs: dict[str, Any]) -> Any:
-        if self.device.type != "cpu":
-            return self.prefix.forward(self.states, inputs)
         work, clock = time.process_time(), time.perf_counter()
-        outputs = self.prefix.forward(self.states, inputs)
-        self.passes.note(self.prefix.width, time.process_time() - work, time.perf_counter() - clock)
+        if self.states.are_read:
+            outputs: Any = self.states.catch(self.model, **inputs, return_dict=True)
+        else:
+            outputs = self.model(**inputs, return_dict=True)
+        if self.device.type == "cpu":
+            self.passes.note(self.prefix.width, time.process_time() - work, time.perf_counter() - clock)
         return outputs
 
     def keep(self, rounds: Sequence[Round]) -> None:

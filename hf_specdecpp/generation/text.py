@@ -57,6 +57,7 @@ class Text:
         ids: `[1, length]`, the prompt and what was emitted.
         states: `[1, n, width]` of the target, if the draft reads them, at the n tokens that the last pass left in the
             text.
+        before: tokens before the latest round.
         finished: whether it has ended.
         goes_on: whether tokens follow its end, as in the rows of a batch that are not padded; `False` by default.
         end_length: the length at which it ends, as far as is known.
@@ -66,6 +67,7 @@ class Text:
 
     ids: Tensor
     prompt_length: int
+    before: int
     waits: bool
     states: Tensor | None = None
 
@@ -126,7 +128,7 @@ class Text:
     def emit(self, verdict: Verdict) -> Emitted:
         """Add tokens, up to the first that ends the text."""
         emitted, rows = verdict.emitted, verdict.rows
-        before = self.ids.shape[1]
+        self.before = before = self.ids.shape[1]
         path, new_ids = None, torch.tensor([emitted])  # as int64 whatever the prompt's type is, like plain generation
         if rows is None:
             new_ids = new_ids.to(self.ids.device)
@@ -363,7 +365,6 @@ class Round:
         is_verified: whether the device has verified it, with the pass.
         outputs: of the target's pass: `logits` `[1, rows, vocab]`, and what else the text is asked for.
         width: tokens that the pass read, dummies included.
-        length: tokens of the text before the round.
     """
 
     text: Text
@@ -372,12 +373,8 @@ class Round:
     is_verified: bool = False
     outputs: Any = None
     width: int = 0
-    length: int = field(init=False)
     verdict: Verdict = field(init=False)
     emitted: Emitted = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.length = self.text.ids.shape[1]
 
     @cached_property
     def rows(self) -> TreePass:

@@ -110,7 +110,7 @@ class GraphDrafts(Drafts):
             if self.shape.width > 1 and self.rates is not None:
                 self.rates.observe_tree(tree.judged(path))
             generator.note_captured(tree, each.outputs.estimates)
-            generator.saw(tree, path, each.length)
+            generator.saw(tree, path, each.text.before)
 
     def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
         """Process scores of one of the texts, as `CapturedRounds` asks."""

@@ -73,9 +73,9 @@ class DraftsOfRows(Drafts):
 
     def saw(self, rounds: Sequence[Round]) -> None:
         for each in rounds:
-            each.text.generator.saw(each.tree, each.verdict.path, each.length)
+            each.text.generator.saw(each.tree, each.verdict.path, each.text.before)
         if self.times is not None and len(rounds) == self.count:
-            self.times.end(max(each.length for each in rounds), rounds[0].width)
+            self.times.end(max(each.text.before for each in rounds), rounds[0].width)
 
     def select(self, places: Sequence[int]) -> None:
         self.together.select(places)

@@ -177,7 +177,7 @@ class TargetOfRows(TargetSide):
         if not self.config.output_attentions:
             return None
         attentions = [layer[place : place + 1] for layer in outputs.attentions]
-        further = each.length - self.prompt_mask.shape[1]
+        further = each.text.length - self.prompt_mask.shape[1]
         if not further or not attentions:  # sdpa attention has none to give
             return tuple(attentions)
         # The columns of the cache that are the row's, and their places in its text.
@@ -200,7 +200,7 @@ class TargetOfRows(TargetSide):
         on in row 0 up to 20 tokens, so it leaves once it has as many.
         """
         if self.pads:
-            return super().stays(texts)
+            return [not text.finished for text in texts]
         return [text.length < self._last for text in texts]
 
     @property
