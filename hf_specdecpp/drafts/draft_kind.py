@@ -29,12 +29,12 @@ NESTED = ("transformer_layer_config", "text_config")  # parts of a config that m
 
 @dataclass(frozen=True)
 class Parts:
-    """What an assistant has of a draft, beside its config.
+    """The parts of a draft that an assistant has, beside its config.
 
     Attributes:
-        adapter: folder of its PEFT adapter.
-        draft_vocab: `[n]` token ids that it may propose; `None` for all.
-        module: what else was trained of it (`DraftKind.load`).
+        adapter: folder of the draft's PEFT adapter.
+        draft_vocab: `[n]` token ids that the draft may propose; `None` for all.
+        module: the module that was trained beside the adapter, or the published draft (`DraftKind.load`).
         merge: merge the adapter into the weights, or into copies of them.
     """
 
@@ -46,11 +46,11 @@ class Parts:
 
 @dataclass(frozen=True)
 class Loading:
-    """Where a draft is loaded to, and from.
+    """Where a draft is loaded from, and to.
 
     Attributes:
-        draft: it, or where it is, in the place of what the config names.
-        target: that it is made of, or in whose dtype and on whose device it is loaded, unless these are given.
+        draft: the draft, its folder or its Hub id, instead of the one that the config names.
+        target: the draft is made of its layers, or loaded in its dtype and on its device unless these are given.
         hub_kwargs: for downloads.
     """
 
@@ -69,11 +69,11 @@ class DraftKind(ABC):
         rests_on: whose weights it drafts with: `"draft"`, a model of its own; `"target"`, to which it is bound when the
             assistant is attached; or `"nothing"`.
         is_named: whether `config.draft_id` must say where the draft is, or nobody could load it again.
-        own_file: the file of an assistant's repository with what was trained of a draft beside an adapter; empty where
-            there is no such thing.
-        own_field: of `SpecDecPPConfig`: the arguments of that module, which its `to_config` gives.
-        unserved: why other engines serve no such draft, and what to do instead, in whole sentences; empty where it is
-            exported. `{draft}`, `{target}` and `{output}` stand for what is described, its target and the folder.
+        own_file: the file of an assistant's repository with the module that was trained beside an adapter; empty where
+            no module is trained.
+        own_field: the field of `SpecDecPPConfig` with the arguments of that module, which its `to_config` returns.
+        unserved: why other engines serve no such draft, and what to do instead, in whole sentences; empty where the
+            draft is exported. `{draft}`, `{target}` and `{output}` stand for its description, target and folder.
         untrainable: why it is not trained, and what to do instead; empty where it is.
         first_layers: how many of the target's first layers draft unless a training run says otherwise; `None` for its
             last one alone.
@@ -104,9 +104,9 @@ class DraftKind(ABC):
         """The draft in a few words, for messages, cards and reports, with a name for the target."""
 
     def load(self, config: SpecDecPPConfig, repository: Repository, draft: Any = None, target: Any = None) -> Any:  # noqa: ARG002
-        """What was trained of the draft beside an adapter, in the assistant's repository; of a published draft, what is
-        in `draft` (a folder, Hub id or model) in the place of what the config names. `None` where that is nothing.
-        `ValueError` if a file is damaged, not what is described, or, before weights are read, if the draft does not fit
+        """The module that was trained beside an adapter, from the assistant's repository; `None` if there is none.
+        A published draft is read from its own repository, or from `draft` (a folder, Hub id or model) instead.
+        `ValueError` if a file is damaged or not as described, or, before weights are read, if the draft does not fit
         `target`."""
         if not self.has_own_file(config):
             return None
@@ -150,7 +150,7 @@ class PublishedKind(DraftKind):
         belongs: which target such a draft is for, in whole sentences.
         drafter: the class of the `Draft`, which is made of what was read and the target that it was bound to.
         model_class: the class of what is read, where it is a model that a user may have as an object.
-        no_model: why a model object is no such draft, with which a message goes on; empty where it can be one.
+        no_model: the end of a message: why a model object is no such draft; empty where it can be one.
         served_by: which engines serve such a repository, and how; empty where it is exported for them.
         is_whole: whether a repository holds the draft and nothing else; else tensors are read as they are asked for.
         most_config_bytes: of its `config.json`.
@@ -180,7 +180,7 @@ class PublishedKind(DraftKind):
         return False
 
     def is_marked(self, raw: Config) -> bool:
-        """Whether it says so itself, so that it is of no ordinary model."""
+        """Whether the config names such drafts, so that it is of no ordinary model."""
         return self.recognises(raw)
 
     def fields(self, raw: Config) -> dict[str, Any]:  # noqa: ARG002

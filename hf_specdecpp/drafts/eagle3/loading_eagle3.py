@@ -55,12 +55,12 @@ class Eagle3(PublishedKind):
         return f"EAGLE-3 {pinned(config)}{f', read with {otherwise}' if otherwise else ''}"
 
     def recognises(self, raw: Config) -> bool:
-        """Of EAGLE's own first drafts it says nothing but that a Llama has one layer."""
+        """The configs of EAGLE's own first drafts only say that a Llama has one layer."""
         layers = raw.get("num_hidden_layers") if raw.get("model_type") in tuple(config_eagle3.LAYER_CONFIGS) else None
         return layers == 1 or self.is_marked(raw)
 
     def is_marked(self, raw: Config) -> bool:
-        """A causal LM of one layer is not."""
+        """A causal LM of one layer is not marked."""
         marks = {SPECULATORS, "draft_vocab_size", "eagle_config"}
         return bool(marks & set(raw)) or "eagle" in str(raw.get("architectures")).lower()
 
@@ -103,7 +103,7 @@ class Eagle3(PublishedKind):
         return outside(settings.layer["vocab_size"], target)
 
     def bind(self, module: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-        """Of the layers that a config may mean, those are read with which the draft guesses best."""
+        """Where a config may mean several lists of layers, the draft reads the one with which it guesses best."""
         super().bind(module, target, name, dtype)
         config, made_for = target.config.get_text_config(decoder=True), module.settings.layer["vocab_size"]
         if made_for != config.vocab_size:
