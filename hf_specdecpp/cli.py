@@ -269,19 +269,19 @@ def _facts(report: Report) -> dict[str, str]:
     config = report.config
     if config is None:
         return {}
+    facts = {"target": _pinned(config.target_id, config.target_revision), "draft": describe(config)}
+    facts |= {"settings": _items(report.settings)} if report.settings else {}
     if report.is_foreign:
-        return {"target": _pinned(config.target_id, config.target_revision), **report.facts}
+        return facts
     versions = {"hf_specdecpp": config.specdecpp_version, "transformers": config.transformers_version}
     return {
-        "target": _pinned(config.target_id, config.target_revision),
-        "draft": describe(config),
+        **facts,
         "head": _items(config.head),
         "adapter": "yes" if config.adapter else "none",
         "draft vocabulary": f"{config.draft_vocab_size} token ids" if config.draft_vocab_size else "all token ids",
         "speculation": _items(config.speculation),
         "tokenizer hash": str(config.vocab_hash or "not recorded"),
         "written by": ", ".join(f"{name} {version or '?'}" for name, version in versions.items()),
-        **report.facts,
     }
 
 

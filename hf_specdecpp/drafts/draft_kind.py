@@ -187,9 +187,10 @@ class PublishedKind(DraftKind):
         """What a config of others says of an assistant: fields of `SpecDecPPConfig`; `ValueError` if damaged."""
         return {}
 
-    def facts(self, module: Any) -> dict[str, str]:  # noqa: ARG002
-        """What `inspect` shows of a draft, by label."""
-        return {}
+    def settings(self, module: Any) -> dict[str, Any]:
+        """The settings of a draft that `inspect` shows, by name."""
+        settings: dict[str, Any] = module.to_config()
+        return settings
 
     def misfit(self, module: Any, target: CausalLM) -> str | None:  # noqa: ARG002
         """What about a draft does not fit a target, as a clause after the draft's name; `None` where it fits."""

@@ -46,7 +46,8 @@ class FileReport:
 @dataclass
 class Report:
     """What `inspect` found: files that there are or that the config promises, and traps, which a sound assistant may
-    have. `config` is `None` if it cannot be read, and `facts` are of a draft that others made (`is_foreign`)."""
+    have. `config` is `None` if it cannot be read, and `settings` are those of a draft that has layers of its own.
+    `is_foreign`: whether others made the draft."""
 
     name: str
     commit: str | None = None
@@ -54,7 +55,7 @@ class Report:
     files: list[FileReport] = field(default_factory=list)
     traps: list[str] = field(default_factory=list)
     is_foreign: bool = False
-    facts: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def sound(self) -> bool:
@@ -124,7 +125,7 @@ def _promised(report: Report, here: Repository) -> dict[str, Callable[[], Any]]:
 
     def module() -> Any:
         loaded = kind.load(config, here)
-        report.facts = kind.facts(loaded) if isinstance(kind, PublishedKind) else {}
+        report.settings = kind.settings(loaded) if isinstance(kind, PublishedKind) else {}
         return loaded
 
     if config.head is not None:

@@ -133,14 +133,10 @@ def test_inspected(tmp_path: Path, dialect: str) -> None:
     assert contents(report)["config.json"].endswith("of a draft that others trained")
     count = sum(t.numel() for name, t in VARIANTS["eagle-3.1"].tensors().items() if name not in ("d2t", "t2d"))
     assert contents(report)["model.safetensors"].endswith(f"bytes, {count:,} parameters")
-    assert report.facts == {
-        "draft": "EAGLE-3, 1 x llama, 32 wide",
-        "reads of the target": "outputs of layers 1, 0, 2, counted from 0",
-        "flags": "norm_before_residual, fc_norm, norm_output",
-        "rope_theta": "10000",
-        "draft vocabulary": "20 of 48 token ids",
-        "embeddings, LM head": "the target's, its own",
-    }
+    shown = {name: report.settings[name] for name in ("norm_output", "draft_vocab_size", "own_embeddings")}
+    assert shown == {"norm_output": True, "draft_vocab_size": 20, "own_embeddings": False}
+    assert report.settings["reads" if dialect == "speculators" else "layer_ids"] == [1, 0, 2]
+    assert report.settings["layer"]["rope_parameters"]["rope_theta"] == 10_000
 
 
 def test_inspected_on_the_hub_in_several_files(hub: HubServer, tmp_path: Path) -> None:
@@ -149,7 +145,7 @@ def test_inspected_on_the_hub_in_several_files(hub: HubServer, tmp_path: Path) -
     assert report.sound, contents(report)
     assert (report.name, report.commit) == ("org/eagle", commit)
     assert list(contents(report)) == ["config.json", "model.safetensors.index.json"]
-    assert report.facts["draft vocabulary"] == "20 of 48 token ids"
+    assert report.settings["draft_vocab_size"] == 20
 
 
 def test_weights_of_other_models_are_not_downloaded(hub: HubServer, tmp_path: Path) -> None:

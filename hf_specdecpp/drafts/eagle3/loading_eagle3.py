@@ -130,28 +130,6 @@ class Eagle3(PublishedKind):
         module.meet(target, chosen := max(found, key=rate))
         logger.info(f"eagle_aux_hidden_state_layer_ids={ids} means the outputs of layers {chosen}: these agree best.")
 
-    def facts(self, module: Eagle3Model) -> dict[str, str]:
-        settings = module.settings
-        layer, ids, count = settings.layer, settings.layer_ids, settings.draft_vocab_size
-        if settings.num_reads == 0:
-            reads = "its final state"
-        elif settings.reads or (ids and ids[0] == 1):
-            reads = f"outputs of layers {', '.join(map(str, settings.reads or ids or []))}, counted from 0"
-        elif ids is None:
-            reads = "outputs of the usual three layers, since its config names none"
-        else:
-            reads = f"layers {ids}, where it depends on the target whether these are inputs or outputs (--target ID)"
-        flags = [name for name in FLAGS if getattr(settings, name)]
-        own = {True: "its own", False: "the target's"}
-        return {
-            "draft": f"EAGLE-3, {layer['num_hidden_layers']} x {layer['model_type']}, {layer['hidden_size']} wide",
-            "reads of the target": reads,
-            "flags": ", ".join(flags) or "none",
-            "rope_theta": f"{settings.layer_config().rope_parameters['rope_theta']:g}",
-            "draft vocabulary": f"{count or 'all'} of {layer['vocab_size']} token ids",
-            "embeddings, LM head": f"{own[settings.own_embeddings]}, {own[settings.own_head]}",
-        }
-
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
         """In the original dialect, which vLLM, SGLang and llama.cpp read."""
         module: Eagle3Model = parts.module

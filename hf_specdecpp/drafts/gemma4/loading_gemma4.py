@@ -66,15 +66,8 @@ class Gemma4(PublishedKind):
         check_numbers(size)
         return size
 
-    def facts(self, module: Any) -> dict[str, str]:
-        own, config = module.config.get_text_config(), module.config
-        kinds = ", ".join(kind.removesuffix("_attention") for kind in own.layer_types)
-        clusters = f"{config.centroid_intermediate_top_k} of {config.num_centroids} clusters"
-        return {
-            "draft": f"Gemma 4 assistant, {own.num_hidden_layers} layers ({kinds}), {own.hidden_size} wide",
-            "reads of the target": f"its final state, {config.backbone_hidden_size} wide, its keys and values",
-            "draft vocabulary": f"{clusters if config.use_ordered_embeddings else 'all'} of {own.vocab_size} token ids",
-        }
+    def settings(self, module: Any) -> dict[str, Any]:
+        return {name: getattr(module.config, name) for name in OWN}
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str, overrides: Any = None) -> CausalLM:  # noqa: ARG002
         """`ValueError` also if this transformers has no such class."""
