@@ -40,8 +40,10 @@ def outcome(stats: Counters) -> str:
             "over several tokens would alter the text."
         )
     if stats.speedup is None or stats.same_pass_speedup is None:
-        said = f"{stats.tokens_per_pass:.2f} tokens per target pass."
-        return f"{said} The speed relative to plain generate() was not measured."
+        return (
+            f"{stats.tokens_per_pass:.2f} tokens per target pass. The speed relative to plain generate() was not "
+            "measured."
+        )
     prepares = stats.preparing_seconds > MUCH * stats.call_seconds
     faster = stats.call_seconds / (stats.call_seconds - stats.preparing_seconds) if prepares else 1.0
     passes = stats.speedup / stats.same_pass_speedup
@@ -54,8 +56,8 @@ def outcome(stats: Counters) -> str:
         f"This call took {stats.preparing_seconds:.2f} s longer to compare passes and copy weights: it ran at "
         f"{stats.speedup:.2f} times the speed of plain generate()."
     )
-    said = verdict(plain, same, None if LOSES < passes < PAYS else of_passes), why, later if prepares else ""
-    return " ".join(filter(None, said))
+    parts = verdict(plain, same, None if LOSES < passes < PAYS else of_passes), why, later if prepares else ""
+    return " ".join(filter(None, parts))
 
 
 def _reason(stats: Counters, gain: float) -> str:
