@@ -222,7 +222,7 @@ class AssistantModel(PreTrainedModel):
         in_memory = self.kind.rests_on == "draft" and self.config.draft_id is None
         draft = type(self.ready_drafter().model).__name__ if in_memory else describe(self.config)
         head = ", with a head" if self.head is not None else ""
-        tree = f", tree={self.speculation.tree!r}" if self.speculation.tree is not None else ""
+        tree = f", tree={self.speculation.tree!r}" if self.speculation.tree != "auto" else ""
         targets = [
             f"{'default of' if attached.is_default(self, each) else 'attached to'} "
             f"{each.config.name_or_path or type(each).__name__}{' by a call' if each in self._met_in_calls else ''}"

@@ -99,7 +99,7 @@ def as_told(model: CausalLM, choice: DraftChoice, default: bool = False, tree: b
         named = SpecDecPPAssistant.from_early_exit(model, choice.layers)
     assistant = assist(model, named, default)
     assistant.speculation.lookup = choice.lookup or assistant.speculation.lookup
-    if tree and assistant.speculation.tree is None:
+    if tree and not assistant.speculation.draws_trees:
         assistant.speculation.tree = "dyspec"
         if choice.layers is not None:  # no tree of an untrained draft would be worth its price
             assistant.speculation.rule = "threshold"

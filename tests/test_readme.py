@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from hf_specdecpp import SpecDecPPAssistant, provenance
 from hf_specdecpp.cli import app
-from hf_specdecpp.config.speculation import GROWTHS, RULES
+from hf_specdecpp.config.speculation import RULES, TREES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -100,7 +100,7 @@ def test_every_rule_and_tree_is_in_the_guide_to_choosing() -> None:
     guide = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     for rule in RULES:
         assert f"`{rule}`" in guide
-    for tree in GROWTHS:
+    for tree in TREES:
         assert f'`tree="{tree}"`' in guide
 
 

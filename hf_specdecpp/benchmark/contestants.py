@@ -68,13 +68,13 @@ class Contestant:
     @property
     def takes_batches(self) -> bool:
         """Whether it can answer several prompts at once: plain generation and chains of ours can."""
-        return self in BASELINES or (self.speculation is not None and self.speculation.tree is None)
+        return self in BASELINES or (self.speculation is not None and not self.speculation.draws_trees)
 
     @property
     def is_constant(self) -> bool:
         """Whether a chain has a fixed length, up to 8, or threshold, 0.3 to 0.7: what adapting rules have to beat."""
         config = self.speculation
-        if config is None or config.tree is not None:
+        if config is None or config.draws_trees:
             return False
         if config.rule == "fixed":
             return config.num_tokens <= 8
@@ -135,7 +135,7 @@ def all_contestants(has_head: bool, can_tree: bool = True, has_rates: bool = Fal
     trees = _trees(judges, has_rates) if can_tree else []
     found = [*baselines_and_lookups, *assisted, *_chains(judges), *trees, lookup]
     for kind in ("draft", "trees") if can_tree else ("draft",):
-        both = SpeculationConfig(rule="throughput", lookup=True, tree="dyspec" if kind == "trees" else None)
+        both = SpeculationConfig(rule="throughput", lookup=True, tree="dyspec" if kind == "trees" else False)
         found.append(Contestant(f"lookup + {kind} ({judges[0]})", f"lookup + {kind}", both, has_head))
     return found
 

@@ -19,8 +19,8 @@ CpuProducts = Literal["auto", "off"]
 Graphs = Literal["auto", "off"]
 
 Growth = Literal["dyspec", "dyspec-exact", "static"]
-Tree = Growth | list[int] | list[list[int]]
-GROWTHS: tuple[str, ...] = get_args(Growth)
+Tree = Growth | Literal["auto"] | bool | list[int] | list[list[int]]
+TREES: tuple[str, ...] = ("auto", *get_args(Growth))
 MOST_CANDIDATES = 1024  # in a round
 LEAST = {"num_tokens": 1, "max_tokens": 1, "tree_budget": 2}
 
@@ -40,11 +40,13 @@ class SpeculationConfig:
         threshold (probability): SpecDec++'s h for `rule="threshold"`, in [0, 1]. A larger h drafts further.
         num_tokens (candidates): the number drafted in every round of `rule="fixed"`.
         max_tokens (candidates): the most that a round drafts under the other rules (paper: 20).
-        tree: draft a token tree. `"dyspec"`: DySpec's Algorithm 2, a draft pass a
-            level, under `"throughput"` as large as pays; `"dyspec-exact"`: its Algorithm 1, a draft pass a node;
-            `"static"`: the best shape of `tree_budget` candidates for the acceptance rates in the assistant's
-            repository; or a shape: children by depth, `[4, 2, 1, 1]`, or a list of nodes by ranks, `[[0], [1], [0,
-            0]]`. `None` drafts chains.
+        tree: which rounds draft token trees. `"auto"`: under `"throughput"` those in which siblings pay, with at most
+            `max_tokens` nodes; under other rules none, nor where trees cannot be drafted or read
+            (`stats.decided["tree"]` has the reason). `False`: none. The others draft trees in every round:
+            `"dyspec"`: DySpec's Algorithm 2, a draft pass a level, under `"throughput"` as large as pays;
+            `"dyspec-exact"`: its Algorithm 1, a draft pass a node; `"static"`: the best shape of `tree_budget`
+            candidates for the acceptance rates in the assistant's repository; or a shape: children by depth, `[4, 2, 1,
+            1]`, or a list of nodes by ranks, `[[0], [1], [0, 0]]`. `None` is stored as `"auto"`.
         tree_budget (candidates): the size of a dynamic tree, 2 to 1024; under `rule="throughput"` the most.
         lookup: candidates also come from the text itself, where its end stood before (`docs/lookup.md`). `"history"`
             also searches up to 50,000 tokens of earlier answers, kept in memory only (`assistant.memory.answers`).
@@ -68,7 +70,7 @@ class SpeculationConfig:
     threshold: float = 0.7
     num_tokens: int = 5
     max_tokens: int = 20
-    tree: Tree | None = None
+    tree: Tree | None = "auto"
     tree_budget: int = 64
     lookup: bool | Literal["history"] = False
     costs: dict[str, Any] | None = None
@@ -88,7 +90,7 @@ class SpeculationConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         self.check_names([name], AttributeError)
         check_setting(name, value)
-        super().__setattr__(name, value)
+        super().__setattr__(name, "auto" if name == "tree" and value is None else value)
 
     def validate(self) -> None:
         """Raise `ValueError` naming the first value out of range. Called again before every generation, because lists
@@ -99,14 +101,19 @@ class SpeculationConfig:
     @property
     def shape(self) -> Shape | None:
         """The shape of all trees, where `tree` is one."""
-        return None if self.tree is None or isinstance(self.tree, str) else make_shape(self.tree)
+        return make_shape(self.tree) if isinstance(self.tree, list | tuple) else None
+
+    @property
+    def draws_trees(self) -> bool:
+        """Whether a kind of tree is asked for, in every round."""
+        return self.tree not in ("auto", False)
 
     @property
     def most_drafted(self) -> int:
         """The largest number of candidates that a draft proposes in a round."""
         if (shape := self.shape) is not None:
             return size(shape)
-        if self.tree is not None:
+        if self.draws_trees:
             return self.tree_budget
         return self.num_tokens if self.rule == "fixed" else self.max_tokens
 
@@ -130,10 +137,10 @@ def check_setting(name: str, value: Any) -> None:
         near = did_you_mean(value, RULES)
         raise ValueError(f"rule={shown(value)} is not a stopping rule.{near} Choose one of {', '.join(RULES)}.")
     is_shape = isinstance(value, list | tuple)
-    if name == "tree" and value is not None and not is_shape and not (isinstance(value, str) and value in GROWTHS):
+    if name == "tree" and not (is_shape or value is None or value is False or str(value) in TREES):
         raise ValueError(
-            f"tree={shown(value)} is not a kind of tree.{did_you_mean(value, GROWTHS)} It can be 'dyspec', which suits "
-            "most drafts, 'dyspec-exact', 'static', a shape such as [4, 2, 1, 1], or None for chains."
+            f"tree={shown(value)} is not a kind of tree.{did_you_mean(value, TREES)} It can be 'auto', 'dyspec', "
+            "'dyspec-exact', 'static', a shape such as [4, 2, 1, 1], or False for chains."
         )
     check_values({name: value}, hints_of(SpeculationConfig))
     if name == "tree" and is_shape:
@@ -215,5 +222,5 @@ class Decisions:
     def most_tokens(self, config: SpeculationConfig) -> int:
         """The largest number of candidates that a round can have."""
         drafted = config.most_drafted
-        looked_up = self.lookup_tokens if config.tree is None else config.tree_budget
+        looked_up = config.tree_budget if config.draws_trees else self.lookup_tokens
         return max(drafted, looked_up) if config.lookup else drafted

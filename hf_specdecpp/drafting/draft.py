@@ -177,8 +177,9 @@ class Draft:
         """What runs the draft for the rows (their `row_session`s) that go on, as `BatchSession` does."""
         return RowsAlone()
 
-    def check_tree(self) -> None:
-        """Raise `ValueError` if it cannot draft trees."""
+    def check_tree(self, tries: bool = True) -> bool:  # noqa: ARG002 - for subclasses
+        """Raise `ValueError` if it cannot draft trees (`trees.attention.check_tree`)."""
+        return True
 
     def renew(self) -> None:
         """Bring copies of the target's weights up to date: it may be in training."""

@@ -36,8 +36,8 @@ class Drafter(DraftModel, Draft):
     def batch(self, rows: Sequence[Any]) -> BatchSession:
         return BatchSession(rows)
 
-    def check_tree(self) -> None:
-        check_tree(self.model, "draft")
+    def check_tree(self, tries: bool = True) -> bool:
+        return check_tree(self.model, "draft", tries=tries)
 
     def for_capture(self, fuse: bool) -> Any:
         return for_capture(self, self.model, fuse=fuse)

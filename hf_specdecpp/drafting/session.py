@@ -131,7 +131,9 @@ class DraftSession(ModelReading):
         num_prefix = self.cache.get_seq_length() - len(self._lineage.nodes)
         fed = torch.tensor([[tree.tokens[node] for node in nodes]]), *self._lineage.feed(tree, nodes)
         tokens, ancestors, depths = upload(fed, self.device)
-        inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
+        inputs = {}  # of a node that sees all before it, as in a chain
+        if len(nodes) > 1 or not bool(fed[1].all()):
+            inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
         hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=self.knows_all, **inputs)[0]
         self.passes += 1
         self._own_states.update(zip(nodes, hidden, strict=True))

@@ -49,8 +49,7 @@ class Ledger:
         return tokens / (float((self._taken * self.prices).sum()) + self.trusted * self.plain)
 
 
-Effect = Literal["gain", "loss", "none", "unclear"]
-SAID: dict[Effect, str] = {
+SAID = {
     "gain": "Speculation pays here",
     "loss": "Speculation does not pay here",
     "none": "Speculation neither pays nor costs here",
@@ -69,7 +68,7 @@ class Speed(NamedTuple):
         return f"{self.value:.2f}" + (f" ({self.low:.2f} to {self.high:.2f})" if self.low < self.high else "")
 
 
-def effect(plain: Speed, same: Speed) -> Effect:
+def effect(plain: Speed, same: Speed) -> Literal["gain", "loss", "none", "unclear"]:
     """What speculation does: a gain is faster than plain generation as it is and with the same passes, by more than
     chance."""
     value, low, high = min(plain, same)

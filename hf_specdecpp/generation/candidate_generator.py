@@ -20,7 +20,7 @@ from hf_specdecpp.drafting.chain import Drafting, at_once, drafted_alone, drafti
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.generation.setup import DraftSetup, looking_up, plan_of, rule_of
+from hf_specdecpp.generation.setup import DraftSetup, looking_up, plan_of, rule_of, why_chains
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.generation.tree_drafting import TreeDrafting
 from hf_specdecpp.lookup.looking_up import LookingUp
@@ -36,7 +36,7 @@ from hf_specdecpp.trees.tree import DraftTree
 
 logger = logging.get_logger("hf_specdecpp")
 
-NO_TREES = "This generator drafts trees, which transformers' own loop does not verify. Set tree=None."
+NO_TREES = "This generator drafts trees, which transformers' own loop does not verify. Set tree=False."
 NO_STATES = "This generator's draft reads hidden states of the target, which transformers' own loop does not hand over."
 
 
@@ -77,7 +77,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         target: CausalLM,
     ) -> None:
         setup.speculation.validate()
-        draws_trees = setup.speculation.tree is not None
+        draws_trees = setup.speculation.draws_trees
         for asked, what in ((setup.rows > 1, "batches"), (draws_trees, "trees")):
             if asked and (reason := setup.drafter.cannot.get(what)) is not None:
                 raise ValueError(reason)
@@ -97,16 +97,18 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         verification = "equality" if greedy else setup.decisions.verification if at_once else "token"
         decided = setup.decided(target, verification, self.successors is not None)
         self.stats = SpeculationStats(remedies=setup.remedies, decided=decided)
+        reason = None if draws_trees else why_chains(setup, target, captures, self.processing)
+        decided["tree"] = f"chains: {reason}" if reason else "where siblings pay"
         if draws_trees:  # before products that round more coarsely than the check allows for
             check_tree(target, "target")
             setup.drafter.check_tree()
         self.round_steps = setup.drafter.round_steps(self.vocab_size) if captures else None
         self._products: FasterProducts | None = None
-        self.plan: Plan | None = plan_of(setup, target, generation_config, captures)
+        self.plan: Plan | None = plan_of(setup, target, generation_config, captures, trees=reason is None)
         self.rule: StoppingRule | None = None
         self.trees: TreeDrafting | None = None
-        if draws_trees:
-            how = self.session, self.draft_processing, self.randomness, self.eos_token_ids
+        if reason is None:
+            how = self.session, self.draft_processing, self.randomness, self.eos_token_ids, decided
             self.trees = TreeDrafting(setup, *how)
             self.trees.follow(self.plan, target, generation_config)
         else:
@@ -127,10 +129,6 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def _observers(self) -> list[Any]:
         learns = None if self.rule is None or self.rule.looks_at_nothing else self.rule
         return [each for each in (self.stats, self.lookup, learns, self.trees) if each is not None]
-
-    @property
-    def draws_trees(self) -> bool:
-        return self.trees is not None
 
     @property
     def expects_drafts(self) -> bool:
@@ -194,16 +192,20 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             tree.passes = self.session.passes
         if times is not None:
             times.drafted(None if rests else Drafted(tree.passes, read, max(len(tree.scores) - tree.passes, 0)))
-        return self.note(tree if self.lookup is None else self._with_lookups(self.lookup, tree, looks_up))
+        tree = tree if self.lookup is None else self._with_lookups(self.lookup, tree, looks_up)
+        if self.trees is not None and self.setup.speculation.tree == "auto":
+            tree.is_chain |= tree.has_one_branch
+        return self.note(tree)
 
     def _with_lookups(self, lookup: LookingUp, tree: DraftTree, count: int) -> DraftTree:
         """With what was looked up: `count` candidates in the place of a chain, or what pays beside what was drafted."""
-        if self.rule is None:
+        if self.trees is not None and self.trees.slots.branches:
             lookup.branch(tree, count)
             return tree
         if count:
             return lookup.take(count)
-        survival = self.rule.survival
+        rule: Any = self.rule
+        survival = rule.survival if self.trees is None else self.trees.survival(tree)
         if survival is None or self.eos_token_ids.intersection(tree.candidates):
             return tree
         return lookup.extend(tree, survival)
@@ -236,8 +238,10 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Candidates in transformers' form: `[1, length + k]` token ids, and `[1, k, vocab]` logits whose softmax the k
         candidates after `input_ids` `[1, length]` were drawn from (`None` when k is 0)."""
-        if self.draws_trees or self.setup.drafter.reads is not None:
-            raise ValueError(NO_TREES if self.draws_trees else NO_STATES)
+        if self.setup.drafter.reads is not None:
+            raise ValueError(NO_STATES)
+        if self.trees is not None:
+            self.trees.refuse(NO_TREES)
         chain = self.propose(input_ids)
         if not len(chain):
             return input_ids, None
@@ -312,11 +316,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.lookup is not None:
             unread = session.unread if self.setup.rows == 1 else 0  # the rows of a batch read together
             self.lookup.begin_round(new_tokens[0].tolist(), min(room, most), unread)
-        # To cut a tree would depend on what was drawn, so there is none where it might have more nodes.
-        if self.trees is not None and most >= self.trees.most:
-            most = room
-        elif self.trees is not None:
-            most = 0
+        # To cut a tree would depend on what was drawn, so there is none where it might have more nodes; those of
+        # `rule="throughput"` stop growing before.
+        if self.trees is not None:
+            self.trees.room = min(most, self.trees.most)
+            most = room if most >= (self.trees.most if self.plan is None else 1) else 0
         return int(max(min(room, most, self._draft_max_length - session.length + 1, drafter.places), 0))
 
     def _new(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -11,7 +11,7 @@ from transformers import GenerationMixin
 
 from hf_specdecpp.caches.text import CachedText, GrowingText, PathRows, stop_recording
 from hf_specdecpp.caches.trial import Held
-from hf_specdecpp.generation.refusals import LateRefusalError, gives_positions
+from hf_specdecpp.generation.refusals import gives_positions
 from hf_specdecpp.models.causal_lm import (
     CausalLM,
     cache_among,
@@ -104,27 +104,27 @@ class Prefix:
         rooms = [change.room(each) for change in self._changes for each in (length, length - self._padding)]
         return min((room for room in rooms if room is not None), default=None)
 
-    def check_rows(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> None:
-        """Raise `LateRefusalError` if the target cannot be told where tokens stand, or if the prompt `[1, length]` has
-        put other rows than its tokens' into the cache."""
+    def why_no_tree(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> str | None:
+        """Why trees cannot be read: the target cannot be told where tokens stand, or the prompt `[1, length]` has put
+        other rows than its tokens' into the cache."""
         if not gives_positions(self.target, input_ids, self.model_kwargs):
-            raise LateRefusalError(
+            return (
                 f"{type(self.target).__name__} counts positions within its forward, so the places in a token tree "
-                "cannot be given to it. Draft chains (tree=None)."
+                "cannot be given to it. Draft chains (tree=False)."
             )
         mask = self.model_kwargs.get("attention_mask")
         num_tokens = mask.shape[1] if mask is not None else mask_length or input_ids.shape[1]
         if (rows := cache.get_seq_length()) == num_tokens:
-            return
+            return None
         if self.text.held >= num_tokens:
-            raise LateRefusalError(
+            return (
                 f"The cache held {self.text.held} tokens already, and the prompt has {num_tokens}, so the prompt's "
                 "last token has been read twice, and the places in a token tree are not known. Give a cache without "
-                f"that token, cache.crop({num_tokens - 1 - self.text.held}), or draft chains (tree=None)."
+                f"that token, cache.crop({num_tokens - 1 - self.text.held}), or draft chains (tree=False)."
             )
-        raise LateRefusalError(
+        return (
             f"After the prompt's {num_tokens} tokens {type(self.target).__name__} holds {rows} rows in its cache "
-            "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=None)."
+            "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=False)."
         )
 
     def chain_inputs(self, input_ids: Tensor, candidates: Tensor | list[int], has_mask: bool = False) -> dict[str, Any]:

@@ -237,7 +237,7 @@ def check_for_one(streamer: Any, has_trees: bool) -> None:
     if streamer is not None:
         raise ValueError(NO_BATCH.format("a streamer prints one sequence"))
     if has_trees:
-        raise ValueError(NO_BATCH.format("trees are verified for one sequence at a time: set tree=None"))
+        raise ValueError(NO_BATCH.format("trees are verified for one sequence at a time: set tree=False"))
 
 
 def check_batch(

@@ -22,6 +22,7 @@ from hf_specdecpp.models.cpu.faster_products import FasterProducts, large_layers
 from hf_specdecpp.models.cpu.product_times import ProductTimes, measured_copy, product_times
 from hf_specdecpp.models.cpu.products import has_int8, quantise
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
+from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.loading import special_ids
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors
@@ -29,6 +30,8 @@ from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.plan import Plan
+from hf_specdecpp.trees.attention import check_tree
+from hf_specdecpp.trees.slots import check_estimator
 
 logger = logging.get_logger("hf_specdecpp")
 HISTORY = 50_000  # tokens of earlier answers, which `lookup="history"` searches
@@ -185,21 +188,47 @@ def looking_up(
         if key not in learned.choices:
             learned.choices[key] = Choice(plan.plain, plan.price if draws else None)
         choice = learned.choices[key]
-    most = config.tree_budget if config.tree is not None else setup.decisions.lookup_tokens
+    most = config.tree_budget if config.draws_trees else setup.decisions.lookup_tokens
     return LookingUp(text, learned.rates, most, draws, plan, choice)
 
 
-def plan_of(setup: DraftSetup, target: CausalLM, generation: GenerationConfig, captures: bool) -> Plan | None:
-    """What `rule="throughput"` knows of the rounds of a generation; `ValueError` if nothing says what they cost."""
+def why_chains(setup: DraftSetup, target: CausalLM, captures: bool, processing: Processing) -> str | None:
+    """Why no round of a generation drafts a tree, where no kind of tree is asked for; `None` where those do in which
+    siblings pay."""
     config, drafter = setup.speculation, setup.drafter
-    trees = config.tree is not None
-    if setup.rule(target) != "throughput" or (trees and config.tree != "dyspec"):
+    reasons = {
+        "tree=False": config.tree is False,
+        f"rule={setup.rule(target)!r} drafts none of its own accord": setup.rule(target) != "throughput",
+        "nothing drafts": not drafter.places,
+        "captured rounds choose their shapes themselves": captures,
+        "rows of a batch share passes": setup.rows > 1,
+        "the target is spread over several processes": num_processes(target) > 1,
+        "logits processors are asked token by token": not processing.answers_all,
+        "others' code runs in the target's forward": any(True for _ in foreign_code(target)),
+        drafter.cannot.get("trees"): "trees" in drafter.cannot,
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        return reason
+    try:
+        check_estimator(setup.estimator)
+        check_tree(target, tries=False)
+        drafter.check_tree(tries=False)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
+
+
+def plan_of(
+    setup: DraftSetup, target: CausalLM, generation: GenerationConfig, captures: bool, trees: bool = False
+) -> Plan | None:
+    """What `rule="throughput"` knows of the rounds of a generation, which are `trees` or chains; `ValueError` if
+    nothing says what they cost."""
+    config, drafter = setup.speculation, setup.drafter
+    if setup.rule(target) != "throughput" or (config.draws_trees and config.tree != "dyspec"):
         return None
-    if trees:
-        most = config.tree_budget
-    else:
-        most = int(min(config.max_tokens, drafter.places))
-        most = max(most, setup.decisions.lookup_tokens) if config.lookup else most
+    most = config.most_drafted if trees else int(min(config.max_tokens, drafter.places))
+    if config.lookup and not config.draws_trees:
+        most = max(most, setup.decisions.lookup_tokens)
     passes = "captured" if captures else "growing"
     mixes = setup.decisions.mixes(not generation.do_sample, drafter.reads is not None)
     products = setup.described_products(target)

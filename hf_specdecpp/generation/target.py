@@ -199,15 +199,16 @@ class OneTarget(TargetSide):
         cache = cache_among(outputs)
         check_prompt(outputs)
         check_numbers(self.model, outputs.logits, prefix.model_kwargs.get("attention_mask"))
-        if self.generator.draws_trees and self.foreign is None:  # whose rows are compared
-            prefix.check_rows(input_ids, cache, getattr(self.config, "_mask_length", None))
+        reason = prefix.why_no_tree(input_ids, cache, getattr(self.config, "_mask_length", None))
+        if reason and self.generator.trees is not None and self.foreign is None:  # whose rows are compared
+            self.generator.trees.refuse(reason)
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
         cache.activate_past_recording()
         rounds[0].outputs = outputs
 
     def begin(self, texts: Sequence[Text]) -> None:
         if texts and self.foreign is not None:
-            again = reading_again(self.prefix, self.text.ids, self.generator.draws_trees)
+            again = reading_again(self.prefix, self.text.ids, self.generator.trees is not None)
             self.trial = Trial(self.model, self.foreign, self.generator.setup.most_tokens, again)
         super().begin(texts)
 

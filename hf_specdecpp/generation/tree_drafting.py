@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability
+from hf_specdecpp.generation.refusals import LateRefusalError
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing
@@ -17,8 +18,13 @@ from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.trees import TreePlan
 from hf_specdecpp.trees import algorithms
+from hf_specdecpp.trees.attention import check_tree
 from hf_specdecpp.trees.slots import Growth, Level, Slots, SlotValuation, SoftmaxBuffer, check_estimator
 from hf_specdecpp.trees.tree import DraftTree
+
+# Plain passes that siblings promise to save before it is tried, once, whether target and draft read trees: that takes
+# about six, and what would grow below siblings is not reckoned with.
+CHECK = 3.0
 
 
 class TreeDrafting:
@@ -28,9 +34,10 @@ class TreeDrafting:
     Args:
         setup: its settings say which algorithm; its estimator values slots, but for static trees.
         session, processing, randomness, eos_token_ids: as in `SpecDecPPCandidateGenerator`.
+        decided: what was decided for the generation (`SpeculationStats.decided`).
 
     Attributes:
-        most: nodes that a tree may have.
+        most, room: nodes that a tree may have, and that of the next round, if it grows by costs.
         throughput: for `"dyspec"`: decides how far trees grow, and learns from them. `None` uses up the budget.
         rates: calibrates the estimates of a budget's trees; `None` takes them as they are.
     """
@@ -42,26 +49,45 @@ class TreeDrafting:
         processing: Processing,
         randomness: TreeRandomness | None,
         eos_token_ids: Collection[int],
+        decided: dict[str, str],
     ) -> None:
+        self.decided = decided
         self.setup, self.config, self.session = setup, setup.speculation, session
         self.shape = _static_shape(setup, greedy=randomness is None)
         estimator = setup.estimator if self.shape is None else DraftProbability()  # for the records only
         check_estimator(estimator)
-        self.slots = Slots(estimator, randomness, eos_token_ids, buffer=SoftmaxBuffer(self.config.tree_budget))
+        self.most = self.room = self.config.most_drafted if self.shape is None else algorithms.size(self.shape)
+        self.slots = Slots(estimator, randomness, eos_token_ids, buffer=SoftmaxBuffer(self.most))
         self.processing = processing
-        self.most = self.config.tree_budget if self.shape is None else algorithms.size(self.shape)
         self.pace, self.unread = algorithms.ThresholdSchedule(), 0
         self.throughput: TreePlan | None = None
         self.rates: AcceptanceRates | None = None
 
     def follow(self, plan: Plan | None, target: CausalLM, generation: GenerationConfig) -> None:
-        """Let trees grow as `rule="throughput"` says, if there is a plan, else by what is known of the target."""
+        """Let trees grow as `rule="throughput"` says, if there is a plan, else by what is known of the target.
+
+        That target and draft read trees is tried once siblings promise to save what this takes: only then they branch.
+        """
         decisions, memory = self.setup.decisions, self.setup.memory
         if plan is not None:
-            self.slots.valuation = self.throughput = plan.rule(self.slots.estimator)
+            self.slots.valuation = self.throughput = rule = plan.rule(self.slots.estimator)
+            if self.config.tree == "auto":
+                tries, drafter = rule.saved >= CHECK and not rule.refused, self.setup.drafter
+                try:
+                    self.slots.branches = check_tree(target, tries=tries) and drafter.check_tree(tries)
+                except ValueError as reason:
+                    rule.refused = str(reason)
+                if rule.refused:
+                    self.refuse(rule.refused)
         elif decisions.adapt and self.shape is None:
             self.rates = memory.recall(decisions, target, self.slots.estimator, generation, trees=True).rates
             self.slots.valuation = SlotValuation(self.rates)
+
+    def refuse(self, reason: str) -> None:
+        """Draft chains in this text; `LateRefusalError` where a kind of tree is asked for."""
+        if self.config.draws_trees:
+            raise LateRefusalError(reason)
+        self.slots.branches, self.decided["tree"] = False, f"chains: {reason}"
 
     def draft(self, input_ids: Tensor, max_depth: int) -> DraftTree:
         """A tree below the last token of `input_ids` (`[1, length]`), no deeper than `max_depth`."""
@@ -77,10 +103,11 @@ class TreeDrafting:
         config, threshold = self.config, self.setup.decisions.tree_threshold
         depth = min(max_depth, self.setup.decisions.tree_depth) if self.shape is None else max_depth
         root, rule, self.unread = int(input_ids[0, -1]), self.throughput, self.session.unread
-        if rule is not None and not rule.starts(self.unread):
+        if rule is not None and not (depth and rule.starts(self.unread)):
             return DraftTree(root)
         growth = Growth(expand, self.slots, root, depth)
         if rule is not None:
+            rule.room = self.room
             rule.grow(growth, threshold)
         elif self.shape is not None:
             algorithms.grow_shape(growth, self.shape)
@@ -89,6 +116,10 @@ class TreeDrafting:
         else:
             algorithms.grow_exactly(growth, config.tree_budget, threshold)
         return growth.tree
+
+    def survival(self, tree: DraftTree) -> float:
+        """The chance that all candidates of a chain stand."""
+        return tree.values[-1] * self.slots.valuation.calibrated(tree.estimates[-1])
 
     def saw(self, tree: DraftTree, path: list[int]) -> None:
         self.session.keep(path)

@@ -49,7 +49,7 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
         folder = Path(temporary, "written")
         folder.mkdir()
         speculation = SpeculationConfig.from_dict(config.speculation)
-        is_fixed = speculation.rule == "fixed" and speculation.tree is None
+        is_fixed = speculation.rule == "fixed" and not speculation.draws_trees
         to = Destination(folder, output, named, revision, speculation.num_tokens if is_fixed else USUAL_TOKENS)
         exported = kind.export(config, parts, to)
         exported.notes.append(

@@ -18,14 +18,10 @@ from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftStep, Estimator
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.plan import Plan
-from hf_specdecpp.throughput.round_times import RoundTimes, alike, length_class
 
 LEAST_GAIN_IN_BATCHES = 1.1  # there rows end one by one, and those that are left pay for passes alone
 LEAST_CRITICAL = 1e-9
-TRIED, TRIALS = 2, 2  # lengths that a text tries at most, and rounds of each
-CLEAR_GAIN = 1.3  # over plain decoding, for which it matters little what passes over one token cost
 ROUNDS_AHEAD = 64  # of a batch, which have to bring what it takes the draft to read the texts of all rows
-TRIED_AGAIN = 16  # texts for which costs that rounds have confirmed are not tried
 
 
 class ChainPlan(Plan):
@@ -33,68 +29,25 @@ class ChainPlan(Plan):
 
     Args:
         lag: 1 if verdicts come one candidate late (`Estimator.inputs == "after"`).
-
-    Attributes:
-        seconds: `[most + 1]` of rounds with 0, 1, ... candidates.
-        trials: lengths that the next rounds of the text try out.
     """
 
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
-        self.lag, self.trials = lag, list[int]()
-        self._texts, self._is_new = 0, True  # how many there were, and whether nothing of the one now is known yet
-        self._confirmed: dict[tuple[int, int], int] = {}  # by class and width of passes: in which text
+        self.lag = lag
         super().__init__(known, most, rates)
 
     def rule(self, estimator: Estimator) -> Throughput:
         return Throughput(estimator, self)
 
     def _fit(self) -> None:
-        self.seconds = self.costs.round_seconds(self.most)
         self._ahead = seconds_ahead(self.rates, self.seconds, self.lag)
         super()._fit()
 
-    def _promise(self) -> float:
-        return float((self.rates.expected_tokens(self.most) / self.seconds).max())
+    def tokens(self) -> Floats:
+        return self.rates.expected_tokens(self.most)
 
     def critical(self, drafted: int, last: int) -> float:
         """The survival at which candidates after so many no longer pay; `last`: bin of the last estimate."""
         return self.price * self._ahead[drafted][last]
-
-    def begin_text(self) -> None:
-        self._texts, self._is_new, self.trials = self._texts + 1, True, []
-
-    def follow(self, length: int) -> None:
-        is_new, self._is_new = self._is_new or length_class(length) != self._kind, False
-        super().follow(length)
-        if is_new and self.known.follows:
-            self.trials, self.asked = self.asked or self._worth_trying(), []
-
-    def _worth_trying(self) -> list[int]:
-        """Lengths whose costs no round has confirmed for long, so that what is known of them may be wrong: none, by
-        which all others are judged, and those that would pay most if their passes cost as little as the cheapest. The
-        first texts, which have enough to learn, try nothing."""
-        if self.known.are_new:
-            return []
-        promise = self.rates.expected_tokens(self.most) / (self.seconds - self.verify + self.verify.min())
-        promise[0] = math.inf if self.rate * self.plain < CLEAR_GAIN else 0.0
-        due = [k for k in self._to_try() if promise[k] > self.least_gain * self.price and self._is_due(k)]
-        return sorted(due, key=lambda k: -promise[k])[:TRIED] * TRIALS
-
-    def _to_try(self) -> Sequence[int]:
-        """Lengths that may be tried."""
-        return range(self.most + 1)
-
-    def _is_due(self, length: int) -> bool:
-        """Whether no round has confirmed for long what a length costs, in texts of about this length."""
-        latest = max(self._confirmed.get((kind, length + 1), -TRIED_AGAIN) for kind in alike(self._kind))
-        return self._texts - latest >= TRIED_AGAIN
-
-    def rests(self, length: int) -> bool:
-        return super().rests(length) and not any(self.trials)
-
-    def next_trial(self) -> int | None:
-        """The number of candidates that the next round has to see what that costs; `None` where the rule decides."""
-        return self.trials.pop(0) if self.trials else None
 
     def observe(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
         if num_drafted == 0:
@@ -103,11 +56,6 @@ class ChainPlan(Plan):
         passes = -(-num_drafted // self.costs.block)
         self._settle(num_accepted + 1, num_drafted, passes, num_drafted, unread)
         self._is_stale |= self.rates.observe(estimates, num_drafted, num_accepted)
-
-    def learn(self, times: RoundTimes) -> list[tuple[int, int]]:
-        as_expected = super().learn(times)
-        self._confirmed |= dict.fromkeys(as_expected, self._texts)
-        return as_expected
 
 
 class BatchPlan(ChainPlan):
@@ -120,6 +68,7 @@ class BatchPlan(ChainPlan):
     """
 
     least_gain = LEAST_GAIN_IN_BATCHES
+    tries_to = 0  # a draft has to read all rows' texts first, and wider passes cost far more
 
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
         super().__init__(known, most, lag, rates)
@@ -128,9 +77,6 @@ class BatchPlan(ChainPlan):
 
     def rule(self, estimator: Estimator) -> BatchThroughput:
         return BatchThroughput(estimator, self)
-
-    def _to_try(self) -> Sequence[int]:
-        return [0]  # a draft has to read all rows' texts first, and wider passes cost far more
 
     def begin_batch(self, unread: int) -> None:
         """Decide whether the rows draft in the round that begins."""

@@ -33,10 +33,6 @@ WIDER_ON_CPU, WIDER, LAYERS, BESIDE, LEAST_STEP, AMONG_MANY = 0.1, 0.03, 0.8, 0.
 _known: dict[str, KnownCosts] = {}
 
 
-def as_they_are(costs: Costs) -> Costs:
-    return costs
-
-
 class KnownCosts:
     """What rounds cost here.
 
@@ -53,7 +49,7 @@ class KnownCosts:
     def __init__(
         self,
         first: Costs,
-        form: Callable[[Costs], Costs] = as_they_are,
+        form: Callable[[Costs], Costs] = lambda costs: costs,
         is_assumed: bool = False,
         follows: bool = True,
     ) -> None:
@@ -64,7 +60,7 @@ class KnownCosts:
         self._formed: dict[int, Costs] = {}  # by class of length, too
 
     @classmethod
-    def given(cls, costs: dict[str, Any] | None, form: Callable[[Costs], Costs] = as_they_are) -> KnownCosts:
+    def given(cls, costs: dict[str, Any] | None, form: Callable[[Costs], Costs] = lambda costs: costs) -> KnownCosts:
         """Those of `SpeculationConfig.costs`, which stay; `ValueError` if there are none, or they are no costs."""
         if costs is None:
             raise ValueError(

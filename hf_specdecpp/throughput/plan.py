@@ -7,21 +7,25 @@ a text no decision depends on a clock. Derived in `docs/throughput.md`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.config.costs import Costs, Floats
+from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.estimation.acceptance_rates import FIRST_FITS, AcceptanceRates
 from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.estimation.ledger import LASTING, LEAST_GAIN, Ledger
 from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.round_times import RoundTimes, length_class
+from hf_specdecpp.throughput.round_times import RoundTimes, alike, length_class
 
 PROBE_SHARE = 0.005  # of the time without candidates that probes may lose
 MOST_CREDIT = 5.0  # plain passes that probes may lose in a row
 FOLLOWED = 1.5  # plain passes of credit, beside what a probe costs, for which a draft follows a text at all
-LONGEST_PROMISE = 20  # candidates of the longest chain that the first promise is computed for
+TRIED, TRIALS = 2, 2  # lengths of chains that a text tries at most, and rounds of each
+CLEAR_GAIN = 1.3  # over plain decoding, for which it matters little what passes over one token cost
+TRIED_AGAIN = 16  # texts for which costs that rounds have confirmed are not tried
 
 
 class Plan:
@@ -37,27 +41,31 @@ class Plan:
 
     Attributes:
         costs: at the length of the text now; `verify`: `[most + 1]` seconds of its passes over 0, 1, ... candidates.
+        seconds: `[most + 1]` of rounds with chains of 0, 1, ... candidates.
         credit (plain passes): what probes, rounds with candidates while speculation does not pay, may cost now;
             negative after a probe that cost more than there was.
         earned: of the rounds with candidates.
         rounds: with candidates, so far.
         rate: tokens a second of rounds with candidates.
-        asked: lengths of chains that the next text tries, one a round, whatever is known of them.
+        trials: lengths of chains that the next rounds of the text try out; `asked` for, those of the next text.
     """
 
-    least_gain = LEAST_GAIN
+    least_gain, tries_to = LEAST_GAIN, MOST_CANDIDATES
 
     def __init__(self, known: KnownCosts, most: int, rates: AcceptanceRates | None = None) -> None:
         self.known, self.most, self.rates = known, most, rates or AcceptanceRates()
         self.credit, self.earned, self.rounds = MOST_CREDIT, Ledger(LASTING), 0
         self._kind = 0  # the class of the length of the text
-        self.asked: list[int] = []
+        self.asked, self.trials = list[int](), list[int]()
+        self._texts, self._is_new = 0, True  # how many there were, and whether nothing of the one now is known yet
+        self._confirmed: dict[tuple[int, int], int] = {}  # by class and width of passes: in which text
         self._is_stale = True  # whether there is something new to `_fit`
         self._reckon_with(known.at(0))
         self._catch_up()
 
     def _reckon_with(self, costs: Costs) -> None:
         self.costs, self.verify = costs, costs.verify_seconds(self.most)
+        self.seconds = costs.round_seconds(self.most)
         self.plain = self.earned.plain = costs.pass_seconds
         self.earned.prices = np.append(self.verify + costs.overhead + costs.start, [costs.draft, costs.branch])
         self.rate = 0.0
@@ -67,26 +75,55 @@ class Plan:
         """What decides the rounds of one text."""
         raise NotImplementedError
 
-    def begin_text(self) -> None:
-        """The rounds that follow are of another text."""
-
     def begin_batch(self, unread: int) -> None:
         """A round of several rows begins, of which the one with most to read has so many tokens for the draft."""
 
+    def tokens(self) -> Floats:
+        """`[most + 1]`, expected of chains of 0, 1, ... candidates."""
+        raise NotImplementedError
+
+    def begin_text(self) -> None:
+        """The rounds that follow are of another text."""
+        self._texts, self._is_new, self.trials = self._texts + 1, True, []
+
     def follow(self, length: int) -> None:
         """Reckon with what rounds cost at this length of the text, where that is known."""
+        is_new, self._is_new = self._is_new or length_class(length) != self._kind, False
         if (kind := length_class(length)) != self._kind:
             self._kind = kind
         if (costs := self.known.at(length)) is not self.costs:
             self._reckon_with(costs)
         self._catch_up()  # now, and not when the round is timed: it takes a while
+        if is_new and self.known.follows:
+            self.trials, self.asked = self.asked or self._worth_trying(), []
 
-    def learn(self, times: RoundTimes) -> list[tuple[int, int]]:
-        """Let the costs follow the rounds of a text that is over; returns what `KnownCosts.learn` does."""
-        was_assumed, as_expected = self.known.is_assumed, self.known.learn(times)
+    def _worth_trying(self) -> list[int]:
+        """Lengths whose costs no round has confirmed for long, so that what is known of them may be wrong: none, by
+        which all others are judged, and those that would pay most if their passes cost as little as the cheapest. The
+        first texts, which have enough to learn, try nothing."""
+        if self.known.are_new:
+            return []
+        promise = self.tokens() / (self.seconds - self.verify + self.verify.min())
+        promise[0] = math.inf if self.rate * self.plain < CLEAR_GAIN else 0.0
+        lengths, least = range(min(self.most, self.tries_to) + 1), self.least_gain * self.price
+        due = [k for k in lengths if promise[k] > least and self._is_due(k)]
+        return sorted(due, key=lambda k: -promise[k])[:TRIED] * TRIALS
+
+    def _is_due(self, length: int) -> bool:
+        """Whether no round has confirmed for long what a length costs, in texts of about this length."""
+        latest = max(self._confirmed.get((kind, length + 1), -TRIED_AGAIN) for kind in alike(self._kind))
+        return self._texts - latest >= TRIED_AGAIN
+
+    def next_trial(self) -> int | None:
+        """The number of candidates that the next round has to see what that costs; `None` where the rule decides."""
+        return self.trials.pop(0) if self.trials else None
+
+    def learn(self, times: RoundTimes) -> None:
+        """Let the costs follow the rounds of a text that is over."""
+        was_assumed = self.known.is_assumed
+        self._confirmed |= dict.fromkeys(self.known.learn(times), self._texts)
         if was_assumed:  # what was reckoned with passes is seconds now
             self._reckon_with(self.known.at(0))
-        return as_expected
 
     @property
     def price(self) -> float:
@@ -107,7 +144,7 @@ class Plan:
         """Whether a text of this length, which the draft has not read, is left to the target."""
         self.follow(length)
         is_worth_probing = self.credit * self.plain >= self._price(length) + FOLLOWED * self.plain
-        return not (self.pays or is_worth_probing)
+        return not (self.pays or is_worth_probing or any(self.trials))
 
     def starts(self, unread: int) -> bool:
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""
@@ -144,9 +181,5 @@ class Plan:
 
     def _fit(self) -> None:
         """Bring what follows from rates and costs up to date."""
-        self.earned.promise = self._promise()
+        self.earned.promise = float((self.tokens() / self.seconds).max())  # of the best constant length of chains
         self.rate = max(self.earned.rate, self.earned.promise)
-
-    def _promise(self) -> float:
-        """Tokens a second that the best constant length of chains promises."""
-        raise NotImplementedError

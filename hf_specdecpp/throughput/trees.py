@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from typing import cast
 
 import numpy as np
 
+from hf_specdecpp.config.costs import Floats
 from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, PRIOR_COUNT, AcceptanceRates, bin_of
 from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.plan import LONGEST_PROMISE, Plan
+from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.trees.slots import Growth, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 
 SHAPE_MEMORY = 0.98  # what is left a round later of what is learned of the trees' shapes
 FIRST_NODES = 6  # most in the first round, and twice as many in each later one: early mistakes stay small
+LONGEST = 20  # candidates of a chain that tokens are expected of
 THRESHOLDS = np.exp(-0.12 * np.arange(50))  # tried, as shares of the best slot's gain; down to 0.003
 
 
@@ -32,26 +35,32 @@ class TreePlan(Plan, SlotValuation):
     Attributes:
         splits: s, by which a slot of value v takes about 1 + s (v / t - 1) draws until all that is left is below t.
         mean_estimate: mean a of the draws so far, and what it is before any.
-        unread: tokens that the draft reads first in the round now.
+        unread, room, trial: of the round now: tokens that the draft reads first, the most nodes, and of how many
+            candidates a chain is tried out, if any.
+        saved: plain passes that siblings were expected to save in the rounds that could have none (`Slots.branches`).
+        refused: why the target or the draft, as it turned out, cannot read trees.
     """
+
+    tries_to = 12  # the longest path of trees (`Decisions.tree_depth`)
 
     def __init__(self, known: KnownCosts, most: int, rates: AcceptanceRates | None = None) -> None:
         self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # further draws, sum of 1 / t - 1; draws, sum of their a
         self.splits, self.mean_estimate = 2.0, 0.5
-        self.unread = 0
+        self.unread, self.room, self.saved = 0, most, 0.0
+        self.trial, self.refused = cast("int | None", None), ""
         super().__init__(known, most, rates or AcceptanceRates(bin_count=PRIOR_COUNT))
 
     @property
     def most_now(self) -> int:
         """Nodes that the next tree may have."""
-        return min(FIRST_NODES << min(self.rounds, 10), self.most)
+        return min(FIRST_NODES << min(self.rounds, 10), self.room)
 
     def rule(self, _estimator: Estimator) -> TreePlan:
         return self
 
     def starts(self, unread: int) -> bool:
-        self.unread = unread
-        return super().starts(unread)
+        self.unread, self.trial = unread, self.next_trial()
+        return super().starts(unread) if self.trial is None else self.trial > 0
 
     def calibrated(self, estimate: float) -> float:
         return self.rates.calibrated(estimate)
@@ -62,6 +71,11 @@ class TreePlan(Plan, SlotValuation):
     def grow(self, growth: Growth, threshold: float = 0.0) -> None:
         """Algorithm 2, level by level, with t and the depth chosen by their price. `threshold`: lower bound of t."""
         tree, usual = growth.tree, self.expected(None)
+        while self.trial is not None and len(tree) < self.trial and growth.leaves:
+            growth.expand([node := next(iter(growth.leaves))])
+            growth.draw(node)
+        if self.trial is not None:
+            return
         while len(tree) < self.most_now:
             level = {node: v for node, v in growth.leaves.items() if tree.depths[node] == tree.levels}
             first_children = [(v, v * usual) for v in level.values()]
@@ -76,6 +90,7 @@ class TreePlan(Plan, SlotValuation):
                 growth.draw_best()
         while growth.best >= threshold and self.best_draws(growth.open.values(), len(tree))[0] > 0:
             growth.draw_best()
+        self.saved += self.best_draws(growth.forgone, len(tree))[1] / (self.price * self.plain)
         if self.learns and not len(tree) and tree.levels and growth.best >= threshold:
             growth.draw_best()  # the draft has been asked, and without candidates nothing would be learned of it
 
@@ -139,8 +154,7 @@ class TreePlan(Plan, SlotValuation):
         self._next_acceptance: list[float] = (self.rates.following @ self.rates.acceptance).tolist()
         super()._fit()
 
-    def _promise(self) -> float:
-        # A tree does at least as well as the best chain, whose candidates are first children.
-        most = min(self.most, LONGEST_PROMISE)
-        tokens = np.cumsum(self._next_acceptance[NO_VERDICT] ** np.arange(most + 1))
-        return float((tokens / self.costs.round_seconds(most)).max())
+    def tokens(self) -> Floats:
+        further = np.arange(self.most + 1)
+        tokens: Floats = (self._next_acceptance[NO_VERDICT] ** further * (further <= LONGEST)).cumsum()
+        return tokens

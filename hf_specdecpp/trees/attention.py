@@ -171,7 +171,7 @@ def inputs_in_place(
     }
 
 
-CHAIN = "Draft chains instead (tree=None)"
+CHAIN = "Draft chains instead (tree=False)"
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Relative error of the logits that rounding alone does not reach; wrong masks and positions are far above it. Some
 # families compute partly in float32 whatever their dtype.
@@ -182,11 +182,11 @@ HALF_TREE_TOLERANCE = 0.1
 _passed: WeakKeyDictionary[CausalLM, tuple[str, torch.dtype]] = WeakKeyDictionary()
 
 
-def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = None) -> None:
+def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = None, tries: bool = True) -> bool:
     """Raise `ValueError` unless `target`, the `role` in messages, reads a token tree in one pass as it reads its paths.
 
     What is known not to work is refused by name; then the model itself is tried on a small tree, once: in `cache`,
-    where that is not the model's own kind.
+    where that is not the model's own kind. Without `tries` it says whether that has been done.
     """
     check_target(target, recurrent=True)
     subject, config = f"The {role} {type(target).__name__}", target.config.get_text_config(decoder=True)
@@ -198,10 +198,11 @@ def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = Non
     layers = [*DynamicCache(config=config).layers, *(cache.layers if cache is not None else [])]
     if (reason := _no_tree(target, config, layers)) is not None:
         raise ValueError(f"{subject} {reason}, so it cannot read a token tree. {CHAIN}.")
-    if _passed.get(target) == (implementation, target.dtype):
-        return
+    has_passed = _passed.get(target) == (implementation, target.dtype)
+    if has_passed or not tries:
+        return has_passed
     if role == "target" and any(True for _ in foreign_code(target)):  # compared in each text until enough is known
-        return
+        return True
     try:
         error = tree_error(target)
     except Exception as failure:  # whatever goes wrong in a foreign forward, trees are refused
@@ -214,6 +215,7 @@ def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = Non
             f"their spread (rounding explains {tolerance:g}), so the output would be wrong. {CHAIN}."
         )
     _passed[target] = (implementation, target.dtype)
+    return True
 
 
 def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:

@@ -39,12 +39,14 @@ class Growth:
     Attributes:
         open: what the open slot of each node whose q is known competes with: v, or v * a(y) for a greedy target.
         leaves: value v of the first child's slot of each other node that may have children.
+        forgone: what the slots of further siblings would compete with, where `Slots.branches` is `False`.
     """
 
     def __init__(self, expand: Expand, how: Slots, root: int, max_depth: int) -> None:
         self.tree = DraftTree(root)
         self.open: dict[int, float] = {}
         self.leaves: dict[int, float] = {0: 1.0} if max_depth > 0 else {}
+        self.forgone: list[float] = []
         self.max_depth, self.greedy = max_depth, how.randomness is None
         self._slots: dict[int, tuple[float, tuple[int, float] | None]] = {}  # v of `open`, with y and a(y) if known
         self._expand, self._how, self._valuation = expand, how, how.valuation
@@ -89,7 +91,10 @@ class Growth:
         child = self.tree.add(parent, y, v, estimate)
         if self.tree.depths[child] < self.max_depth and y not in self._how.eos_token_ids:
             self.leaves[child] = v * a
-        self._open(parent, v * (1.0 - a))
+        if self._how.branches:
+            self._open(parent, v * (1.0 - a))
+        else:
+            self.forgone.append(v * (1.0 - a) * self._valuation.expected(estimate))
         return child
 
     def slots(self) -> list[tuple[float, float]]:
@@ -162,6 +167,7 @@ class Slots:
         valuation: what estimates and slots count for.
         buffer: for q; trees that are grown one after another share it.
         ahead: how many siblings of a node a head may judge before they are asked for.
+        branches: whether nodes may have siblings.
     """
 
     estimator: Estimator
@@ -170,6 +176,7 @@ class Slots:
     valuation: SlotValuation = field(default_factory=SlotValuation)
     buffer: SoftmaxBuffer = field(default_factory=SoftmaxBuffer)
     ahead: int = AHEAD
+    branches: bool = True
 
     def judged(self, q: Tensor, level: Level, depths: list[int]) -> JudgedSiblings | HeadJudgedSiblings:
         """The siblings below nodes of these depths, drawn by q `[n, vocab]` and judged one after another."""

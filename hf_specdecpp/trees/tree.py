@@ -88,7 +88,7 @@ class DraftTree:
     @property
     def drawn_from(self) -> list[Tensor]:
         """Of a chain: for each candidate that was drawn the `[vocab]` logits whose softmax it was drawn from."""
-        return list(self.scores.values())
+        return [self.scores[node] for node in range(self.num_drawn)]
 
     @property
     def num_drawn(self) -> int:
@@ -172,6 +172,10 @@ class DraftTree:
             order.append(node)
             stack += reversed(below[node])
         return order
+
+    @property
+    def has_one_branch(self) -> bool:
+        return self.parents == list(range(-1, len(self)))
 
     def forget(self) -> None:
         """Let go of what candidates were drawn from, which is large."""

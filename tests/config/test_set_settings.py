@@ -35,7 +35,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("max_tokens", 5000, "max_tokens=5000 must be a whole number from 1 to 1024"),
     ("max_tokens", "20", "must be a whole number"),
     ("tree_budget", 1, "tree_budget=1 must be a whole number from 2 to 1024"),
-    ("tree", True, "tree=True is not a kind of tree. It can be 'dyspec', which suits most drafts"),
+    ("tree", True, "tree=True is not a kind of tree. It can be 'auto', 'dyspec'"),
     ("tree", 4, "is not a kind of tree"),
     ("tree", {}, "is not a kind of tree"),
     ("tree", "dyspeck", "Did you mean dyspec?"),

@@ -23,6 +23,7 @@ from support.whole_generations import NEW_TOKENS, Enumerate, assert_caught, asse
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.generation import tree_drafting
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -135,6 +136,40 @@ def not_the_likeliest(chain: DraftTree) -> DraftTree:
     if len(chain) and chain.tokens[-1] != int(chain.drawn_from[-1].argmax()):
         return DraftTree.chain(chain.candidates[:-1], chain.drawn_from[:-1])
     return chain
+
+
+BY_RULE: dict[str, Any] = {"rule": "throughput", "max_tokens": 2, "costs": {"draft": 0.01, "verify": [1.0, 1.2]}}
+TAKES_LONG = [name for name in PAIRS if name not in (*NO_TREES, "early exit, colder", "eagle3, all")]
+
+
+@pytest.mark.takes(5)
+@pytest.mark.parametrize(
+    "name", ["early exit, colder", "eagle3, all", *(pytest.param(each, marks=pytest.mark.slow) for each in TAKES_LONG)]
+)
+def test_rounds_that_the_rule_makes_trees_or_chains_emit_exactly_p(
+    name: str, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a tree is a chain, whose verification is another one, depends on what was drawn."""
+    kinds = set()
+
+    def note(tree: DraftTree) -> DraftTree:
+        kinds.add((tree.is_chain, len(tree)))
+        return tree
+
+    monkeypatch.setattr(tree_drafting, "CHECK", 0.0)
+    change_drafts(monkeypatch, note)
+    assert_exactly_p(*pair(name, **BY_RULE), enumerate_torch, NEW_TOKENS + 1)
+    assert kinds >= {(True, 0), (True, 2), (False, 2)} or name in TAKES_LONG
+
+
+@pytest.mark.takes(5)
+@pytest.mark.parametrize("mutate", [HOTTER, not_the_likeliest], ids=["hotter", "shorter"])
+def test_mutants_of_trees_by_the_rule_are_caught(
+    mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_drafting, "CHECK", 0.0)
+    change_drafts(monkeypatch, lambda tree: mutate(tree) if tree.is_chain else tree)
+    assert_caught(*pair("eagle3, all", **BY_RULE), enumerate_torch)
 
 
 @pytest.mark.every(3, takes=4)

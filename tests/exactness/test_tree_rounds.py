@@ -16,6 +16,7 @@ from support.toy_trees import ToyTree
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
 from hf_specdecpp.sampling.randomness import TreeRandomness
+from hf_specdecpp.sampling.verification import verify_sampled
 from hf_specdecpp.trees.slots import Growth
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import verify_tree
@@ -131,6 +132,46 @@ def test_two_rounds_of_the_throughput_rule_emit_exactly_p(monkeypatch: pytest.Mo
     assert second == {0, 1, 2}, "the outcome of the first round must matter"
 
 
+class ByTheRule(ToyTree):
+    """Rounds of `tree="auto"`: where what was drawn has led to one branch, a chain is verified.
+
+    Attributes:
+        branches: whether nodes may have siblings.
+    """
+
+    branches = True
+
+    def growth(self, randomness: TreeRandomness | None, prefix: Tokens = ()) -> Growth:
+        growth = super().growth(randomness, prefix)
+        growth._how.branches = self.branches
+        return growth
+
+    def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
+        if not tree.has_one_branch or not len(tree):
+            return super().verify(tree, randomness, prefix)
+        p = torch.stack([self.p(tree, node, prefix) for node in range(len(tree) + 1)])
+        q = torch.stack([tree.q(node) for node in range(len(tree))])
+        accepted, token = verify_sampled(tree.candidates, p, q, randomness, self.verifier)
+        return list(range(1, accepted + 1)), token
+
+
+@pytest.mark.every(5)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("verifier", ["block", "token"])
+@pytest.mark.parametrize("branches", [True, False])
+def test_trees_of_one_branch_are_verified_as_chains(
+    branches: bool, verifier: Any, estimator: str, scenario: str
+) -> None:
+    vocab, shapes = 4 if scenario == "disjoint supports" else 3, set()
+    for budget in range(1, 5):
+        program = ByTheRule(Models(scenario, vocab, budget), "throughput", estimator, budget, verifier=verifier)
+        program.branches, program.throughput = branches, tree_plan(Costs(0.1, (1.0, 1.05, 1.15, 1.3, 1.5)), budget)
+        assert error_of(program, vocab) < TOLERANCE
+        shapes |= {parents == tuple(range(-1, len(parents) - 1)) for parents in program.trees}
+    assert shapes == ({True, False} if branches else {True})
+
+
 # Mutants. Each has one mistake that real implementations have made. ---------------------------------------------------
 
 
@@ -141,6 +182,18 @@ class PrunesAfterDrawing(ToyTree):
         tree = super().draft(randomness, prefix)
         if tree.estimates[-1] < 0.4:
             tree.children[tree.parents[-1]].pop()
+        return tree
+
+
+class CutsSiblings(ByTheRule):
+    """Makes a chain of a tree whose last candidate is a sibling that the draft is not confident of."""
+
+    def draft(self, randomness: TreeRandomness, prefix: Tokens) -> DraftTree:
+        tree = super().draft(randomness, prefix)
+        if tree.ranks[-1] and tree.estimates[-1] < 0.5:
+            for each in (tree.tokens, tree.parents, tree.depths, tree.ranks, tree.values, tree.estimates):
+                each.pop()
+            tree.children = [[child for child in of if child < len(tree.tokens)] for of in tree.children[:-1]]
         return tree
 
 
@@ -208,6 +261,12 @@ def test_mutants_are_caught(mutant: type[ToyTree], verifier: Any, algorithm: str
     models = {seed: Models("plain", 3, seed) for seed in range(6)}
     rounds = (mutant(models[s], algorithm, ESTIMATORS[0], budget=4, seed=s, verifier=verifier) for s in models)
     assert is_caught(rounds)
+
+
+@pytest.mark.parametrize("verifier", ["block", "token"])
+def test_siblings_that_were_drawn_are_not_cut(verifier: Any) -> None:
+    models = {seed: Models("plain", 3, seed) for seed in range(6)}
+    assert is_caught(CutsSiblings(models[s], "throughput", ESTIMATORS[0], 4, seed=s, verifier=verifier) for s in models)
 
 
 @pytest.mark.every(3)

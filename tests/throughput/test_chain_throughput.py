@@ -143,7 +143,7 @@ def test_a_trial_has_its_length_whatever_the_estimates_say() -> None:
 
 
 def cheap() -> dict[str, Any]:
-    return {"rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.5]}}
+    return {"rule": "throughput", "tree": False, "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.5]}}
 
 
 @pytest.mark.takes(2)
@@ -172,7 +172,7 @@ def test_it_remembers_between_generations_and_forgets_when_told() -> None:
     assert learned.rates is rates
     assert isinstance(learned.plan, ChainPlan)
     assert len(learned.plan.seconds) == 4
-    told(assistant, **cheap(), tree="dyspec")
+    told(assistant, **{**cheap(), "tree": "dyspec"})
     generate(0)
     assert len(assistant.memory.learned[target]) == 3, "trees have states of their own, too"
 

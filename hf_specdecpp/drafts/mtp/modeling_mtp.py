@@ -165,7 +165,7 @@ class MtpDraft(StateDraft):
         super().__init__(self.first.model, self.first.fusion, target)
         self.cannot = {
             "trees": f"The target has {len(self.layers)} multi-token layers, and each of them reads the rows of the "
-            "one before it, which differ from path to path: nodes of a tree share none. Draft chains (tree=None); a "
+            "one before it, which differ from path to path: nodes of a tree share none. Draft chains (tree=False); a "
             "single multi-token layer drafts trees, too.",
         }
 

@@ -135,7 +135,7 @@ def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:
     rules = RoundRules(
         greedy, generator.draft_processing.together().for_graphs(),
         processing if fits else Processing([]),
-        generator.setup.estimator if speculation.rule != "fixed" or speculation.tree is not None else None,
+        generator.setup.estimator if speculation.rule != "fixed" or speculation.draws_trees else None,
         speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
         decisions.verification if generator.processing.answers_all else "token",
     )  # fmt: skip
@@ -151,7 +151,7 @@ def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:
         known[key] = CapturedRounds(passes, draft), MostTokens(shapes, RoundSeconds())
     rounds, most = known[key]
     tiers: Tiers = Always(shapes[-1])
-    if speculation.rule == "threshold" and speculation.tree is None:
+    if speculation.rule == "threshold" and not speculation.draws_trees:
         tiers = Followed(shapes)
     elif speculation.rule == "throughput":
         tiers, most.rates = most, generator.learned_rates()
@@ -161,7 +161,7 @@ def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:
 def _shapes_of(speculation: SpeculationConfig, steps: RoundSteps, texts: int) -> list[RoundShape]:
     """The shapes that rounds may have, the largest last."""
     trees = [shape for shape in TREES if shape.levels <= steps.most]
-    if speculation.tree is not None:
+    if speculation.draws_trees:
         trees = [shape for shape in trees if shape.nodes <= speculation.tree_budget]
         return trees[-1:] if speculation.rule != "throughput" else [RoundShape(0), *trees]
     if speculation.rule == "fixed":
@@ -171,7 +171,8 @@ def _shapes_of(speculation: SpeculationConfig, steps: RoundSteps, texts: int) ->
         return [shape for shape in chains if shape.levels]
     deepest = chains[-1].levels
     # Rows of a batch fill the passes already.
-    return chains + [shape for shape in trees if shape.levels <= deepest and steps.draws_trees and texts == 1]
+    takes_trees = speculation.tree == "auto" and steps.draws_trees and texts == 1
+    return chains + [shape for shape in trees if shape.levels <= deepest and takes_trees]
 
 
 def _why_not(side: TargetSide) -> str | None:
@@ -221,7 +222,7 @@ def why_not_whole(texts: Sequence[Text]) -> str | None:
         return "scores or logits are asked for"
     if generator.processing.in_order:
         return "a logits processor has to be called token by token, in order"
-    return None if speculation.tree is None else _why_no_tree(speculation, generator.setup.decisions, steps)
+    return _why_no_tree(speculation, generator.setup.decisions, steps) if speculation.draws_trees else None
 
 
 def _why_no_tree(speculation: SpeculationConfig, decisions: Decisions, steps: RoundSteps) -> str | None:

@@ -87,7 +87,7 @@ class RehearsedDecoding(AssistedDecoding):
         left = min(room - target.passes.text.held, MOST_CANDIDATES + 1)
         for width in pass_widths(self.generator.setup.most_tokens):
             if width <= left:
-                target.try_pass(width - 1, self.generator.draws_trees)
+                target.try_pass(width - 1, self.generator.trees is not None)
         for _ in range(ROUNDS):
             self.round()
 

@@ -95,7 +95,7 @@ def decoding_of(
     if is_spread(target):
         check_ranks(target, assistant.speculation, Processing(call.processors), count)
     if count > 1:
-        check_for_one(call.streamer, assistant.speculation.tree is not None)
+        check_for_one(call.streamer, assistant.speculation.draws_trees)
         check_batch(target, call.model_kwargs, call.config, call.processors, call.criteria)
         check_foreign(target, cache, count)
         return partial(_run, _batch_decoding(call, assistant, count), cache, unused)

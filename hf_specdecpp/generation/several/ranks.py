@@ -32,8 +32,8 @@ def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Pr
     reason = None
     if rows > 1:
         reason = "batches are for targets in one process"
-    elif speculation.tree is not None:
-        reason = "trees are for targets in one process: set tree=None"
+    elif speculation.draws_trees:
+        reason = "trees are for targets in one process: set tree=False"
     elif processing.in_order:
         reason = "a logits processor that must be called in order would be called on one rank only"
     if reason is not None:
