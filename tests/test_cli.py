@@ -75,7 +75,7 @@ def test_a_draft_that_others_trained(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     target = "org/target at a commit that is not recorded"
     assert text(result.stdout).startswith(
-        f"repository {folder} target {target} draft EAGLE-3 {folder} settings layer: "
+        f"repository {folder} target {target} draft EAGLE-3 {folder} settings layer={{"
     )
     assert "norm_output=True" in text(result.stdout)
     for of_an_assistant in ("head none", "adapter", "tokenizer hash", "written by", "speculation", "warning"):

@@ -268,7 +268,8 @@ def rule_of(
     setup: DraftSetup, target: CausalLM, generation_config: GenerationConfig, plan: Plan | None
 ) -> StoppingRule:
     """The rule for the chains of one generation."""
-    config = replace(setup.speculation, rule=setup.rule(target))
+    config, rule = setup.speculation, setup.rule(target)
+    config = config if config.rule == rule else replace(config, rule=rule)  # which checks all settings
     decisions, estimator = setup.decisions, setup.estimator
     if config.rule == "threshold" and setup.head is None and not decisions.adapt:
         logger.warning_once(

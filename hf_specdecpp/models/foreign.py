@@ -81,6 +81,7 @@ class ForeignPasses:
 DEPTH, MOST, SMALL = 4, 16, 65_536
 SIMPLE = {bool, int, float, str, type(None)}
 _usual: WeakSet[Any] = WeakSet()  # functions that are not foreign: each call asks of the same ones
+_imported: WeakSet[Any] = WeakSet()  # functions of modules that call them by their names, which are not foreign
 # Of each target: the code that was found, and what is known of the passes that run it.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], ForeignPasses]] = WeakKeyDictionary()
 
@@ -224,9 +225,15 @@ def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
     names = {kind.__module__ for kind in kinds if package_of(kind) == "transformers"}
     for home in (functional, sdpa_attention, *(sys.modules[name] for name in sorted(names))):
         for name, code in list(vars(home).items()):
-            is_function = callable(code) and not isinstance(code, BuiltinFunctionType | ModuleType | type)
-            if is_function and package_of(code) not in IMPORTED:
+            is_function = isinstance(code, FunctionType)
+            if not callable(code) or isinstance(code, BuiltinFunctionType | ModuleType | type):
+                continue
+            if is_function and code in _imported:
+                continue
+            if package_of(code) not in IMPORTED:
                 yield ForeignCode(code, f"another {name} of {home.__name__}, {_name(code)}")
+            elif is_function:
+                _imported.add(code)
 
 
 def active_modes() -> list[Any]:

@@ -203,7 +203,7 @@ def test_nothing_to_convert(tmp_path: Path) -> None:
     folder = VARIANTS["plain"].save(tmp_path / "in")
     with pytest.raises(FileNotFoundError, match=r"no pytorch_model\.bin.*Weights in safetensors files are loaded"):
         convert(folder, tmp_path / "out")
-    with pytest.raises(ValueError, match="is of a draft: --tied, --draft and --target are for SpecDec"):
+    with pytest.raises(ValueError, match="is of a draft: --draft and --target are for SpecDec"):
         convert(as_pickle(VARIANTS["plain"], folder), tmp_path / "out", target_id="org/target")
     with pytest.raises(FileExistsError, match="Choose a new folder"):
         convert(folder, folder)
