@@ -218,7 +218,7 @@ def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypat
     text = Text(ids, PROMPT_LENGTH, PROMPT_LENGTH + NEW_TOKENS, frozenset() if end is None else frozenset([end]))
     replay, lengths = ChainReplay(text, record(text, assistant, target, Sampling(0.0, 0), seed=0)), set()
     for knobs in LIVE_RULES:
-        told(assistant, **knobs)
+        told(assistant, tree=False, **knobs)
         assistant.memory.clear()
         with monkeypatch.context() as patch:
             rounds = Rounds(patch)
