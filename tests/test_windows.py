@@ -178,7 +178,7 @@ def test_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("inspect", out)
     run("export", out, "--target", target, "--output", tmp_path / "exported")
     run("bench", "--target", target, "--assistant", out, "--data", data, "--output", tmp_path / "bench", "--threads", 1,
-        "--device", "cpu", "--max_new_tokens", 6, "--contestants", "plain,fixed 3", "--replay_rounds")  # fmt: skip
+        "--device", "cpu", "--max_new_tokens", 6, "--contestants", "plain,fixed 3")  # fmt: skip
     run("demo", "--target", target, "--assistant", out, "--max-new-tokens", 6, "--svg", tmp_path / "demo.svg")
     # Not those of libraries, in the run's work and in what is exported.
     written = [*out.rglob("*"), *(tmp_path / "bench").glob("*"), tmp_path / "demo.svg"]
