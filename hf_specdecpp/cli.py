@@ -156,13 +156,15 @@ def inspect(
         name, commit = _pin(target)
         with quiet_loading():
             found = inspection.check_draft(repository, name, commit) if name is not None and report.sound else None
-    _show(report, _console())
+    console = _console()
+    _show(report, console)
     if found is not None:
-        _console().print("", _text(found), sep="\n")
+        console.line()
+        console.print(_text(found))
     if not report.sound:
         raise typer.Exit(1)
     at = f", revision={repository.revision!r}" if repository.revision else ""
-    _console().print(_text(f"next      assist(model, {repository.full_name!r}{at})"), soft_wrap=True)  # to be copied
+    console.print(_text(f"next      assist(model, {repository.full_name!r}{at})"), soft_wrap=True)  # to be copied
 
 
 @app.command()

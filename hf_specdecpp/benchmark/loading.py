@@ -27,7 +27,7 @@ from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.provenance import commit_of, device_name
 from hf_specdecpp.texts.encoding import Codec
 from hf_specdecpp.texts.prompts import named_sources, read_prompts, sample_prompts
-from hf_specdecpp.trees.attention import check_tree
+from hf_specdecpp.trees.attention import check_trees
 from hf_specdecpp.version import __version__
 
 logger = logging.get_logger("hf_specdecpp")
@@ -131,8 +131,7 @@ def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPP
         contestants = quick_contestants(has_head)
     else:
         try:
-            check_tree(target)
-            drafter.check_tree()
+            check_trees(assistant.setup().tree_readers(target))
             can_tree = True
         except ValueError as error:
             can_tree = False

@@ -63,7 +63,7 @@ def print_report(results: dict[str, Any], console: Console) -> None:
         if rows := overall(summary, temperature):
             title = f"{mode(temperature)}, best setting of each kind of contestant, prompts: {rows[0]['prompts']}"
             console.print(_table(best_of_families(rows), title))
-            console.print(verdict_of(rows), "")
+            console.print(verdict_of(rows))
         for name in dict.fromkeys(row["set"] for row in summary if row["batch"]):
             rows = [row for row in summary if (row["set"], row["temperature"]) == (name, temperature)]
             console.print(_table(rows, f"{mode(temperature)}, {name}: {rows[0]['prompts']}"), "")

@@ -18,7 +18,7 @@ def as_growing(target: CausalLM, static: StaticCache, rows: int, longest: int) -
 
     Args:
         rows: sequences of the batch.
-        longest (tokens): that the text may have at the end, those that the cache already holds included.
+        longest (tokens): the largest length that the text may reach, with the tokens that the cache already holds.
 
     Raises:
         ValueError: if the text cannot be copied back.
@@ -67,7 +67,8 @@ def with_static(found: Any, static: StaticCache, growing: DynamicCache) -> Any:
 
 
 def _pairs(static: StaticCache, growing: DynamicCache) -> list[tuple[Any, Any]]:
-    """Layers of both that hold something: those that share the keys of others do not."""
+    """Each layer of the static cache with the growing cache's layer at its depth. Layers that share the keys of other
+    layers hold nothing and are left out."""
     both = zip(list[Any](static.layers), list[Any](growing.layers), strict=True)
     return [(layer, other) for layer, other in both if isinstance(layer, StaticLayer)]
 

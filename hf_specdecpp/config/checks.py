@@ -169,8 +169,8 @@ def shown(value: Any) -> str:
 
 COUNT = range(1, 2**31)
 LISTS = ("reads", "layer_ids", "target_layer_ids")  # of layers of a target
-# Numbers of a config, by name: those that take memory or time, or without which a draft computes NaN. All others decide
-# shapes, which are compared with those of the tensors.
+# Bounds of the numbers in a config, by name. A number outside its bounds would take too much memory or time, or make
+# the draft compute NaN. Numbers without bounds decide shapes only, which are compared with the shapes of the tensors.
 BOUNDS: dict[str, range | tuple[float, float]] = {
     **dict.fromkeys(("vocab_size", "draft_vocab_size"), range(1, 2**22 + 1)),
     "num_hidden_layers": range(1, 64 + 1),  # of a draft; most have one, and none is known with more than ten

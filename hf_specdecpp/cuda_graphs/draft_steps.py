@@ -46,7 +46,7 @@ class RoundSteps(ABC):
         again: tokens of the text that are read a second time in the next round.
         least, most: steps that each round has to take, so that all caches hold the window, and of the deepest one.
         draws_trees: whether levels may have several nodes.
-        shares_cache: whether it reads its target's cache in the place of one of its own.
+        shares_cache: whether the draft reads its target's KV cache and has none of its own.
     """
 
     again, least, most = 0, 1, float("inf")

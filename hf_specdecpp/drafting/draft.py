@@ -177,9 +177,11 @@ class Draft:
         """What runs the draft for the rows (their `row_session`s) that go on, as `BatchSession` does."""
         return RowsAlone()
 
-    def check_tree(self, tries: bool = True) -> bool:  # noqa: ARG002 - for subclasses
-        """Raise `ValueError` if it cannot draft trees (`trees.attention.check_tree`)."""
-        return True
+    @property
+    def tree_reader(self) -> CausalLM | None:
+        """The draft's model if it has to be tried on a token tree first (`trees.attention.check_tree`); `None` where
+        no model reads trees, or the model is known to."""
+        return None
 
     def renew(self) -> None:
         """Bring copies of the target's weights up to date: it may be in training."""

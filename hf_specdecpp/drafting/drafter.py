@@ -12,9 +12,8 @@ from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.model_steps import ModelSteps
 from hf_specdecpp.drafting.session import BatchSession, DraftSession, RowSession
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions, why_no_positions
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, takes_positions, why_no_positions
 from hf_specdecpp.models.target_states import StateReader
-from hf_specdecpp.trees.attention import check_tree
 
 
 class Drafter(DraftModel, Draft):
@@ -36,8 +35,9 @@ class Drafter(DraftModel, Draft):
     def batch(self, rows: Sequence[Any]) -> BatchSession:
         return BatchSession(rows)
 
-    def check_tree(self, tries: bool = True) -> bool:
-        return check_tree(self.model, "draft", tries=tries)
+    @property
+    def tree_reader(self) -> CausalLM | None:
+        return self.model
 
     def for_capture(self, fuse: bool) -> Any:
         return for_capture(self, self.model, fuse=fuse)

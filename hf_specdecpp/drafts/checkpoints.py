@@ -190,7 +190,7 @@ def build(
 
 
 def not_of_form(source: str, title: str, missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """The refusal of a repository whose tensors are not those that its config describes."""
+    """The error message for tensors that do not match a config: names of missing and of unexpected tensors."""
     lists = (("missing", sorted(missing)), ("unexpected", sorted(unexpected)))
     named = ", ".join(f"{what} {', '.join(names[:9])}" for what, names in lists if names)
     article = "an" if title[0] in "AEIOU" else "a"

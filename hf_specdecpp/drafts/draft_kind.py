@@ -4,7 +4,7 @@ made of (`Parts`, `Loading`). Nothing but safetensors and JSON is opened."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -170,10 +170,13 @@ class PublishedKind(DraftKind):
     )
 
     @abstractmethod
-    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str, overrides: Any = None) -> Any:
-        """The draft that a config and its tensors (shared, not copied) make; `source` is their name in messages, and
-        `overrides` are read in the place of what the config says. `ValueError` with what to do if they are of another
-        draft, damaged, or do not go together."""
+    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> Any:
+        """The draft that a config and its tensors (shared, not copied) make; `source` is their name in messages.
+        `ValueError` with what to do if they are of another draft, damaged, or do not go together."""
+
+    def reader(self, config: SpecDecPPConfig) -> Callable[[Config, Mapping[str, Tensor], str], Any]:  # noqa: ARG002
+        """`read`, with what the config of an assistant says otherwise than the draft's own."""
+        return self.read
 
     def recognises(self, raw: Config) -> bool:  # noqa: ARG002
         """Whether a `config.json` of others is of such a draft, or of a relative that `read` refuses."""
@@ -220,13 +223,13 @@ class PublishedKind(DraftKind):
                 f"is opened here: a pickle, such as {files.PICKLE}, could run code. "
                 f"{self.cure.format(name=source.full_name)}"
             )
-        overrides = getattr(config, self.own_field, None)
+        read = self.reader(config)
         if not self.is_whole:
-            return self.read(raw, weights, source.full_name, overrides)
-        outline = self.read(raw, weights.outline(), str(weights.index), overrides)  # before weights are read
+            return read(raw, weights, source.full_name)
+        outline = read(raw, weights.outline(), str(weights.index))  # before weights are read
         if target is not None:
             self._refuse(target, name, self.misfit(outline, target))
-        return self.read(raw, weights.all(), str(weights.index), overrides)
+        return read(raw, weights.all(), str(weights.index))
 
     def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:
         target: Any = how.target

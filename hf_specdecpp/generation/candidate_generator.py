@@ -31,7 +31,7 @@ from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRando
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.round_times import Drafting as Drafted
 from hf_specdecpp.throughput.round_times import RoundTimes
-from hf_specdecpp.trees.attention import check_tree
+from hf_specdecpp.trees.attention import check_trees
 from hf_specdecpp.trees.tree import DraftTree
 
 logger = logging.get_logger("hf_specdecpp")
@@ -100,8 +100,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         reason = None if draws_trees else why_chains(setup, target, captures, self.processing)
         decided["tree"] = f"chains: {reason}" if reason else "where siblings pay"
         if draws_trees:  # before products that round more coarsely than the check allows for
-            check_tree(target, "target")
-            setup.drafter.check_tree()
+            check_trees(setup.tree_readers(target))
         self.round_steps = setup.drafter.round_steps(self.vocab_size) if captures else None
         self._products: FasterProducts | None = None
         self.plan: Plan | None = plan_of(setup, target, generation_config, captures, trees=reason is None)

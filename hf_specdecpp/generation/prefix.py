@@ -84,16 +84,13 @@ class Prefix:
         positions = self.model_kwargs.get("position_ids")
         return torch.tensor([[self.rows]]) if positions is None else positions[..., -1:]
 
-    def most_candidates(self, input_ids: Tensor) -> int | None:
-        """How many candidates the next pass, after a text `[1, length]`, has room for; `None`: any number."""
-        return self._before_change(input_ids)
-
     def is_at_change(self, input_ids: Tensor) -> bool:
         """Whether the next pass has no room for candidates because rotary frequencies change (`FrequencyChange`)."""
-        return bool(self._changes) and self._before_change(input_ids) == 0
+        return self.is_limited and self.most_candidates(input_ids) == 0
 
-    def _before_change(self, input_ids: Tensor) -> int | None:
-        """How many candidates there may be after the text so that all of the pass has the same rotary frequencies."""
+    def most_candidates(self, input_ids: Tensor) -> int | None:
+        """How many candidates the next pass, after a text `[1, length]`, has room for so that all of the pass has the
+        same rotary frequencies; `None`: any number."""
         if not self._changes:
             return None
         length = input_ids.shape[1]

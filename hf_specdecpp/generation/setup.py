@@ -30,7 +30,7 @@ from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.plan import Plan
-from hf_specdecpp.trees.attention import check_tree
+from hf_specdecpp.trees.attention import refuse_tree
 from hf_specdecpp.trees.slots import check_estimator
 
 logger = logging.get_logger("hf_specdecpp")
@@ -71,6 +71,11 @@ class DraftSetup:
     @property
     def most_tokens(self) -> int:
         return self.decisions.most_tokens(self.speculation)
+
+    def tree_readers(self, target: CausalLM) -> dict[str, CausalLM]:
+        """The models that read a round's token tree and have to be tried on one first, by their roles in messages."""
+        draft = self.drafter.tree_reader
+        return {"target": target} if draft is None else {"target": target, "draft": draft}
 
     def draft_processing(
         self, processing: Processing, target: CausalLM, greedy: bool, captures: bool
@@ -204,15 +209,16 @@ def why_chains(setup: DraftSetup, target: CausalLM, captures: bool, processing: 
         "rows of a batch share passes": setup.rows > 1,
         "the target is spread over several processes": num_processes(target) > 1,
         "logits processors are asked token by token": not processing.answers_all,
-        "others' code runs in the target's forward": any(True for _ in foreign_code(target)),
         drafter.cannot.get("trees"): "trees" in drafter.cannot,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         return reason
+    if any(True for _ in foreign_code(target)):  # asked last: all modules are looked at
+        return "others' code runs in the target's forward"
     try:
         check_estimator(setup.estimator)
-        check_tree(target, tries=False)
-        drafter.check_tree(tries=False)
+        for role, model in setup.tree_readers(target).items():
+            refuse_tree(model, role)
     except ValueError as refusal:
         return str(refusal)
     return None

@@ -18,7 +18,7 @@ from hf_specdecpp.sampling.randomness import TreeRandomness
 from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.throughput.trees import TreePlan
 from hf_specdecpp.trees import algorithms
-from hf_specdecpp.trees.attention import check_tree
+from hf_specdecpp.trees.attention import check_trees, has_read_tree
 from hf_specdecpp.trees.slots import Growth, Level, Slots, SlotValuation, SoftmaxBuffer, check_estimator
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -72,11 +72,13 @@ class TreeDrafting:
         if plan is not None:
             self.slots.valuation = self.throughput = rule = plan.rule(self.slots.estimator)
             if self.config.tree == "auto":
-                tries, drafter = rule.saved >= CHECK and not rule.refused, self.setup.drafter
-                try:
-                    self.slots.branches = check_tree(target, tries=tries) and drafter.check_tree(tries)
-                except ValueError as reason:
-                    rule.refused = str(reason)
+                readers = self.setup.tree_readers(target)
+                if rule.saved >= CHECK and not rule.refused:
+                    try:
+                        check_trees(readers)
+                    except ValueError as reason:
+                        rule.refused = str(reason)
+                self.slots.branches = all(map(has_read_tree, readers.values()))
                 if rule.refused:
                     self.refuse(rule.refused)
         elif decisions.adapt and self.shape is None:

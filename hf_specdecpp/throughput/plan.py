@@ -88,9 +88,9 @@ class Plan:
 
     def follow(self, length: int) -> None:
         """Reckon with what rounds cost at this length of the text, where that is known."""
-        is_new, self._is_new = self._is_new or length_class(length) != self._kind, False
-        if (kind := length_class(length)) != self._kind:
-            self._kind = kind
+        kind = length_class(length)
+        is_new = self._is_new or kind != self._kind
+        self._is_new, self._kind = False, kind
         if (costs := self.known.at(length)) is not self.costs:
             self._reckon_with(costs)
         self._catch_up()  # now, and not when the round is timed: it takes a while

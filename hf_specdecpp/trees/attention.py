@@ -7,6 +7,7 @@ between places in the text (number of tokens before), not between rows of the ca
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -182,27 +183,18 @@ HALF_TREE_TOLERANCE = 0.1
 _passed: WeakKeyDictionary[CausalLM, tuple[str, torch.dtype]] = WeakKeyDictionary()
 
 
-def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = None, tries: bool = True) -> bool:
+def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = None) -> None:
     """Raise `ValueError` unless `target`, the `role` in messages, reads a token tree in one pass as it reads its paths.
 
-    What is known not to work is refused by name; then the model itself is tried on a small tree, once: in `cache`,
-    where that is not the model's own kind. Without `tries` it says whether that has been done.
+    A model that is known not to (`refuse_tree`) is not run. Any other reads a small tree, once, and the logits are
+    compared: in `cache`, where that is not the model's own kind.
     """
-    check_target(target, recurrent=True)
-    subject, config = f"The {role} {type(target).__name__}", target.config.get_text_config(decoder=True)
-    if (implementation := config._attn_implementation) not in MASKED:
-        raise ValueError(
-            f"{subject} runs attn_implementation={implementation!r}, which takes no mask of a tree's shape. Load it "
-            f'with attn_implementation="sdpa", or call its set_attn_implementation("sdpa"). {CHAIN} otherwise.'
-        )
-    layers = [*DynamicCache(config=config).layers, *(cache.layers if cache is not None else [])]
-    if (reason := _no_tree(target, config, layers)) is not None:
-        raise ValueError(f"{subject} {reason}, so it cannot read a token tree. {CHAIN}.")
-    has_passed = _passed.get(target) == (implementation, target.dtype)
-    if has_passed or not tries:
-        return has_passed
+    refuse_tree(target, role, cache)
+    if has_read_tree(target):
+        return
     if role == "target" and any(True for _ in foreign_code(target)):  # compared in each text until enough is known
-        return True
+        return
+    subject = f"The {role} {type(target).__name__}"
     try:
         error = tree_error(target)
     except Exception as failure:  # whatever goes wrong in a foreign forward, trees are refused
@@ -214,8 +206,36 @@ def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = Non
             f"{subject} reads a token tree differently from each of its paths: its logits are off by {error:.2g} of "
             f"their spread (rounding explains {tolerance:g}), so the output would be wrong. {CHAIN}."
         )
-    _passed[target] = (implementation, target.dtype)
-    return True
+    _passed[target] = _way_to_read(target)
+
+
+def check_trees(readers: Mapping[str, CausalLM]) -> None:
+    """`check_tree` for each of the models by their roles."""
+    for role, model in readers.items():
+        check_tree(model, role)
+
+
+def refuse_tree(target: CausalLM, role: str = "target", cache: Cache | None = None) -> None:
+    """Raise `ValueError` if `target`, the `role` in messages, is known, without a pass, not to read token trees."""
+    check_target(target, recurrent=True)
+    subject, config = f"The {role} {type(target).__name__}", target.config.get_text_config(decoder=True)
+    if (implementation := config._attn_implementation) not in MASKED:
+        raise ValueError(
+            f"{subject} runs attn_implementation={implementation!r}, which takes no mask of a tree's shape. Load it "
+            f'with attn_implementation="sdpa", or call its set_attn_implementation("sdpa"). {CHAIN} otherwise.'
+        )
+    layers = [*DynamicCache(config=config).layers, *(cache.layers if cache is not None else [])]
+    if (reason := _no_tree(target, config, layers)) is not None:
+        raise ValueError(f"{subject} {reason}, so it cannot read a token tree. {CHAIN}.")
+
+
+def has_read_tree(target: CausalLM) -> bool:
+    """Whether `check_tree` has run a model as it is now, and the logits were right."""
+    return _passed.get(target) == _way_to_read(target)
+
+
+def _way_to_read(target: CausalLM) -> tuple[str, torch.dtype]:
+    return target.config.get_text_config(decoder=True)._attn_implementation, target.dtype
 
 
 def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:

@@ -77,7 +77,7 @@ class DFlash(PublishedKind):
         """transformers compares the size of the vocabulary."""
         return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
 
-    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str, overrides: Any = None) -> DFlashModel:  # noqa: ARG002
+    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
         named = NAMES.here(tensors, source)
         own: dict[str, Any] = {name: f"{part}.weight" in named for name, part in OWN.items()}
         return build(replace(read_settings(raw), **own), tensors, source)

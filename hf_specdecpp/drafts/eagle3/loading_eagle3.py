@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,9 @@ class Eagle3(PublishedKind):
             raise ValueError(checkpoints.not_of_form(source, TITLE, [original(MARK)], []))
         return build(settings_of(said, named), tensors, source)
 
+    def reader(self, config: SpecDecPPConfig) -> Callable[[Config, Mapping[str, Tensor], str], Eagle3Model]:
+        return partial(self.read, overrides=config.eagle3)
+
     def read_own(self, arguments: dict[str, Any], path: Path) -> Eagle3Model:
         return read_own(Eagle3Settings, build, TITLE, arguments, path)
 
@@ -91,7 +95,6 @@ class Eagle3(PublishedKind):
         return tensors
 
     def misfit(self, module: Eagle3Model, target: CausalLM) -> str | None:
-        """`ValueError` if the target lacks layers that a checkpoint names."""
         config, settings = target.config.get_text_config(decoder=True), module.settings
         depth, largest = config.num_hidden_layers, int(module.token_ids.max()) if module.token_ids is not None else -1
         if settings.state_size != config.hidden_size:

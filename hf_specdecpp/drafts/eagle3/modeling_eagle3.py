@@ -173,6 +173,6 @@ class Eagle3Drafter(Drafter):
     def _check_logits(self) -> None:
         """How states become logits is known: the model is ours."""
 
-    def check_tree(self, tries: bool = True) -> bool:  # noqa: ARG002
-        """It reads trees: it is a Llama, with attention that takes any mask."""
-        return True
+    @property
+    def tree_reader(self) -> None:
+        """The layer reads trees: it is a Llama's, with attention that takes any mask."""

@@ -69,7 +69,7 @@ class Gemma4(PublishedKind):
     def settings(self, module: Any) -> dict[str, Any]:
         return {name: getattr(module.config, name) for name in OWN}
 
-    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str, overrides: Any = None) -> CausalLM:  # noqa: ARG002
+    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> CausalLM:
         """`ValueError` also if this transformers has no such class."""
         kind = str(raw.get("model_type"))
         if kind not in CONFIG_MAPPING:

@@ -101,7 +101,7 @@ class Mtp(PublishedKind):
         drafters = [Drafter(model, shares_target=True, fusion=reader) for model, reader in made]
         return drafters[0] if len(drafters) == 1 else MtpDraft(drafters, target)
 
-    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str, overrides: Any = None) -> MtpLayers:  # noqa: ARG002
+    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> MtpLayers:
         """The multi-token layers of a target's repository, the only ones of its `tensors` that are read; `ValueError`
         if it has none, is quantised, or has them in a form that is not known, with what to do."""
         config = {**mapping(raw, "mtp_config"), **(mapping(raw, "text_config") or raw)}

@@ -62,7 +62,7 @@ def on_graphs(texts: Sequence[Text], drafts: Drafts, usual: TargetSide) -> tuple
             reason = "another text is using the captured passes of this target"
         else:
             try:
-                if (reason := _enter(passes, usual, texts)) is None:
+                if (reason := _enter(passes, usual, texts, not_whole is None)) is None:
                     return _parts(texts, passes, drafts, usual, not_whole)
             except BaseException:
                 passes.busy = False
@@ -89,7 +89,7 @@ def _parts(
     return PassGraphs(texts, passes, drafts, usual).instead(failure, texts)
 
 
-def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text]) -> str | None:
+def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text], are_whole: bool) -> str | None:
     """Let texts go on in these passes; or say why that cannot be, and note whether it never can."""
     passes.graphs.begin_text()
     if passes.why_not is not None:
@@ -99,7 +99,7 @@ def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text]) -> 
     try:
         usual.enter(passes)
         passes.why_not = reason = passes.compare(
-            [text.ids for text in texts], _widths(texts, usual), partial(usual.own_logits, texts)
+            [text.ids for text in texts], _widths(texts, usual, are_whole), partial(usual.own_logits, texts)
         )
     except graphs.CannotCaptureError as error:
         reason = f"its pass cannot be captured ({error})"
@@ -113,12 +113,12 @@ def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text]) -> 
     return reason
 
 
-def _widths(texts: Sequence[Text], usual: TargetSide) -> set[int]:
+def _widths(texts: Sequence[Text], usual: TargetSide, are_whole: bool) -> set[int]:
     """Of all passes that rounds of these texts may have."""
     setup, found = texts[0].generator.setup, {1}
     if not are_captured_whole_alone(usual):
         found |= set(pass_widths(setup.most_tokens))
-    if why_not_whole(texts) is None:
+    if are_whole:
         steps = cast(RoundSteps, texts[0].generator.round_steps)
         shapes = _shapes_of(setup.speculation, steps, len(texts))
         found |= {shape.nodes + 1 for shape in shapes}
