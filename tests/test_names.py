@@ -12,7 +12,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_specdecpp"
+# CHANGELOG.md also names what was removed.
+PAGES = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")]
+PAGES += [
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "hub_cards" / name / "README.md" for name in ("custom_generate", "space")),
+]
 DOTTED = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?=[`(\[ =])")
+# Such as: `verify_tree`, [`trees/verification.py`](../hf_specdecpp/trees/verification.py)
+LINKED = re.compile(r"`(\w+)`,?\s+(?:in\s+)?\(?\[`[^`]+`\]\(([^)]+\.py)\)")
 FILES = re.compile(r"\.(py|json|jsonl|md|safetensors|txt|sh|ya?ml|svg|png|bin|pt|model|toml|gguf|ipynb|whl)$")
 # Variables of examples and their classes; of others nothing is looked up.
 VARIABLES = {
@@ -97,8 +105,7 @@ def texts() -> Iterator[tuple[Path, str]]:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
                 yield path, text
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        yield path, re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
+    yield from ((page, re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)) for page in PAGES)
 
 
 @pytest.mark.takes(4)
@@ -116,3 +123,24 @@ def test_dotted_names_exist() -> None:
 @pytest.mark.parametrize("name", ["tree_shapes.best_shape", "SpeculationConfig.products", "kind.meets", "Nobody.here"])
 def test_wrong_names_are_found(name: str) -> None:
     assert not exists(name, *members())
+
+
+def test_names_beside_a_link_are_defined_in_the_linked_file() -> None:
+    found = [(page, *pair) for page, text in texts() for pair in LINKED.findall(text) if page in PAGES]
+    assert len(found) > 15
+    for page, name, link in found:
+        source = (page.parent / link).read_text("utf-8")
+        assert re.search(rf"^ *(?:def |class )?{name}\b", source, flags=re.MULTILINE), f"{page.name}: {name} in {link}"
+
+
+def test_reasons_on_the_page_of_gpus_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text("utf-8").partition("| `stats.uncaptured` | ")[2].partition("\n\n")[0]
+    reasons = [
+        part for cell in re.findall(r"^\| (?!---)(.+?) \|", page, flags=re.MULTILINE) for part in cell.split("; ")
+    ]
+    code = " ".join(
+        path.read_text("utf-8") for room in ("cuda_graphs", "generation") for path in PACKAGE.glob(f"{room}/**/*.py")
+    )
+    fixed = [piece.strip(" ,()") for reason in reasons for piece in re.split(r"\.\.\.|cpu", reason)]
+    assert len(reasons) > 15
+    assert [piece for piece in fixed if piece not in code] == []
