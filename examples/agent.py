@@ -1,11 +1,11 @@
-"""An agent of smolagents whose model has an assistant: prints its answer, then the statistics of its last step.
+"""Run a smolagents agent whose model has an assistant: print the answer, then the statistics of the last step.
 
 python examples/agent.py "How many prime numbers are below 100?"   # Qwen2.5-Coder-1.5B and its published assistant
 python examples/agent.py QUESTION TARGET ASSISTANT                 # Hub ids or folders of yours
 
-It needs pip install smolagents. `TransformersModel` loads the model itself, so the assistant is attached afterwards, as
-the default one of all calls. An assistant also works among the arguments, `TransformersModel(target,
-assistant_model=assistant)`, but such a model, and its agent, cannot be saved: it would be part of their JSON.
+Needs `pip install smolagents`. `TransformersModel` loads the model, so the assistant is attached afterwards, as the
+default of all calls. `TransformersModel(target, assistant_model=assistant)` also works, but this model and its agent
+cannot be saved, because the assistant would be part of their JSON.
 """
 
 import sys

@@ -1,20 +1,20 @@
-"""What a GPU gives, as a report in Markdown, in under five minutes and without the Hub.
+"""Measure the speed on a GPU in under five minutes, without the Hub, and print a report in Markdown.
 
     python examples/bench_gpu.py > report.md          # or: make bench-gpu
-    python examples/bench_gpu.py --dtype float32 --repetitions 8 > exact.md    # are all texts equal to plain's?
+    python examples/bench_gpu.py --dtype float32 --repetitions 8 > exact.md    # are all outputs equal to plain's?
     python examples/bench_gpu.py --dry_run            # on a CPU, in less than a minute: does all of it run?
 
-Targets have the shapes of real models and random weights in bfloat16; the weights of all layers but the first are made
-so small that a draft of that one layer is right as often as asked. Texts are therefore meaningless, and times are not:
-what a pass takes depends on shapes alone. Random weights leave the best tokens close together, so in bfloat16 a pass
-over several tokens, or a compiled one, often takes the other of two that are nearly tied: texts that part from plain's
-are counted apart where they part at such a near tie. In float32 all texts should be equal.
+Targets have the shapes of real models and random weights in bfloat16. The draft is the first layer; the weights of all
+other layers are scaled down until the draft is right as often as requested. The output is meaningless, but the times
+are real, because the time of a pass depends on shapes alone. With random weights the best tokens are often nearly tied,
+so in bfloat16 passes over several tokens and compiled passes often choose the other token. Outputs that first differ at
+a near-tie are counted separately. In float32 all outputs should be equal.
 
-Contestants, one after the other on the same prompts: `generate()` as it is
-and compiled (`cache_implementation="static"`), transformers' assisted generation with the same draft, economize (PyPI)
-with it and with CUDA graphs, where it is installed (`pip install economize==0.3.2`), and ours: plain passes captured,
-chains of 3, 5 and 7, trees of 15 and 30, and `rule="throughput"`; in batches chains alone. The speed of plain
-`generate()` on the same captured passes is its own row, so what speculation adds can be told from what the graphs give.
+Contestants, one after the other on the same prompts: plain and compiled `generate()`
+(`cache_implementation="static"`), transformers' assisted generation with the same draft, economize (PyPI, `pip install
+economize==0.3.2`) with the same draft and CUDA graphs if installed, and this package: captured plain passes, chains of
+3, 5 and 7, trees of 15 and 30, and `rule="throughput"`; in batches only chains. The row of captured plain passes
+separates the gain of the graphs from the gain of speculation.
 """
 
 import argparse
@@ -71,7 +71,7 @@ OURS: dict[str, dict[str, Any]] = {
 }
 IN_BATCHES = ["ours, 3 candidates", "ours, 5 candidates", "ours, throughput", "ours, throughput, nothing captured"]
 AT_ALL_RATES = ["ours, 3 candidates", "ours, throughput", "ours, throughput, compile=True"]
-DRY_RUN = [  # arguments that come first, so that others may follow
+DRY_RUN = [  # these come first, so that given arguments override them
     "--device", "cpu", "--shapes", "tiny", "--rates", "0.8", "--new_tokens", "12", "--repetitions", "1", "--no_compile",
     "--ours", "ours, 3 candidates", "ours, tree of 15", "ours, throughput",
 ]  # fmt: skip
@@ -349,7 +349,7 @@ def main() -> None:
                 contest = Contest(target, options.new_tokens, rows, Path(files.name))
                 compiles = not options.no_compile and place == 0 and rows == 1
                 print(f"## {shape}, the draft right {found:.2f} of the time, batch of {rows}\n", flush=True)
-                # At the other rates how little is lost where the draft is poor.
+                # The other rates show the loss with a poor draft.
                 ours = [name for name in options.ours if place == 0 or name in AT_ALL_RATES]
                 everyone = contestants(contest, compiles, not options.no_compile and place == 0, ours)
                 print(measured(contest, everyone, options.repetitions, end), flush=True)

@@ -1,11 +1,11 @@
-"""A batch by plain `generate()`, by this package and by economize (PyPI), with the same draft and as many candidates.
+"""Compare a batch in plain `generate()`, this package and economize (PyPI), with the same draft and draft length.
 
     pip install economize==0.3.2
     OMP_NUM_THREADS=1 python examples/beside_economize.py TARGET DRAFT --data prompts.jsonl
 
-Greedy, float32, rows of different lengths. All take turns; the times are medians. With one thread they are the
-processor's, without the time that other processes have it. Ours runs on the matrix products that are faster
-here, with copies of the weights, and once more on PyTorch's own, which economize uses.
+Greedy, float32, rows of different lengths. The contestants take turns, and the times are medians. With one thread they
+are processor times, which other processes do not count into. This package runs once with copies of the weights for
+faster matrix multiplications, and once with PyTorch's own multiplications, as economize does.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def plain(target: CausalLM, batch: dict[str, Tensor], new_tokens: int, **options
 def ours(target: CausalLM, draft: CausalLM, settings: dict[str, Any]) -> Callable[..., Run]:
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=SpeculationConfig(**settings))
     if assistant.speculation.cpu_products != "off":
-        assistant.warm_up(16, target)  # until copies of the weights have been made, as a server does when it starts
+        assistant.warm_up(16, target)  # waits for all copies of the weights, as a server does when it starts
 
     def run(batch: dict[str, Tensor], new_tokens: int) -> Run:
         texts = plain(target, batch, new_tokens, assistant_model=assistant)

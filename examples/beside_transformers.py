@@ -1,12 +1,13 @@
-"""The drafts that transformers ships, by its own generation and by this package, in one run.
+"""Compare the drafts that transformers supports in its own generation and in this package, in one run.
 
     OMP_NUM_THREADS=1 python examples/beside_transformers.py
 
 A DFlash block (`speculation_type="dflash"`), a multi-token layer of a GLM-4.5 (`use_mtp=True`) and a Gemma 4
-assistant, each on a random target of 28 layers of 64 numbers, where launching operations takes the time, uncompiled. A
-vocabulary of 12 lets random drafts guess some tokens. Both draft as many candidates a round; then the throughput rule
-and a tree. transformers reads multi-token layers from their files in every call: here once, before. Contestants take
-turns; medians of the repetitions, in processor time with one thread.
+assistant each draft for a random target of 28 layers of width 64, uncompiled, so most time is spent launching
+operations. With a vocabulary of 12 tokens random drafts guess some tokens. Both packages draft the same number of
+candidates per round; this package also runs the throughput rule and a tree. transformers reads multi-token layers from
+files in every call; here they are read once, before. The contestants take turns. Medians of the repetitions, in
+processor time with one thread.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""What a pass over a few tokens costs on this CPU, with each kind of matrix product.
+"""Time passes over a few tokens on this CPU, with each kind of matrix multiplication.
 
     OMP_NUM_THREADS=1 python examples/cpu_passes.py HuggingFaceTB/SmolLM2-135M-Instruct bfloat16
 
-Three rows: PyTorch's own products, those with exact copies of the weights, and int8, which is for drafts only. Under
-them: in how many layers the copies are float16, or oneDNN's. Milliseconds, the least of several passes taken in turns.
+Three rows: PyTorch's own multiplications, exact copies of the weights, and int8, which only drafts use. The last line
+shows how many layers have float16 copies or oneDNN's. Milliseconds, the minimum of several passes taken in turns.
 """
 
 import sys

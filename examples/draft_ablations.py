@@ -1,14 +1,14 @@
-"""What decides how good a conditioned draft becomes: drafts that differ in one setting, each trained from the start.
+"""Train conditioned drafts that differ in one setting, and compare their acceptance.
 
     specdecpp train --config draft.yaml --stage rollouts
     python examples/draft_ablations.py draft.yaml ["as configured" "twice the epochs" ...]
 
-`draft.yaml` is the configuration of a conditioned draft; all variants are trained, or those that are named. Its answers
-are used, those of its `work_dir`; each variant is trained in a folder of its own in `<work_dir>-ablations`. A run that
-was interrupted goes on, and variants that are trained are not trained again. The table has, of held-out answers, the
-chance that a candidate is accepted at temperature 1: the first of a round by source, and the later ones, for which the
-draft reads its own states; and how often the draft's likeliest token is the target's, which is what counts for greedy
-targets, for the first and the later ones. It is printed at the end, and grows in `table.md` there.
+`draft.yaml` is the configuration of a conditioned draft, and its `work_dir` contains the answers. By default all
+variants are trained, each in its own folder in `<work_dir>-ablations`. An interrupted run continues, and trained
+variants are not trained again. The table shows, on held-out answers, the probability that a candidate is accepted at
+temperature 1: the first candidate of a round by source, and the later candidates, for which the draft reads its own
+states. For greedy generation it shows how often the draft's likeliest token is the target's. The table is printed at
+the end, and written to `table.md` after each variant.
 """
 
 import sys
@@ -38,7 +38,7 @@ from hf_specdecpp.training.distillation import trainer
 from hf_specdecpp.training.distillation.trainer import DistillationTrainer
 
 Settings = dict[str, Any]
-EAGLE3: Settings = {"draft": "eagle3", "layers": None, "reads": None}  # reads what every engine serves
+EAGLE3: Settings = {"draft": "eagle3", "layers": None, "reads": None}  # reads the layers that every engine supports
 
 
 def variants(config: TrainingConfig) -> dict[str, Settings]:
@@ -47,7 +47,7 @@ def variants(config: TrainingConfig) -> dict[str, Settings]:
     text = AutoConfig.from_pretrained(config.target).get_text_config(decoder=True)
     last, middle, epochs = text.num_hidden_layers - 1, text.num_hidden_layers // 2, config.distill.epochs
     rate = config.distill.learning_rate
-    layer = {**EAGLE3, ".learning_rate": rate / 3}  # all of its weights learn, and no adapter
+    layer = {**EAGLE3, ".learning_rate": rate / 3}  # all weights are trained, without an adapter
     return {
         "as configured": {},
         "reads the final state only": {"reads": []},

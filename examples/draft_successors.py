@@ -1,12 +1,12 @@
-"""Does it pay to mix a draft's distribution with what the target said lately after the same tokens? Measured live.
+"""Measure the gain of corrections: mixing q with the target's latest choices after the same tokens.
 
     OMP_NUM_THREADS=1 python examples/draft_successors.py HuggingFaceTB/SmolLM2-135M-Instruct \
         hub_cards/specdecpp-smollm2-135m-instruct alpaca_train.jsonl --ask "Responde en español. {}"
 
-Printed is what `Decisions(draft_successors=True)` adds to a draft step and to a round, and for answers to the
-last prompts of a file, greedy and other ones at temperature 1, tokens a pass of the target and tokens a second with and
-without it. Both answer each prompt, one after the other in turn, and the first prompt warms both up. The table goes on
-from text to text. Seconds are those of this thread where there is only one, so that other programs count little.
+Prints the time that `Decisions(draft_successors=True)` adds to a draft step and to a round. For answers to the last
+prompts of a file, greedy and at temperature 1, prints tokens per target pass and tokens per second with and without
+corrections. Both contestants answer each prompt in turn, and the first prompt is a warm-up. The stored choices are kept
+from answer to answer. With a single thread, times are processor times of this thread.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from hf_specdecpp.sampling.successors import MixedProcessing, Successors, contex
 from hf_specdecpp.texts.prompts import read_prompts
 
 MODES = {"greedy": {"do_sample": False}, "T = 1": {"do_sample": True, "temperature": 1.0, "top_k": 0}}
-CANDIDATES = 4  # of the round whose price is told
+CANDIDATES = 4  # of the timed round
 
 
 def price(target, assistant) -> None:

@@ -1,10 +1,10 @@
-"""At which temperature of its own is a draft accepted most often? Replayed on the target's answers.
+"""Find the draft temperature with the highest acceptance, replayed on the target's answers.
 
     python examples/draft_temperatures.py HuggingFaceTB/SmolLM2-135M-Instruct \
         hub_cards/specdecpp-smollm2-135m-instruct alpaca_train.jsonl "Responde en español. {}"
 
-The target answers the last 16 prompts, greedily and at temperature 1. Printed is the mean chance over their places
-that the first candidate of a round is accepted at temperature 1, which is sum min(p, q), with q at another temperature
+The target answers the last 16 prompts, greedily and at temperature 1. Prints the mean probability over all positions
+that the first candidate of a round is accepted at temperature 1, sum min(p, q), for several temperatures of q
 (`Decisions.draft_temperature`).
 """
 
@@ -46,7 +46,7 @@ def along(drafter, target, ids: torch.Tensor, begin: int) -> tuple[torch.Tensor,
         states = caught.take()
     if drafter.reads is None:
         hidden = drafter.hidden_states(ids)[:, 1:]
-    else:  # before the first token there is no state
+    else:  # there is no state before the first token
         hidden = drafter.hidden_states(ids[:, 1:], None, states[:, :-1])
     begin = max(begin, 2)
     return drafter.logits(hidden[0, begin - 2 : -1], p_logits.shape[-1]), p_logits[begin - 1 : -1]

@@ -1,4 +1,4 @@
-"""Generate with an assistant, the shortest complete program: prints the text, then the statistics of the generation.
+"""Generate with an assistant: prints the output, then the statistics of the call. The shortest complete program.
 
 python examples/generate.py                    # SmolLM2-135M-Instruct and its published assistant
 python examples/generate.py TARGET ASSISTANT   # Hub ids or folders of yours

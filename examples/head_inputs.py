@@ -1,14 +1,14 @@
-"""What would an acceptance head gain from numbers of the target, or from how the last tokens went?
+"""Measure the gain of an acceptance head from further inputs: the target's states, or the last verifications.
 
     specdecpp train --config heads.yaml --stage rollouts
     python examples/head_inputs.py heads.yaml ASSISTANT [COST]
 
-`heads.yaml` names a target, prompts, and test sets under `evaluation`. ASSISTANT is a folder or Hub id with a head that
-judges before the forward; COST is the price of a draft step in target passes, 0.09 by default. Chains are drafted along
-the answers. Small networks, fitted on the answers to the prompts, correct the head's log-odds by more and more inputs,
-beginning with none but the head's own. They are measured on the test sets: AUC (higher is better), KL to the true
-chance in nats, and the time of a generated token in target passes under the threshold rule, with the threshold that was
-best on the answers they were fitted on. Each is the mean of three fits.
+`heads.yaml` names a target, prompts, and test sets under `evaluation`. ASSISTANT is a folder or Hub id with a head of
+`inputs="before"`. COST is the cost of a draft step in target passes, 0.09 by default. Chains are drafted along the
+answers. Small networks, fitted on the answers, correct the head's log-odds from an increasing number of inputs,
+starting with the head's own inputs. On the test sets they are compared by AUC (higher is better), by KL to the true
+probability in nats, and by the time of a generated token in target passes under the threshold rule, with the threshold
+that was best on the training answers. Each number is the mean of three fits.
 """
 
 import sys
@@ -32,7 +32,7 @@ from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.evaluation import rule_curves, survivals, time_per_token
 from hf_specdecpp.training.rollouts import sets_to_evaluate
 
-LAST = 8  # tokens of the text that are looked back at
+LAST = 8  # earlier tokens that are used as inputs
 STEPS, SEEDS = 400, 3
 COLUMNS = {
     "its own inputs": ["index", "log q", "entropy", "margin"],

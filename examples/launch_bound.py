@@ -1,13 +1,12 @@
-"""A model of many tiny layers, where launching operations is what takes the time: what eager decoding on a GPU is like.
+"""Time a model of many tiny layers, where launching operations takes most of the time, as in eager mode on a GPU.
 
     OMP_NUM_THREADS=1 python examples/launch_bound.py --dtype float64
 
-The target is a random Llama of 28 layers of 64 numbers (`--hidden_size`). The draft is its first three layers. What the
-other layers add is scaled down: to nothing, where every candidate is accepted, or so far that some are. Contestants
-take turns; medians of the repetitions. With one thread the times are the processor's, without the time that other
-processes have it. economize (PyPI) takes part where it is installed, with the same draft and as many candidates. Last,
-what bare forwards of the target over some tokens take, beside which verification has to be seen, and steps of the
-draft, compiled or not.
+The target is a random Llama of 28 layers of width 64 (`--hidden_size`). The draft is its first three layers. The
+outputs of the other layers are scaled down: to zero, so that every candidate is accepted, or so that some candidates
+are. The contestants take turns, and the times are medians, with one thread in processor time. economize (PyPI) takes
+part if installed, with the same draft and draft length. The last rows are forward passes of the target without
+verification, and draft steps, compiled and uncompiled.
 """
 
 import argparse

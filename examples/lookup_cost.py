@@ -1,8 +1,8 @@
-"""What looking up costs: microseconds a round and bytes a token, by the length of the text.
+"""Measure the cost of lookups: microseconds per round and bytes per token, by the length of the text.
 
     python examples/lookup_cost.py [FILE]
 
-FILE is any text; by default this repository's guides.
+FILE is a text file; by default this repository's guides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_specdecpp.lookup.text import LookupRates, Seen, TextLookup, TextRates
 
 LENGTHS = (1_000, 8_000, 50_000)
 ROUNDS, ROUNDS_TIMED = 500, 100  # the fastest hundred count
-AHEAD, ACCEPTED = 10, 3  # tokens that a round finds, and reads
+AHEAD, ACCEPTED = 10, 3  # tokens that a round looks up, and accepts
 
 
 def main() -> None:

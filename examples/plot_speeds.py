@@ -1,10 +1,10 @@
-"""Draw how fast the published assistants are by kind of text, of the reports in `docs/benchmarks`.
+"""Draw the speed of the published assistants by kind of text, from the reports in `docs/benchmarks`.
 
     python examples/plot_speeds.py --output docs/pictures/speeds.svg
 
-Each bar is a median over prompts: the speed over plain `generate()` on the same passes, which is what speculation adds.
-The lines are 95 % intervals; pale bars are a single prompt. Nothing is typed by hand; a line of `SHOWN` names a report
-and which of its rows.
+Each bar is a median over prompts: the speed relative to plain `generate()` with the same matrix multiplications, which
+is the gain of speculation alone. The lines are 95 % intervals; pale bars are a single prompt. Each line of `SHOWN`
+names a report and its rows; all numbers are read from the reports.
 """
 
 import argparse
@@ -17,7 +17,7 @@ REPORTS = Path(__file__).parents[1] / "docs" / "benchmarks"
 SAME_PASSES = 3  # the column of a report
 
 QWEN, SMOLLM2, GEMMA = "Qwen2.5-Coder-1.5B", "SmolLM2-135M", "Gemma 3 270M"
-# Target, report, contestant. None of these has a setting that was tuned.
+# Target, report, contestant. No setting was tuned.
 SHOWN = (
     (QWEN, "qwen-live", "throughput (head)"),
     (QWEN, "qwen-lookup", "lookup + draft (head)"),

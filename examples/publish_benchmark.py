@@ -1,11 +1,10 @@
-"""Publish the reports of `specdecpp bench`, each in a folder of its own, and list all of them in a page.
+"""Copy reports of `specdecpp bench` into the repository, each into its own folder, and list all reports in a page.
 
     python examples/publish_benchmark.py bench/qwen bench/smollm2 --page docs/benchmarks.md
 
-`bench/qwen` becomes `docs/benchmarks/qwen/report.md` with its pictures, as `specdecpp bench` wrote them; what was there
-before goes. Between its two marks the page then lists every report under `docs/benchmarks`, with what it says about
-itself: nothing is typed by hand. The model card of a repository in `hub_cards` is written by `--card`, of the results
-in `hub_cards/results`; a single report then gives its speeds:
+`bench/qwen` replaces `docs/benchmarks/qwen/report.md` and its pictures. The list between the two marks of the page is
+then made from all reports under `docs/benchmarks`. `--card` writes the model card of a repository in `hub_cards` from
+the results in `hub_cards/results`, and from the speeds of a report if one is given:
 
     python examples/publish_benchmark.py bench/qwen --card hub_cards/specdecpp-qwen2.5-coder-1.5b-instruct
     python examples/publish_benchmark.py --card hub_cards/specdecpp-gemma-3-270m

@@ -1,9 +1,9 @@
-"""What a round costs outside model forwards: this package beside transformers' own assisted generation, in one run.
+"""Measure the time of a round outside of forward passes, for this package and for transformers' assisted generation.
 
     OMP_NUM_THREADS=1 python examples/round_overhead.py
 
-A tiny Llama drafts for another one, so forwards are cheap and everything else shows. The forwards of both decoders and
-LM heads are timed and taken off. Every row alternates between the contestants; medians of the repetitions are printed.
+A tiny Llama drafts for another one, so forward passes are cheap. The forward passes of both decoders and LM heads are
+timed and subtracted. Every row alternates between the contestants, and prints medians of the repetitions.
 """
 
 import statistics
@@ -66,7 +66,7 @@ def overhead(target: PreTrainedModel, assistant: Any, clock: ForwardClock, round
 
 
 def main() -> None:
-    # The hooks and forwards that are put on the models here time and count, and change nothing.
+    # The hooks and forwards below time and count, and change no results.
     with mock.patch.object(foreign, "is_foreign", return_value=False):
         sys.stdout.write("\n".join(table()) + "\n")
 

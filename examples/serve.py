@@ -1,4 +1,4 @@
-"""Serve a model with an assistant behind an OpenAI-compatible endpoint, by transformers' own server.
+"""Serve a model with an assistant at an OpenAI-compatible endpoint, with transformers' own server.
 
 python examples/serve.py                                # SmolLM2-135M-Instruct and its published assistant
 python examples/serve.py TARGET ASSISTANT --port 8000   # Hub ids or folders; by default own layers, or lookups
@@ -6,8 +6,8 @@ python examples/serve.py TARGET ASSISTANT --port 8000   # Hub ids or folders; by
 curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" \\
     -d '{"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}'
 
-It needs pip install "transformers[serving]". `transformers serve` has no option for an assistant, but calls
-`model.generate()`, which uses the model's default assistant. Ctrl-C ends it.
+Needs `pip install "transformers[serving]"`. `transformers serve` has no option for an assistant, but calls
+`model.generate()`, which uses the model's default assistant. Ctrl-C ends the server.
 """
 
 from __future__ import annotations

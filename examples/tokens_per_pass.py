@@ -1,10 +1,10 @@
-"""One table of tokens per target pass from runs of `rounds.py` (in `examples/replay`) or `specdecpp bench`.
+"""Make one table of tokens per target pass from runs of `examples/replay/rounds.py` or `specdecpp bench`.
 
     python examples/tokens_per_pass.py bench/trees-smollm2 bench/trees-qwen --page docs/benchmarks/trees/report.md
 
-Of a replay its rounds are shown, of a benchmark the live generations. A count, not a time: it
-depends on models, prompts and settings, and on no machine. Below the table: by how much one tree leads another on the
-same texts, with a 95 % interval over the texts. The tables replace what stands between the marks of the page.
+Tokens per pass depend on models, prompts and settings, and not on the machine. A second table shows the relative
+difference between trees on the same texts, with a 95 % interval over the texts. The tables replace the content between
+the marks of the page.
 """
 
 import argparse

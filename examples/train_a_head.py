@@ -2,9 +2,9 @@
 
     python examples/train_a_head.py HuggingFaceTB/SmolLM2-135M-Instruct
 
-The dozen prompts below make a run of a few minutes on a CPU that shows every stage and what it leaves behind. It is far
-too little text for a good head: docs/training.md says how much is enough. `specdecpp train --help` is the same from
-the command line. A run that was interrupted goes on where it stopped when it is started again.
+The dozen prompts below make a run of a few minutes on a CPU, with all stages. A good head needs far more prompts
+(docs/training.md). `specdecpp train` does the same from the command line. An interrupted run continues when it is
+started again.
 """
 
 import json
@@ -43,21 +43,21 @@ last = model.config.get_text_config(decoder=True).num_hidden_layers - 1
 config = TrainingConfig(
     target=target,
     output=str(output),
-    # The draft: the first three layers of the target and its last one. With `draft="org/model"`, a model of its own.
+    # The draft: the first three layers of the target and the last layer. `draft="org/model"` takes a separate model.
     layers=[0, 1, 2, last],
-    # The target answers every prompt twice at temperature 1 and once greedily, so that the head serves both kinds of
-    # decoding; a third of the prompts is kept for calibrating and measuring.
+    # The target answers every prompt twice at temperature 1 and once greedily, so that the head is fitted for both.
+    # A third of the prompts is held out for calibration and evaluation.
     rollouts=RolloutConfig(data=[str(prompts)], samples_per_prompt=2, max_new_tokens=64, heldout=0.34),
-    # A LoRA adapter makes the draft say what the target says. The draft's LM head keeps 4096 tokens: on small models
-    # it is most of the price of a drafted token.
+    # A LoRA adapter is trained on the target's answers. The draft's LM head keeps 4096 tokens, because for small models
+    # the LM head is most of the cost of a candidate.
     distill=DistillConfig(rank=16, draft_vocab_size=4096, epochs=2.0),
-    # The head learns which candidates the target accepts.
+    # The head is trained to predict which candidates the target accepts.
     head=HeadConfig(inputs="before", epochs=3.0, learning_rate=1e-3),
 )
 
 train(config)
 
-# `output` is now what would be pushed to the Hub: assistant.push_to_hub("org/name").
+# `output` is now a repository. To upload it: assistant.push_to_hub("org/name").
 assistant = assist(model, output)
 tokenizer = AutoTokenizer.from_pretrained(target)
 inputs = tokenizer("The capital of France is", return_tensors="pt")

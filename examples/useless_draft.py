@@ -1,12 +1,11 @@
-"""What `rule="throughput"` costs where speculation cannot pay: beside plain `generate()`, in one run.
+"""Measure the cost of `rule="throughput"` with a useless draft, against plain `generate()`, in one run.
 
     OMP_NUM_THREADS=1 python examples/useless_draft.py          # sizes such as 64x28 576x8 may follow
 
-Target and draft are random Llamas that agree by chance only, once with PyTorch's own matrix products and once with
-copies of the weights, which have been made before the first answer. Plain and assisted answers alternate, so that
-whatever else the machine does slows both; medians over the repetitions of milliseconds a token, and of the ratio of
-each pair. With one thread they are the processor's milliseconds, without the time that other processes have it. The
-first answers, within which costs are measured, do not count.
+Target and draft are random Llamas that agree by chance only, once with PyTorch's own matrix multiplications and once
+with copies of the weights, which are made before the first answer. Plain and assisted answers alternate, so that other
+load slows both. Prints medians of milliseconds per token, and of the ratio of each pair, with one thread in processor
+time. The first answers, during which costs are measured, do not count.
 """
 
 import statistics

@@ -1,15 +1,15 @@
-"""How many tokens a target pass yields by each way to verify, on random distributions of 50 tokens.
+"""Compute the tokens per target pass for each method of verification, on random distributions of 50 tokens.
 
     python examples/verification_gain.py
 
-Drafts are drawn; given a draft, the expected number of accepted candidates is computed, so no coin of the verification
-is thrown. The target's logits are normal with a spread of 2 (a tree's of 3), the draft's are those plus normal noise.
-Beside each mean is the share by which block (or traversal) verification leads, and two standard errors of it.
+Candidates are drawn at random; for each draft the expected number of accepted candidates is computed exactly. The
+target's logits are normal with a standard deviation of 2 (for trees 3), the draft's are the target's plus normal noise.
+Each mean comes with the relative gain of block (or traversal) verification and two standard errors of the gain.
 
-The last table is about the children of one node: how often one of them is accepted when they are tested one after
-another, as Algorithm 3 and traversal do, and how often at most, whatever the test (the optimal transport from sets of
-children to tokens). Of 8 tokens, so that all sets can be enumerated. a is the chance with which the node itself has to
-be accepted: 1 at the root, less below.
+The last table is about the children of one node, with 8 tokens so that all sets can be enumerated: how often a child is
+accepted when children are tested one after another, as in Algorithm 3 and traversal, and the upper bound for any test
+(the optimal transport from sets of children to tokens). a is the probability with which the node itself has to be
+accepted: 1 at the root, less below.
 """
 
 import sys
@@ -45,7 +45,7 @@ def chain(length: int, noise: float) -> list[float]:
     tests = block_tests(carries, leftovers(carries, p, q))
     by_block = tests * torch.cat(
         ((1.0 - tests).flip(0).cumprod(0)[:-1].flip(0), tests.new_ones(1))
-    )  # the last that passes
+    )  # the last test that passes
     return [float(weights @ numbers) for weights in (token_weights(ratios), by_block)]
 
 

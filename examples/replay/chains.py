@@ -1,8 +1,8 @@
-"""What a stopping rule does along a recorded text, without either model.
+"""Replay a stopping rule along a recorded text, without target and draft.
 
-In greedy decoding the rounds are those of a live run. When sampling they are one draw of the rounds of a live run that
-comes out with this text, from their exact distribution (`record.py`): the draw in which the live run's random
-decisions fall as the record's coins and tokens say.
+For greedy generation the rounds equal those of a real run. For sampled generation they are one draw from the exact
+distribution of rounds of a real run, given that the run generates this text (`record.py`); the record contains the
+random decisions.
 """
 
 import math
@@ -24,7 +24,7 @@ from hf_specdecpp.figures import Floats
 SVIP_GAMMA = 0.15
 ADAEDL_GAMMA = 0.2
 MakeRule = Callable[[], StoppingRule]
-Round = tuple[int, int, int]  # candidates, how many stood, and how many tokens the draft had to read before
+Round = tuple[int, int, int]  # candidates, accepted candidates, tokens that the draft read first
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class RecordedHead:
 
     def estimate(self, step: Seen) -> float | None:
         log_odds, position = step.log_odds, step.index
-        if self.inputs == "after":  # the verdict on a candidate comes with the next one
+        if self.inputs == "after":  # the estimate for a candidate comes with the next candidate
             log_odds, self.previous, position = self.previous, log_odds, position - 1
             if position < 0:
                 return None
@@ -194,7 +194,7 @@ def _fastest(replay: ChainReplay, costs: Costs) -> list[Round]:
     return rounds
 
 
-# Rules of others ------------------------------------------------------------------------------------------------------
+# Published rules ------------------------------------------------------------------------------------------------------
 
 
 class Baseline(StoppingRule):

@@ -1,11 +1,11 @@
-"""Every stopping rule with every setting on the same recorded texts, and bounds that no rule can beat.
+"""Replay every stopping rule with every setting on the same recorded texts, and compute bounds for all rules.
 
     python examples/replay/sweep.py --target org/model --assistant org/assistant --data chat.jsonl --output replay/chat
     python examples/replay/sweep.py --target org/model --assistant org/assistant --rollouts my-assistant-work
 
-Along each text of the target is recorded once what the draft would say (`record.py`); each rule then runs on the record
-without the models (`chains.py`), the rules of others (transformers' confidence, SVIP, AdaEDL) beside ours. Time is a
-sum over rounds at the costs of `--costs`. `report.md` has the best setting of each rule, and a picture of all.
+The draft's proposals along each text of the target are recorded once (`record.py`). Each rule of this package, and
+transformers' confidence, SVIP and AdaEDL, then runs on the record without the models (`chains.py`). Time is a sum over
+rounds with the costs of `--costs`. `report.md` shows the best setting of each rule, and a picture of all settings.
 """
 
 from collections import defaultdict
@@ -35,7 +35,7 @@ LENGTHS = range(1, 15)
 THRESHOLDS = [round(i / 20, 2) for i in range(1, 20)] + [0.97, 0.99]
 FIXED, INFORMED, ORACLE = "fixed", "informed bound", "oracle"
 BOUNDS = (INFORMED, ORACLE)
-# The paper's, digitised from its figures: the draft's step and the target's pass, whatever its length.
+# The paper's costs, digitised from its figures: a draft step, and a target pass of any length.
 PAPER = Costs(draft=0.0214, verify=(0.116,))
 Row = dict[str, Any]
 
@@ -105,7 +105,7 @@ def sweep(replays: list[ChainReplay], head: AcceptanceHead | None, greedy: bool,
     return {"texts": len(replays), "tokens": sum(replay.generated for replay in replays), "rows": rows, "best": best}
 
 
-Key = tuple[str, "float | None", "str | None"]  # family, setting, the costs that it is for (all by default)
+Key = tuple[str, "float | None", "str | None"]  # family, setting, costs (all by default)
 
 
 def _rules(head: AcceptanceHead | None, greedy: bool, costs: Mapping[str, Costs]) -> Iterator[tuple[Key, MakeRule]]:
@@ -151,7 +151,7 @@ def _best(name: str, costs: Costs, outcomes: Mapping[Key, Outcomes]) -> list[Row
     return sorted(rows, key=lambda row: -row["tokens_per_second"])
 
 
-# What is shown --------------------------------------------------------------------------------------------------------
+# The report -----------------------------------------------------------------------------------------------------------
 
 
 def described(name: str, how: str, swept: Row, costs: Mapping[str, Costs], folder: Path) -> list[str]:
@@ -188,7 +188,7 @@ def plot_pareto(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     for row in rows:
         if row["setting"] is not None:
             families[row["family"]].append((row["verification_rate"], row["discard_rate"]))
-    front: list[tuple[float, float]] = []  # the points that no other is below and left of
+    front: list[tuple[float, float]] = []  # points that no other point dominates
     for point in sorted(point for family, points in families.items() if family != INFORMED for point in points):
         if not front or point[1] < front[-1][1]:
             front.append(point)

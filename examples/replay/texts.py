@@ -1,7 +1,7 @@
-"""The texts that `sweep.py` and `rounds.py` run along, and the options that both have.
+"""The texts and common options of `sweep.py` and `rounds.py`.
 
-The texts are answers of the target: the rollouts that `specdecpp train --stage rollouts` has written (`--rollouts`),
-else answers to the prompts of `--data` that are written here. Both programs go on where a killed run stopped.
+The texts are answers of the target: rollouts of `specdecpp train --stage rollouts` (`--rollouts`), or answers to the
+prompts of `--data`, generated here. Both programs continue a killed run.
 
 `python examples/replay/sweep.py --help` and `python examples/replay/rounds.py --help` list the options.
 """

@@ -1,4 +1,4 @@
-"""A Space: the same answer with and without an assistant, token by token, with what was a candidate marked."""
+"""A Space: the same answer with and without an assistant, token by token, with accepted candidates marked."""
 
 import base64
 import html
@@ -15,7 +15,7 @@ from hf_specdecpp import assist
 from hf_specdecpp.terminal.listener import Answer, Listener, picture
 
 TARGET = os.environ.get("TARGET", "HuggingFaceTB/SmolLM2-135M-Instruct")
-ASSISTANT = os.environ.get("ASSISTANT")  # Hub id or folder; without one, candidates are looked up in the text
+ASSISTANT = os.environ.get("ASSISTANT")  # Hub id or folder; by default the target's multi-token layers, or lookups
 EXAMPLES = [
     "Write a Python function that returns the n-th Fibonacci number.",
     "Explain in three sentences why the sky is blue.",
@@ -37,7 +37,7 @@ threads = ThreadPoolExecutor(1)
 
 
 def encode(question):
-    """The question as the model takes it."""
+    """The question as inputs of the model."""
     if tokenizer.chat_template is None:
         return tokenizer(question, return_tensors="pt")
     messages = [{"role": "user", "content": question}]
@@ -45,7 +45,7 @@ def encode(question):
 
 
 def generate(inputs, length, helper, listener):
-    """The seconds of one answer, from when it is its turn."""
+    """Generate one answer; its seconds, without the time in the queue."""
     listener.begin = time.perf_counter()
     model.generate(**inputs, max_new_tokens=length, do_sample=False, assistant_model=helper, streamer=listener)
     return time.perf_counter() - listener.begin
@@ -65,7 +65,7 @@ def write(question, length, trees):
             yield panes
         try:
             seconds = running.result()
-        except ValueError as error:  # such as trees for a target that cannot read them
+        except ValueError as error:  # such as trees with a target that cannot read trees
             raise gr.Error(str(error)) from None
         answer = Answer(listener.tokens(tokenizer, None if helper is None else helper.stats), seconds)
         panes[2 * side : 2 * side + 2] = coloured(answer.said), answer.rate
@@ -130,7 +130,7 @@ with gr.Blocks(title="hf_specdecpp") as demo:
     asked = [button.click, question.submit]
     gr.on(asked, write, [question, length, trees], outputs, api_name="write", show_progress="hidden")
 
-# Costs are measured before the first text; that is no part of anybody's answer.
+# Warm up, so that measurements before the first call do not count into an answer.
 for helper in (None, assistant):
     generate(encode("Hello"), 8, helper, Listener())
 
