@@ -40,8 +40,8 @@ from hf_specdecpp.training import chains as branches
 
 MAX_TOKENS = 20  # candidates per round, the paper's maximum
 NODES_AT_ONCE = 1024  # candidates in one target pass
-# The record of a candidate: its id, its q, the entropy of q in nats, the probability min(1, p/q) of acceptance after the
-# earlier candidates, and the head's log-odds, uncalibrated (0 without a head).
+# The record of a candidate: its id, its q, the entropy of q in nats, the probability min(1, p/q) that it is accepted
+# after the earlier candidates, and the head's log-odds, uncalibrated (0 without a head).
 KNOWN = ("token", "q_of_token", "entropy", "label", "log_odds")
 
 
