@@ -133,6 +133,19 @@ def test_names_beside_a_link_are_defined_in_the_linked_file() -> None:
         assert re.search(rf"^ *(?:def |class )?{name}\b", source, flags=re.MULTILINE), f"{page.name}: {name} in {link}"
 
 
+def test_files_in_the_picture_of_a_round_exist() -> None:
+    picture = (
+        (ROOT / "docs" / "architecture.md")
+        .read_text("utf-8")
+        .partition("\n```\nmodel.generate()")[2]
+        .partition("```")[0]
+    )
+    files = [path.as_posix() for path in PACKAGE.rglob("*.py")]
+    named = re.findall(r"[\w/]+\.py", picture)
+    assert len(named) > 15
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
 def test_reasons_on_the_page_of_gpus_are_those_of_the_code() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text("utf-8").partition("| `stats.uncaptured` | ")[2].partition("\n\n")[0]
     reasons = [
