@@ -67,7 +67,7 @@ class GrowingText(CachedText[int]):
         if self._is_recurrent is None:  # once, after the prompt; of ordinary layers alone nothing else is asked
             self._shrinks = any(type(layer) is not DynamicLayer for layer in layers)
             self._is_recurrent = self._shrinks and is_recurrent(self.cache)
-        # States cannot be cropped, nor can windows and convolutions over the prompt of a later turn: they do not record.
+        # States cannot be cropped, nor can windows and convolutions in the prompt of a later turn: none records.
         records = all(getattr(layer, "record_past", True) for layer in layers) if self._shrinks else True
         if (self._is_recurrent or not records) and not self.pending:
             self.mark = Mark(self.cache)

@@ -56,7 +56,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma 4", {"text_config": {"model_type": "llama"}}, "text_config.model_type='llama' must be 'gemma4_text'"),
     ("Gemma 4", {"text_config": {"num_key_value_heads": 3}}, "must be a multiple of num_key_value_heads=3"),
     ("Gemma 4", {"text_config": {"rope_parameters": {"sliding_attention": None}}}, "must have both full_attention and"),
-    ("Gemma 4", {"text_config": {"rope_parameters": MOST}}, "partial_rotary_factor=4194304 must be a number from 0 to 1"),
+    ("Gemma 4", {"text_config": {"rope_parameters": MOST}}, "rotary_factor=4194304 must be a number from 0 to 1"),
     ("Gemma 4", {"text_config": {"rope_parameters": LINEAR}}, "rotate a part of each head"),
     ("EAGLE-3", ODD, "heads of .1. numbers cannot be rotated"),
     ("conditioned", {"fusion": {"reads": [0, 5]}}, "reads layers .5. of its target, and LlamaForCausalLM has 3"),
