@@ -228,9 +228,10 @@ def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Iterable
             f"{path}{unknown[0][:80]} is not known; it may be of a newer version: pip install -U hf-specdecpp"
         )
     check_numbers(layer, path)
-    heads, keys = layer["num_attention_heads"], layer.get("num_key_value_heads")
-    if heads % (keys or heads):
-        raise ValueError(f"{path}num_attention_heads={heads} must be a multiple of num_key_value_heads={keys}. {CURE}")
+    heads, own = layer["num_attention_heads"], (layer.get("per_layer_config") or {}).values()
+    for name in ("num_key_value_heads", "num_global_key_value_heads"):
+        if wrong := [each[name] for each in (layer, *own) if heads % (each.get(name) or heads)]:
+            raise ValueError(f"{path}num_attention_heads={heads} must be a multiple of {name}={wrong[0]}. {CURE}")
     rope = layer.get("rope_parameters")
     kinds = [rope, *rope.values()] if isinstance(rope, Mapping) else []  # of all layers, or by kind of layer
     for each in (kind for kind in kinds if isinstance(kind, Mapping)):

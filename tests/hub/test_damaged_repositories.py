@@ -55,6 +55,8 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("DFlash", {"dflash_config": {"input_embedding_scale": float("nan")}}, "_scale=nan must be a finite number"),
     ("Gemma 4", {"text_config": {"model_type": "llama"}}, "text_config.model_type='llama' must be 'gemma4_text'"),
     ("Gemma 4", {"text_config": {"num_key_value_heads": 3}}, "must be a multiple of num_key_value_heads=3"),
+    ("Gemma 4", {"text_config": {"per_layer_config": {"1": {"num_key_value_heads": 65}}}}, "multiple of .*_heads=65"),
+    ("Gemma 4", {"text_config": {"num_global_key_value_heads": 64}}, "multiple of num_global_key_value_heads=64"),
     ("Gemma 4", {"text_config": {"rope_parameters": {"sliding_attention": None}}}, "must have both full_attention and"),
     ("Gemma 4", {"text_config": {"rope_parameters": MOST}}, "rotary_factor=4194304 must be a number from 0 to 1"),
     ("Gemma 4", {"text_config": {"rope_parameters": LINEAR}}, "rotate a part of each head"),
