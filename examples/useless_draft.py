@@ -14,7 +14,7 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats
 from hf_specdecpp.clocks import computing_clock
 
 SIZES = ("64x28", "128x12", "256x8", "576x8", "1536x4")  # hidden size x layers
@@ -31,15 +31,17 @@ def random_llama(hidden: int, layers: int, seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).bfloat16().float().eval()  # as checkpoints are published, so float16 holds them
 
 
-def ratios(hidden: int, layers: int, copies: bool, repetitions: int = REPETITIONS) -> list[tuple[float, float]]:
-    """Seconds a token of plain `generate()` and of ours, pair by pair."""
+def answers(
+    hidden: int, layers: int, copies: bool, repetitions: int = REPETITIONS
+) -> list[tuple[float, float, SpeculationStats]]:
+    """Seconds a token of plain `generate()` and of ours, pair by pair, with the statistics of ours."""
     target, draft = random_llama(hidden, layers, 0), random_llama(hidden, max(layers // 7, 1), 1)
     speculation = SpeculationConfig(rule="throughput", cpu_products="auto" if copies else "off")
     assistant = SpecDecPPAssistant.from_draft(draft, target, speculation=speculation)
     if copies:
         assistant.warm_up(NEW_TOKENS)
     prompt = torch.arange(10)[None]
-    clock, pairs = computing_clock(), []
+    clock, found = computing_clock(), []
     for repetition in range(WARM_UP + repetitions):
         seconds = []
         for assistant_model in (None, assistant):
@@ -47,8 +49,8 @@ def ratios(hidden: int, layers: int, copies: bool, repetitions: int = REPETITION
             target.generate(prompt, assistant_model=assistant_model, max_new_tokens=NEW_TOKENS, do_sample=False)
             seconds.append((clock() - begin) / NEW_TOKENS)
         if repetition >= WARM_UP:
-            pairs.append((seconds[0], seconds[1]))
-    return pairs
+            found.append((seconds[0], seconds[1], assistant.stats))
+    return found
 
 
 def main(*sizes: str) -> None:
@@ -56,9 +58,9 @@ def main(*sizes: str) -> None:
     for size in sizes or SIZES:
         hidden, layers = map(int, size.split("x"))
         for copies in (False, True):
-            pairs = ratios(hidden, layers, copies)
-            plain, ours = (1000 * statistics.median(column) for column in zip(*pairs, strict=True))
-            low, ratio, high = statistics.quantiles([a / b for a, b in pairs])
+            found = answers(hidden, layers, copies)
+            plain, ours = (1000 * statistics.median(each[side] for each in found) for side in (0, 1))
+            low, ratio, high = statistics.quantiles([a / b for a, b, _ in found])
             name = f"{size}{', copies' if copies else ''}"
             sys.stdout.write(f"{name:14}{plain:10.2f}{ours:10.2f}{'':13}{ratio:10.3f}   {low:.3f}-{high:.3f}\n")
             sys.stdout.flush()

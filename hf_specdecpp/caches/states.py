@@ -21,20 +21,22 @@ HALF_STATE_TOLERANCE = 0.1
 
 
 class Mark:
-    """A place that a cache with recurrent layers can go back to: they cannot drop tokens, so their states are copied.
+    """A place that a cache can go back to from layers that cannot drop tokens: recurrent states and those of
+    convolutions, which are copied, and windows, whose keys and values each pass replaces by new tensors.
 
     Example: a cache of 10 tokens is marked, and a pass over 5 more is made, of which 3 stand. `back()` leaves the 10
     tokens; the 3 are read again, before whatever comes next.
     """
 
     def __init__(self, cache: Cache) -> None:
+        stop_recording(cache)  # which serves caches without recurrent states
         layers: list[Any] = cache.layers
         self.recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
-        self.others = [layer for layer in layers if isinstance(layer, DynamicLayer) and layer.keys is not None]
-        for layer in self.recurrent:
-            layer.record_past = False  # which serves layers that keep nothing but a convolution's inputs
         self.copies = [[state.clone() for state in _states(layer)] for layer in self.recurrent]
-        self.lengths = [layer.get_seq_length() for layer in self.others]
+        self.windows = [(layer, dict(vars(layer))) for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
+        rows = [layer for layer in layers if isinstance(layer, DynamicLayer) and layer.keys is not None]
+        others = [layer for layer in rows if not isinstance(layer, DynamicSlidingWindowLayer)]
+        self.lengths = [(layer, layer.get_seq_length()) for layer in others]
 
     @property
     def num_bytes(self) -> int:
@@ -45,10 +47,20 @@ class Mark:
         for layer, copies in zip(self.recurrent, self.copies, strict=True):
             for state, copy in zip(_states(layer), copies, strict=True):
                 state.copy_(copy)
-        for attention, length in zip(self.others, self.lengths, strict=True):
-            # Of a layer that has both, this part only.
-            kind: Any = DynamicSlidingWindowLayer if isinstance(attention, DynamicSlidingWindowLayer) else DynamicLayer
-            kind.crop(attention, length - attention.get_seq_length())
+        for window, before in self.windows:
+            vars(window).update(before)
+        for layer, length in self.lengths:
+            # Of a layer that has states as well, the keys and values only.
+            crop = DynamicLayer.crop if isinstance(layer, LinearAttentionCacheLayerMixin) else type(layer).crop
+            crop(layer, length - layer.get_seq_length())
+
+
+def stop_recording(cache: Cache) -> None:
+    """Let layers with windows and convolutions drop again what they do not need: nothing is taken back by `crop`."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        if getattr(layer, "record_past", False):
+            layer.record_past = False
 
 
 def is_recurrent(cache: Cache) -> bool:
@@ -80,6 +92,9 @@ def no_way_back(model: CausalLM) -> str | None:
     if not keeps_recurrent_state(model):
         return None
     if model not in _states_go_on:
+        layers = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
+        if own := sorted(each.__name__ for each in layers if each.__module__ != Cache.__module__):  # DeepSeek V4
+            return f"keeps {', '.join(own)} in its cache, whose state no short trial shows"
         try:
             tolerance = STATE_TOLERANCE.get(model.dtype, HALF_STATE_TOLERANCE)
             _states_go_on[model] = model.config.model_type not in BEGIN_ANEW and state_error(model) <= tolerance
@@ -112,7 +127,6 @@ def state_error(model: CausalLM) -> float:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
         read(text[:, :5], **inputs)
-        cache.activate_past_recording()  # of layers with windows
         mark, parts = Mark(cache), []
         read(other[:, :4], 5, **inputs)
         mark.back()

@@ -61,17 +61,16 @@ class GrowingText(CachedText[int]):
         self.cache, self.held = cache, 0 if cache is None else num_rows(cache)
         self._is_recurrent: bool | None = None
         self._shrinks = True
-        self._windows: list[tuple[Any, dict[str, Any]]] = []  # layers that do not record, as they were
 
     def begin(self) -> None:
+        layers: list[Any] = self.cache.layers
         if self._is_recurrent is None:  # once, after the prompt; of ordinary layers alone nothing else is asked
-            self._shrinks = any(type(layer) is not DynamicLayer for layer in self.cache.layers)
+            self._shrinks = any(type(layer) is not DynamicLayer for layer in layers)
             self._is_recurrent = self._shrinks and is_recurrent(self.cache)
-        if self._is_recurrent and not self.pending:
+        # States cannot be cropped, nor can windows and convolutions in the prompt of a later turn: none records.
+        records = all(getattr(layer, "record_past", True) for layer in layers) if self._shrinks else True
+        if (self._is_recurrent or not records) and not self.pending:
             self.mark = Mark(self.cache)
-        if self._shrinks:  # a window that moves on over the prompt of a later turn cannot be cropped
-            layers = [each for each in self.cache.layers if type(each) is cache_utils.DynamicSlidingWindowLayer]
-            self._windows = [(layer, dict(vars(layer))) for layer in layers if not layer.record_past]
 
     def keep(self, count: int, of: int, path: PathRows | None = None) -> None:
         if self.mark is not None:
@@ -86,11 +85,8 @@ class GrowingText(CachedText[int]):
         else:
             keep_path(self.cache, self.cache.get_seq_length() - of, path.rows[:count], path.on_device[:count])
         self.held = self.cache.get_seq_length() if self._is_recurrent is False else num_rows(self.cache)
-        self._windows = []
 
     def back(self) -> None:
-        for layer, before in self._windows:
-            vars(layer).update(before)
         if self.mark is not None:
             self.mark.back()
         elif self.cache is not None:
@@ -123,14 +119,6 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
         for layer in layers:
             if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
                 layer.reset()
-
-
-def stop_recording(cache: Cache) -> None:
-    """Let layers with windows and convolutions drop again what they do not need: nothing is taken back any more."""
-    layers: list[Any] = cache.layers
-    for layer in layers:
-        if getattr(layer, "record_past", False):
-            layer.record_past = False
 
 
 def _surplus(layer: Any, num_tokens: int) -> int:

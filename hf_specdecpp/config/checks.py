@@ -183,7 +183,7 @@ BOUNDS: dict[str, range | tuple[float, float]] = {
     "max_position_embeddings": COUNT,
     "mask_token_id": range(2**22 + 1),
     "block_size": range(1, 128 + 1),  # rows of a block, which a pass has in every round; 16 are usual
-    "rms_norm_eps": (0.0, 1.0),
+    **dict.fromkeys(("rms_norm_eps", "partial_rotary_factor"), (0.0, 1.0)),
     "logit_cap": (1e-9, 2.0**31),
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -228,10 +228,14 @@ def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Iterable
             f"{path}{unknown[0][:80]} is not known; it may be of a newer version: pip install -U hf-specdecpp"
         )
     check_numbers(layer, path)
-    heads, keys = layer["num_attention_heads"], layer.get("num_key_value_heads")
-    if heads % (keys or heads):
-        raise ValueError(f"{path}num_attention_heads={heads} must be a multiple of num_key_value_heads={keys}. {CURE}")
-    rope = layer.get("rope_parameters") or {}
-    share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
-    if share not in (None, 1.0) and rope.get("rope_type") not in WHOLE_HEADS:
-        raise ValueError(f"rope_parameters={shown(rope)} rotate a part of each head, which is not supported. {CURE}")
+    heads, own = layer["num_attention_heads"], (layer.get("per_layer_config") or {}).values()
+    for name in ("num_key_value_heads", "num_global_key_value_heads"):
+        if wrong := [each[name] for each in (layer, *own) if heads % (each.get(name) or heads)]:
+            raise ValueError(f"{path}num_attention_heads={heads} must be a multiple of {name}={wrong[0]}. {CURE}")
+    rope = layer.get("rope_parameters")
+    kinds = [rope, *rope.values()] if isinstance(rope, Mapping) else []  # of all layers, or by kind of layer
+    for each in (kind for kind in kinds if isinstance(kind, Mapping)):
+        if each.get("partial_rotary_factor") not in (None, 1.0) and each.get("rope_type") not in WHOLE_HEADS:
+            raise ValueError(
+                f"{path}rope_parameters={shown(each)} rotate a part of each head, which is not supported. {CURE}"
+            )

@@ -186,6 +186,9 @@ def build(
         renew_rotary(model, torch.device("cpu"))
         if not all(buffer.is_meta or buffer.isfinite().all() for buffer in model.buffers()):
             raise ValueError("its rotary frequencies are not finite")
+        rotated = {2 * len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+        if not rotated <= (heads := {each.head_dim for each in model.modules() if hasattr(each, "head_dim")}):
+            raise ValueError(f"heads of {heads} numbers cannot be rotated by frequencies for {rotated}")
     return model.eval().requires_grad_(False)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from hf_specdecpp.caches.text import CachedText, GrowingText, PathRows, stop_recording
+from hf_specdecpp.caches.states import stop_recording
+from hf_specdecpp.caches.text import CachedText, GrowingText, PathRows
 from hf_specdecpp.caches.trial import Held
 from hf_specdecpp.generation.refusals import gives_positions
 from hf_specdecpp.models.causal_lm import (

@@ -19,6 +19,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from torch import Generator, Tensor, nn, strided
 from torch.nn import functional
@@ -81,7 +82,10 @@ class ForeignPasses:
 DEPTH, MOST, SMALL = 4, 16, 65_536
 SIMPLE = {bool, int, float, str, type(None)}
 _usual: WeakSet[Any] = WeakSet()  # functions that are not foreign: each call asks of the same ones
-_imported: WeakSet[Any] = WeakSet()  # functions of modules that call them by their names, which are not foreign
+# Of modules and the class of tensors without code of others: how many names they have, those of functions, and these.
+_unchanged: dict[Any, tuple[int, list[str], list[Any]]] = {}
+# What PyTorch computes with.
+OPERATIONS = {name for name in dir(torch._C._VariableFunctions) if name[0] != "_"}.union(torch.functional.__all__)
 # Of each target: the code that was found, and what is known of the passes that run it.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], ForeignPasses]] = WeakKeyDictionary()
 
@@ -221,19 +225,22 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
 
 
 def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
-    """Functions of others in the modules of PyTorch and transformers that classes of layers call by their names."""
-    names = {kind.__module__ for kind in kinds if package_of(kind) == "transformers"}
-    for home in (functional, sdpa_attention, *(sys.modules[name] for name in sorted(names))):
-        for name, code in list(vars(home).items()):
-            is_function = isinstance(code, FunctionType)
-            if not callable(code) or isinstance(code, BuiltinFunctionType | ModuleType | type):
-                continue
-            if is_function and code in _imported:
-                continue
-            if package_of(code) not in IMPORTED:
-                yield ForeignCode(code, f"another {name} of {home.__name__}, {_name(code)}")
-            elif is_function:
-                _imported.add(code)
+    """Functions of others in PyTorch and in the modules of transformers, which call them by their names."""
+    modules = {kind.__module__ for kind in kinds if package_of(kind) == "transformers"}
+    for home in (torch, Tensor, functional, sdpa_attention, *(sys.modules[name] for name in sorted(modules))):
+        held: Any = vars(home)
+        count, names, functions = _unchanged.get(home, (0, [], []))
+        if count == len(held) and list(map(held.get, names)) == functions:
+            continue
+        known = {name: code for name, code in list(held.items()) if callable(code) and not isinstance(code, ModuleType)}
+        if home is torch:
+            known = {name: code for name, code in known.items() if name in OPERATIONS}
+        inner = {name: code for name, code in known.items() if not isinstance(code, BuiltinFunctionType | type)}
+        if others := [name for name, code in inner.items() if package_of(code) not in IMPORTED]:
+            for name in others:
+                yield ForeignCode(known[name], f"another {name} of {home.__name__}, {_name(known[name])}")
+        else:
+            _unchanged[home] = len(held), list(known), list(known.values())
 
 
 def active_modes() -> list[Any]:

@@ -90,9 +90,11 @@ class InOrder(LogitsProcessor):
         return self.processor(input_ids, scores)
 
 
-def in_order(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
-    """The same, of which only those `KNOWN` are asked about candidates."""
-    return [each if class_of(each) in KNOWN else InOrder(each) for each in processors]
+def in_order(processors: Sequence[LogitsProcessor], criteria: Sequence[Any] = ()) -> list[LogitsProcessor]:
+    """The same, of which only those `KNOWN` are asked about candidates; and none beside criteria that may do more than
+    read the text, such as change a processor's penalty from token to token."""
+    asked = KNOWN if all(map(reads_prefix_only, criteria)) else frozenset()
+    return [each if class_of(each) in asked else InOrder(each) for each in processors]
 
 
 class OfRow(LogitsProcessor):
@@ -164,8 +166,10 @@ class Processing:
         return Processing([each for each in found.processors if class_of(each) in PREFIX_FREE])
 
     def for_draft(self) -> Processing:
-        """Without the processors that must not see candidates: the draft guesses without them."""
-        return Processing([processor for processor in self.processors if reads_prefix_only(processor)])
+        """Without the processors that must not see candidates: the draft guesses without them. Those `KNOWN` may."""
+        inner = [each.processor if isinstance(each, InOrder) else each for each in self.processors]
+        pairs = zip(self.processors, inner, strict=True)
+        return Processing([own for each, own in pairs if class_of(own) in KNOWN or reads_prefix_only(each)])
 
     def cooled(self, temperature: float) -> Processing:
         """With a temperature before all others."""

@@ -204,6 +204,8 @@ OTHERWISE: dict[str, Callable[[CausalLM], Any]] = {
     "scaling the cache": scaling_the_cache,
     "function of transformers": replaced_function(modeling_llama, "apply_rotary_pos_emb"),
     "function of PyTorch": replaced_function(functional, "scaled_dot_product_attention"),
+    "operation": replaced_function(torch, "rsqrt"),
+    "method of tensors": replaced_function(Tensor, "pow"),
 }  # fmt: skip
 ALIKE: dict[str, Callable[[CausalLM], Any]] = {
     "every row": hook("model.layers.1", lambda output: steered(output, slice(None), 0.2)),
@@ -231,7 +233,10 @@ def made(name: str, draft: str) -> tuple[CausalLM, SpecDecPPAssistant, Any]:
     return target, assistant or DRAFTS[draft](target), take_off
 
 
-REPLACED: list[Any] = [(modeling_llama, "apply_rotary_pos_emb"), (functional, "scaled_dot_product_attention")]
+REPLACED: list[Any] = [
+    (modeling_llama, "apply_rotary_pos_emb"), (functional, "scaled_dot_product_attention"), (torch, "rsqrt"),
+    (Tensor, "pow"),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

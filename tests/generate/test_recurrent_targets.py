@@ -7,19 +7,19 @@ import pytest
 import torch
 from support.families import informed_draft
 from support.models import VOCAB_SIZE, partly_agreeing, prompt, random_fusion, random_layer, tiny
-from support.outputs import RECORDS, assert_same
+from support.outputs import RECORDS, assert_same, assert_same_cache
 from support.watchers import unnoticed
-from support.zoo import tiny_of
+from support.zoo import families, tiny_of
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.caches.states import Mark
+from hf_specdecpp.caches.states import Mark, no_way_back
 from hf_specdecpp.caches.text import GrowingText
 from hf_specdecpp.generation.prefix import Prefix
 from hf_specdecpp.generation.target import MOST_PENDING
-from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 
 FAMILIES = ["granitemoehybrid", "zaya", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "falcon_h1",
             "bamba", "mamba2"]  # fmt: skip
@@ -105,6 +105,34 @@ def test_a_cache_is_carried_on_and_goes_back_after_an_interruption(length: int) 
     assistant = assistant_of(target, plain)
     for layer in (None, target.model.layers[-1]):
         assert torch.equal(carried_on(assistant, layer), plain)
+
+
+# With windows beside states; windows and convolutions in one layer; convolutions alone.
+@pytest.mark.takes(4)
+@pytest.mark.parametrize("family", sorted({"lara_mini", "inkling_text", "lfm2"} & set(families())))
+def test_turns_beyond_a_window(family: str) -> None:
+    """The cache of each turn is plain's, whether its last candidates were accepted or not; a prompt is interrupted."""
+    target, expected = tiny_of(family), DynamicCache(config=tiny_of(family).config.get_text_config())
+    first = target.generate(PROMPT, **PLAIN, past_key_values=expected, max_new_tokens=9)
+    second = target.generate(first, **PLAIN, past_key_values=expected, max_new_tokens=9)
+    for wrong in (0, 1):
+        cache = DynamicCache(config=target.config.get_text_config())
+        assistant = assistant_of(target, (second + wrong) % VOCAB_SIZE)
+        options = {**PLAIN, "past_key_values": cache, "max_new_tokens": 9, "assistant_model": assistant}
+        assert torch.equal(target.generate(PROMPT, **options), first)
+        handle = inner_decoder(target).layers[-1].register_forward_hook(unnoticed(lambda *_: 1 / 0))
+        with pytest.raises(ZeroDivisionError):
+            target.generate(first, **options)
+        handle.remove()
+        assert torch.equal(target.generate(first, **options), second)
+        assert_same_cache(cache, expected, ROUNDING)
+
+
+def test_unknown_states_are_refused() -> None:
+    """DeepSeek V4 compresses 128 tokens at a time, which no short trial reaches."""
+    target = tiny_of("deepseek_v4", sliding_window=128, layer_types=["heavily_compressed_attention"] * 4)
+    assert (reason := no_way_back(target)) is not None
+    assert "keeps DeepseekV4HCACache in its cache" in reason
 
 
 @pytest.mark.takes(2)

@@ -1,6 +1,7 @@
 """Processors and criteria of transformers whose class somebody has changed, and scores of another precision."""
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,9 +13,11 @@ from support.pretend_graph import pretend_graphs
 from support.questions import CAPTURED, PAD, WAYS
 from torch import Tensor
 from torch.nn import functional
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import EosTokenCriteria, logits_process
 
+from hf_specdecpp.generation.doors import calls
+from hf_specdecpp.sampling.processors import in_order
 from hf_specdecpp.sampling.verification import as_float32
 
 
@@ -50,6 +53,55 @@ def test_a_class_of_transformers_with_code_of_anothers(monkeypatch: pytest.Monke
                 found.append(target.generate(prompt(), assistant_model=each, eos_token_id=[3, 9, 12, 30, 41], **how))
         made_for.detach()
         assert torch.equal(*found)
+
+
+class Adjusts(StoppingCriteria):
+    """Never ends a text, and after each token gives a processor of transformers another value."""
+
+    def __init__(self, processor: Any, name: str, values: list[float]) -> None:
+        self.processor, self.name, self.values = processor, name, values
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        setattr(self.processor, self.name, self.values[int(input_ids[0, -1]) % len(self.values)])
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+ADJUSTED: dict[str, tuple[Callable[[], Any], str, list[float]]] = {
+    "penalty": (lambda: logits_process.RepetitionPenaltyLogitsProcessor(1.1), "penalty", [0.4, 1.0, 3.0]),
+    "n-grams": (lambda: logits_process.NoRepeatNGramLogitsProcessor(9), "ngram_size", [1, 2, 9]),
+    "suppressed": (
+        lambda: logits_process.SuppressTokensLogitsProcessor([1]),
+        "suppress_tokens",
+        [torch.arange(each, VOCAB_SIZE, 2) for each in (0, 1)],
+    ),
+}
+
+
+def adjusted(target: Any, way: str, name: str) -> tuple[Tensor, Tensor]:
+    """Ours and the plain text of a call with a criterion that changes a processor."""
+    make, attribute, values = ADJUSTED[name]
+    made_for, found = assistant_of("independent", target, **{**WAYS, **CAPTURED}[way]), []
+    for each in (made_for, None):
+        how: dict[str, Any] = {"logits_processor": [processor := make()], "max_new_tokens": 24, "do_sample": False}
+        how["stopping_criteria"] = [Adjusts(processor, attribute, values)]
+        with graphs_of(way):
+            found.append(target.generate(prompt(), assistant_model=each, pad_token_id=PAD, **how))
+        assert each is None or each.stats.accepted > 0
+    made_for.detach()
+    return found[0], found[1]
+
+
+@pytest.mark.takes(3)
+@pytest.mark.parametrize("name", ADJUSTED)
+def test_a_criterion_that_changes_a_processor(name: str) -> None:
+    target = quiet_later_layers(tiny("llama", num_hidden_layers=2))
+    for way in ("chain", "tree", "lookup", "captured chain", "captured tree"):
+        assert torch.equal(*adjusted(target, way, name)), way
+
+
+def test_a_change_that_comes_too_late_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "in_order", lambda processors, _: in_order(processors))
+    assert not torch.equal(*adjusted(quiet_later_layers(tiny("llama", num_hidden_layers=2)), "chain", "penalty"))
 
 
 class Narrow(LogitsProcessor):

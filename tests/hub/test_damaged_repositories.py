@@ -33,6 +33,9 @@ def nested(raw: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.5, "original_max_position_embeddings": 0}
+MOST = {"full_attention": {"partial_rotary_factor": 2**22}}
+LINEAR = {"full_attention": {"rope_type": "linear", "factor": 1.0}}  # beside the `partial_rotary_factor` that is there
+ODD = {"head_dim": 1, "num_attention_heads": 32, "num_key_value_heads": 16}
 LAYERS = "num_hidden_layers={} must be a whole number from 1 to 64"
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     # Numbers that would take time or memory.
@@ -52,7 +55,12 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("DFlash", {"dflash_config": {"input_embedding_scale": float("nan")}}, "_scale=nan must be a finite number"),
     ("Gemma 4", {"text_config": {"model_type": "llama"}}, "text_config.model_type='llama' must be 'gemma4_text'"),
     ("Gemma 4", {"text_config": {"num_key_value_heads": 3}}, "must be a multiple of num_key_value_heads=3"),
+    ("Gemma 4", {"text_config": {"per_layer_config": {"1": {"num_key_value_heads": 65}}}}, "multiple of .*_heads=65"),
+    ("Gemma 4", {"text_config": {"num_global_key_value_heads": 64}}, "multiple of num_global_key_value_heads=64"),
     ("Gemma 4", {"text_config": {"rope_parameters": {"sliding_attention": None}}}, "must have both full_attention and"),
+    ("Gemma 4", {"text_config": {"rope_parameters": MOST}}, "rotary_factor=4194304 must be a number from 0 to 1"),
+    ("Gemma 4", {"text_config": {"rope_parameters": LINEAR}}, "rotate a part of each head"),
+    ("EAGLE-3", ODD, "heads of .1. numbers cannot be rotated"),
     ("conditioned", {"fusion": {"reads": [0, 5]}}, "reads layers .5. of its target, and LlamaForCausalLM has 3"),
     ("MTP", {"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a whole number"),
     ("MTP", {"num_hidden_layers": ...}, "has num_hidden_layers=None and 1 multi-token layers"),

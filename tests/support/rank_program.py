@@ -1,7 +1,7 @@
-"""One of the processes of a target that is spread over two: `torchrun` runs this, `tests/generate/test_ranks.py` starts
-it. It writes what it saw to `FOLDER/rank-N.json`.
+"""One of the processes of a target that is spread over two, as `tests/generate/test_ranks.py` starts them. It writes
+what it saw to `FOLDER/rank-N.json`.
 
-    rank_program.py FOLDER texts|dies|fails"""
+    RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 rank_program.py FOLDER texts|dies|fails"""
 
 import datetime
 import json
@@ -97,7 +97,9 @@ def _error(target: Any, assistant: Any) -> dict[str, Any]:
 
 def main(folder: Path, what: str) -> None:
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    meeting = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": 2}
+    # A busy machine may start the other rank minutes later.
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=20), **meeting)
     config = DistributedConfig(tp_size=2, tp_plan="auto")
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float64, distributed_config=config)
     draft = partly_agreeing(AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float64), 0.9)

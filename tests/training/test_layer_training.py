@@ -1,6 +1,7 @@
 """An EAGLE-3 layer begins like the target's last layer, is taught what it does in a round, and is stored as taught."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,17 @@ from support.zoo import families, tiny_of
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_specdecpp import SpeculationConfig
+from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
+from hf_specdecpp.drafts.draft_kind import Parts
+from hf_specdecpp.drafts.eagle3.loading_eagle3 import flat_config
 from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.training import models
+from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.distillation import first_weights
+from hf_specdecpp.training.distillation.initialise import initial_draft
 
 
 @pytest.mark.every(2, takes=3)
@@ -62,6 +67,24 @@ def test_training_goes_on_with_a_checkpoint_of_others(tmp_path: Path) -> None:
     config.distill.start_from = config.target
     with pytest.raises(ValueError, match="not of an hf_specdecpp assistant"):
         distillation.run(config)
+
+
+@pytest.mark.parametrize(("depth", "reads"), [(8, [1, 3, 4]), (3, [1, 2]), (2, [0, 1])])
+def test_layers_that_are_read_where_none_are_named(
+    depth: int, reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a target that is too small for the usual ones; its draft names them for other engines."""
+    monkeypatch.setattr(first_weights, "fit_layer", lambda *_: None)
+    target, config = tiny("llama", num_hidden_layers=depth), TrainingConfig(target="target", draft="eagle3")
+    inputs: Any = SimpleNamespace(config=config, target=target, earlier=None, texts_to_fit_on=str)
+    module = initial_draft(inputs, None).drafter.model
+    assert module.settings.reads == reads
+    assert (named := flat_config(module.settings, reads, target.config).get("eagle_config")) or depth > 3
+    assert named is None or named["eagle_aux_hidden_state_layer_ids"] == reads
+    assistant = SpecDecPPAssistant(SpecDecPPConfig(draft_kind="eagle3"), None, None, Parts(module=module))
+    ids, options = prompt(9), {"max_new_tokens": 9, "do_sample": False}
+    plain = target.generate(ids, **options)
+    assert torch.equal(target.generate(ids, **options, assistant_model=assistant), plain)
 
 
 def test_sizes_that_a_target_does_not_name() -> None:

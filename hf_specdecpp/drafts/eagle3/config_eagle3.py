@@ -184,12 +184,13 @@ def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None
     return checkpoints.layers_of(inner, ("num_hidden_layers", *(() if is_its_own else OF_QWEN3)), cure, theta)
 
 
-def usual_reads(depth: int) -> list[int]:
-    """The layers whose outputs are read where a checkpoint names none, of so many: a low, a middle and a high one.
+def usual_reads(depth: int) -> list[int] | None:
+    """The layers whose outputs are read where a checkpoint names none, of so many: a low, a middle and a high one;
+    `None` of fewer than four layers, where the high one would be the embeddings.
 
     Example: of 32 layers 1, 15 and 28, which are the ids 2, 16 and 29 of what goes into a layer.
     """
-    return [layer - 1 for layer in (2, depth // 2, depth - 3)]
+    return [layer - 1 for layer in (2, depth // 2, depth - 3)] if depth > 3 else None
 
 
 def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
@@ -203,13 +204,14 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
     Example: with a depth of 32 `[1, 15, 28]` means `[1, 15, 28]`, `[2, 16, 29]` means `[1, 15, 28]`, and `[2, 18, 30]`
     means `[1, 17, 29]` or `[2, 18, 30]`.
     """
+    usual = usual_reads(depth)
     if ids is None:
-        if depth < 4:
+        if usual is None:
             raise ValueError(
                 f"The checkpoint names no layers, and a target of {depth} layers is too small for the usual ones. Say "
                 "which, counted from 0: eagle3={'reads': [...]}."
             )
-        return [usual_reads(depth)]
+        return [usual]
     after, before = list(ids), [each - 1 for each in ids]
     likelier_first = [after, before] if ids[0] == 1 else [before, after]
     found = [reading for reading in likelier_first if min(reading) >= 0 and max(reading) < depth]
@@ -218,8 +220,7 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
             f"The draft reads layers {list(ids)} of its target, and this one has {depth}. It was trained for another "
             "target."
         )
-    usual = usual_reads(depth)
-    return [usual] if usual in found else found
+    return [usual] if usual is not None and usual in found else found
 
 
 def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:

@@ -326,9 +326,9 @@ def notes(settings: Eagle3Settings, reads: list[int], depth: int) -> list[str]:
     found = []
     if reads != usual_reads(depth):
         found.append(
-            f"The draft reads the outputs of layers {reads} of its target, where {usual_reads(depth)} are usual: "
-            "llama.cpp, and vLLM and SGLang before 2026, read the usual ones whatever the config says, and would draft "
-            "badly."
+            f"The draft reads the outputs of layers {reads} of its target, where {usual_reads(depth) or 'others'} are "
+            "usual: llama.cpp, and vLLM and SGLang before 2026, read the usual ones whatever the config says, and "
+            "would draft badly."
         )
     flags = [name for name in ("fc_norm", "norm_output", "norm_before_fc") if getattr(settings, name)]
     if flags:

@@ -122,7 +122,7 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
     foreign = check_foreign(target, cache_among(model_kwargs), 1)
     processors = call.processors
     if not all(ends_as_told(each, config) for each in call.criteria):  # the draft may go on behind the end
-        processors = in_order(processors)
+        processors = in_order(processors, call.criteria)
     try:
         generator = assistant.start_generation(target, config, processors, model_kwargs.get("attention_mask"))
     except ValueError as refusal:

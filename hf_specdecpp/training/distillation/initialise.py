@@ -128,8 +128,8 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
         if model is not None:
             EAGLE3.bind(model, target, repr(distill.start_from), torch.float32)
         else:  # one that begins like the target's last
-            reads = usual_reads(models.depth_of(target)) if config.reads is None else config.reads
-            settings = first_weights.layer_settings(target, reads, vocab)
+            usual = usual_reads(models.depth_of(target)) if config.reads is None else None
+            settings = first_weights.layer_settings(target, usual or models.reads_of(config, target), vocab)
             model = first_weights.untrained_layer(settings, target, vocab)
             first_weights.fit_layer(model, target, inputs.texts_to_fit_on("the layer's input"))
         return OwnLayersDraft(Eagle3Drafter(model, target), distill.unroll, distill.loss)
