@@ -9,7 +9,7 @@ from torch import nn
 from hf_specdecpp.models.cpu import faster_products, product_times
 from hf_specdecpp.models.cpu.faster_products import FasterProducts, _here, _is_routed
 from hf_specdecpp.models.cpu.product_times import ProductTimes, measured_copy
-from hf_specdecpp.models.cpu.products import Int8Weight, has_float16
+from hf_specdecpp.models.cpu.products import has_float16
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, background
 
 needs_float16 = pytest.mark.skipif(not has_float16(), reason="this PyTorch has no float16 products")
@@ -41,6 +41,4 @@ def products_of(model: nn.Module) -> dict[str, int]:
 def _product(layer: nn.Linear) -> str:
     forward = _here.contexts[-1].get(layer) if _is_routed(layer) else None
     made = None if forward is None else inspect.getclosurevars(forward).nonlocals["copy"].made
-    if made is None:
-        return "own"
-    return "int8" if isinstance(made, Int8Weight) else str(made.copy.name)
+    return "own" if made is None else str(made.copy.name)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.models.cpu.products import Float16Weight, OneDnnWeight, kind_of_copy
+from hf_specdecpp.models.cpu.products import MOST_INT8_ROWS, Float16Weight, Int8Weight, OneDnnWeight, kind_of_copy
 
 ROWS = (1, 4, 16)  # of the products that are measured
 UP_TO = (2, 8, 24)  # rows that these stand for; products of more rows are PyTorch's own
@@ -64,7 +64,7 @@ class ProductTimes:
 class MeasuredCopy(NamedTuple):
     """A copy of a weight, and what products with it take."""
 
-    copy: Float16Weight | OneDnnWeight
+    copy: Float16Weight | OneDnnWeight | Int8Weight
     times: ProductTimes
 
     @property
@@ -85,6 +85,11 @@ def measured_copy(weight: Tensor) -> MeasuredCopy | None:
     kind = kind_of_copy(weight)
     times = None if kind is None else _times_of(kind, _sample(weight))
     return MeasuredCopy(kind.of(weight), times) if kind is not None and times is not None and times.most else None
+
+
+def int8_copy(weight: Tensor) -> MeasuredCopy:
+    """The int8 copy of a weight, for products of up to `MOST_INT8_ROWS` rows."""
+    return MeasuredCopy(Int8Weight.of(weight), ProductTimes((), (), 1, MOST_INT8_ROWS))
 
 
 def product_times(weight: Tensor) -> ProductTimes | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,45 +149,45 @@ def _blocks(weight: Tensor) -> Iterator[Tensor]:
         yield rows
 
 
-class Int8Weight(NamedTuple):
-    """A weight `[out, in]` in int8, in the order that the product reads; `[out]` the scale of a level, and zeros."""
+@dataclass(frozen=True, eq=False)
+class Int8Weight:
+    """A weight `[out, in]` rounded to int8, in the order that the product reads; `[out]` the scale of a level, and
+    zeros."""
 
     packed: Tensor
     scales: Tensor
     zeros: Tensor
+    name = "int8"
+    bytes_of_element = 1
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Int8Weight:
+        weight = weight.detach().float()
+        scales = (weight.abs().amax(dim=1) / LEVELS).clamp_min(TINY)
+        packed = torch.ops.onednn.qlinear_prepack((weight / scales[:, None]).round_().to(torch.int8), None)
+        return cls(packed, scales, torch.zeros(len(scales), dtype=torch.int32))
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x` `[..., in]`, rounded to 8 bits by its largest number, times the weight, in the dtype of `x`.
+
+        To 7 bits on processors without VNNI instructions: these add two products in 16 bits, and 2 * 127 * 127 fits.
+
+        Example: the largest number of the input is 2.54, so a level is 0.02, and 1.0 becomes 128 + 50. In 7 bits a
+        level is 2.54 / 63, and 1.0 becomes 64 + 25.
+        """
+        is_vnni_supported = getattr(torch.cpu, "_is_vnni_supported", lambda: False)  # not in every PyTorch
+        levels = LEVELS if is_vnni_supported() else LEVELS // 2
+        rows = x.reshape(-1, x.shape[-1]).float()
+        scale, middle = max(rows.abs().max().item(), TINY) / levels, levels + 1  # oneDNN's fast kernels take no signs
+        # Half a level is added before the digits after the point are cut off.
+        rounded = torch.add(torch.tensor(middle + 0.5), rows, alpha=1.0 / scale).to(torch.uint8)
+        bias = None if bias is None else bias.float()
+        product: Tensor = torch.ops.onednn.qlinear_pointwise(
+            rounded, scale, middle, self.packed, self.scales, self.zeros, bias, 1.0, 0, torch.float32, "none", [], ""
+        )
+        return product.view(*x.shape[:-1], -1).to(x.dtype)
 
 
 def has_int8() -> bool:
     """Whether this PyTorch has int8 products for this processor. Without AVX2 they are far slower than float32's."""
     return _has_vectors() and torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_prepack")
-
-
-def quantise(weight: Tensor) -> Int8Weight:
-    """The weight `[out, in]` rounded to int8, with a scale for each output, in the order that the product reads."""
-    weight = weight.detach().float()
-    scales = (weight.abs().amax(dim=1) / LEVELS).clamp_min(TINY)
-    rounded = (weight / scales[:, None]).round_().to(torch.int8)
-    packed: Tensor = torch.ops.onednn.qlinear_prepack(rounded, None)
-    return Int8Weight(packed, scales, torch.zeros(len(scales), dtype=torch.int32))
-
-
-def int8_product(x: Tensor, copy: Int8Weight, bias: Tensor | None) -> Tensor:
-    """The product of `x` `[..., in]`, rounded to 8 bits by its largest number, with a `quantise`d weight; in the dtype
-    of `x`.
-
-    To 7 bits on processors without VNNI instructions: these add two products in 16 bits, and 2 * 127 * 127 fits.
-
-    Example: the largest number of the input is 2.54, so a level is 0.02, and 1.0 becomes 128 + 50. In 7 bits a level is
-    2.54 / 63, and 1.0 becomes 64 + 25.
-    """
-    is_vnni_supported = getattr(torch.cpu, "_is_vnni_supported", lambda: False)  # not in every PyTorch
-    levels = LEVELS if is_vnni_supported() else LEVELS // 2
-    rows = x.reshape(-1, x.shape[-1]).float()
-    scale, middle = max(rows.abs().max().item(), TINY) / levels, levels + 1  # oneDNN's fast kernels take no signs
-    # Half a level is added before the digits after the point are cut off.
-    rounded = torch.add(torch.tensor(middle + 0.5), rows, alpha=1.0 / scale).to(torch.uint8)
-    bias = None if bias is None else bias.float()
-    product: Tensor = torch.ops.onednn.qlinear_pointwise(
-        rounded, scale, middle, *copy, bias, 1.0, 0, torch.float32, "none", [], ""
-    )
-    return product.view(*x.shape[:-1], -1).to(x.dtype)
