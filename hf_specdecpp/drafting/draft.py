@@ -221,11 +221,6 @@ class Draft:
         """The copy of it that drafts in captured rounds, or `None`."""
         return None if self.captured is None else self.captured[1]
 
-    def describe(self) -> dict[str, Any]:
-        """All that decides what drafting costs, beside the model; JSON-able."""
-        reads = None if self.reads is None else self.reads.to_config()
-        return {"reads": reads, "draft_vocab": None}
-
 
 class StateDraft(Draft):
     """A draft on the device of the target that it has met, which reads its states and is no causal LM by itself."""

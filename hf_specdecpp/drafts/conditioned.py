@@ -54,11 +54,13 @@ class Fusion(StateReader):
                 f"rank={rank} makes no sense: sizes are at least 1, layers are counted from 0."
             )
         self.hidden_size, self.embedding_size, self.reads, self.rank = hidden_size, embedding_size, reads, rank
-        sizes = {"hidden_size": hidden_size, "embedding_size": embedding_size}
-        self.arguments = {**sizes, "reads": reads, "rank": rank}
         self.fuse = _linear(hidden_size + embedding_size, embedding_size, rank)
         self.read = _linear(len(self.reads) * hidden_size, hidden_size, rank) if self.reads else None
         self.reset()
+
+    def to_config(self) -> dict[str, Any]:
+        """Its arguments."""
+        return {name: getattr(self, name) for name in ("hidden_size", "embedding_size", "reads", "rank")}
 
     @classmethod
     def untrained(cls, target: CausalLM, reads: Sequence[int], rank: int | None = None) -> Fusion:

@@ -26,10 +26,9 @@ from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.loading import special_ids
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors
-from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
 from hf_specdecpp.throughput.memory import Memory
-from hf_specdecpp.throughput.plan import Plan
+from hf_specdecpp.throughput.plan import ChainPlan, Plan
 from hf_specdecpp.trees.attention import refuse_tree
 from hf_specdecpp.trees.slots import check_estimator
 

@@ -6,7 +6,7 @@ embeddings (EAGLE, arXiv 2401.15077 and 2503.01840).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -31,23 +31,17 @@ class StateReader(nn.Module):
         embedding_size: of the embeddings that it reads.
         reads: indices of the target's layers whose outputs are read, in the order in which they are put together.
         reads_final: whether the target's final state (after its final norm) is read, too, and comes first.
-        arguments: what `to_config` says.
     """
 
     hidden_size: int
     embedding_size: int
     reads: list[int]
     reads_final: bool = True
-    arguments: Mapping[str, Any] = {}
 
     @property
     def width(self) -> int:
         """Numbers in a target's state: its final state and the outputs of the layers that are read."""
         return (self.reads_final + len(self.reads)) * self.hidden_size
-
-    def to_config(self) -> dict[str, Any]:
-        """The arguments that make one of this shape, or what else its costs depend on."""
-        return dict(self.arguments)
 
 
 class TargetStates:

@@ -19,10 +19,9 @@ from hf_specdecpp.lookup.text import Answers, LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.product_times import forget_product_times
 from hf_specdecpp.sampling.successors import Successors
-from hf_specdecpp.throughput.chains import BatchPlan, ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds, costs_of, forget_costs
 from hf_specdecpp.throughput.pass_times import forget_pass_times
-from hf_specdecpp.throughput.plan import Plan
+from hf_specdecpp.throughput.plan import BatchPlan, ChainPlan, Plan
 from hf_specdecpp.throughput.trees import TreePlan
 
 T = TypeVar("T")

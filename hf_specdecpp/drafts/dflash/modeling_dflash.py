@@ -33,7 +33,7 @@ class Context(StateReader):
     def __init__(self, settings: DFlashSettings, config: Qwen3Config) -> None:
         super().__init__()
         self.hidden_size = self.embedding_size = config.hidden_size
-        self.count, self.arguments = len(settings.reads), asdict(settings)
+        self.count = len(settings.reads)
         self.fc = nn.Linear(self.count * config.hidden_size, config.hidden_size, bias=False)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.meet(settings.reads, None)

@@ -32,7 +32,7 @@ class Eagle3Input(StateReader):
         self.state_size, self.reads_final = settings.state_size, settings.num_reads == 0
         self.reads = settings.reads or []
         mixed = settings.num_reads * settings.state_size
-        self.num_reads, self.arguments = settings.num_reads, asdict(settings)
+        self.num_reads = settings.num_reads
         self.fc = nn.Linear(mixed, self.hidden_size, bias=settings.fc_bias) if mixed else None
         self.input_norm = norm(mixed) if settings.norm_before_fc else None
         norms = [norm(settings.state_size) for _ in range(settings.num_reads)]

@@ -70,8 +70,6 @@ class Gemma4Draft(StateDraft):
         self.own = model.config.get_text_config()
         found = sources(target.config.get_text_config(decoder=True))
         self.sources = {kind: found[kind] for kind in dict.fromkeys(self.own.layer_types)}
-        clusters = model.config.centroid_intermediate_top_k if model.config.use_ordered_embeddings else None
-        reader.arguments = {"sources": self.sources, "clusters": clusters}
         self.embeddings = target.get_input_embeddings()
 
     @property

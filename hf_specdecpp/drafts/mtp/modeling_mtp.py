@@ -51,7 +51,6 @@ class MtpInput(StateReader):
         self.enorm, self.hnorm = _norm(norm, tensors["enorm.weight"]), _norm(norm, tensors["hnorm.weight"])
         self.eh_proj = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=False, device="meta")
         self.eh_proj.weight = nn.Parameter(tensors["eh_proj.weight"], requires_grad=False)
-        self.arguments = {"multi_token": True, "hidden_size": self.hidden_size}
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
         """The inputs `[..., hidden_size]` of the layer, of states and embeddings of the same shape."""
@@ -190,9 +189,6 @@ class MtpDraft(StateDraft):
     def round_steps(self, vocab_size: int) -> LayerSteps | None:
         copies = [layer.captured_copy for layer in self.layers]
         return None if None in copies else LayerSteps(copies, vocab_size)
-
-    def describe(self) -> dict[str, Any]:
-        return {**self.first.describe(), "multi_token_layers": len(self.layers)}
 
 
 class Rows:
