@@ -258,7 +258,7 @@ class AssistantModel(PreTrainedModel):
             return
         name, texts = describe(self.config), acceptance.texts_for(target, tokenizer_of(target.config.name_or_path))
         self.suspect = name if self.kind.is_whole else None
-        self.agreement = acceptance.agreement(self.drafter, target, texts)
+        self.agreement = list(self.drafter.agreement or acceptance.agreement(self.drafter, target, texts))
         log = logger.warning if acceptance.is_wrong(self.agreement) else logger.info
         log(f"{name}: {acceptance.describe(self.agreement)}")
 

@@ -107,6 +107,7 @@ class Eagle3Model(PreTrainedModel):
             `[..., 2 * hidden_size]`.
         norm: before its LM head; with `norm_output` also before a further step.
         token_ids: `[draft_vocab_size]` int64: the target's ids of its own; `None` for all.
+        agreement: how often it guesses what its target says (`acceptance.agreement`), if that was measured to bind it.
     """
 
     config_class = None
@@ -127,6 +128,7 @@ class Eagle3Model(PreTrainedModel):
         size, count = settings.layer["hidden_size"], settings.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(size, count, bias=False) if settings.own_head else None
         self.register_buffer("token_ids", None, persistent=False)
+        self.agreement: list[float] = []
         self._targets: tuple[Any, Any] = (None, None)  # embeddings and LM head, which are no parts of this module
 
     def meet(self, target: CausalLM, reads: Sequence[int]) -> None:
@@ -153,6 +155,7 @@ class Eagle3Drafter(Drafter):
 
     def __init__(self, model: Eagle3Model, target: CausalLM) -> None:
         super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)
+        self.agreement = model.agreement
         check_beside(target)
 
     @property
