@@ -21,6 +21,7 @@ from hf_specdecpp.models.early_exit import layer_stack
 # A forward returns chosen states, `output_hidden_states=[numbers]`, of which number 0 are the embeddings. Until 5.22
 # number 0 of such a list was the first layer's output.
 RETURNS_CHOSEN = Version(transformers.__version__) >= Version("5.23")
+FINAL = -1  # in the place of a layer's index
 
 
 class StateReader(nn.Module):
@@ -29,19 +30,18 @@ class StateReader(nn.Module):
     Attributes:
         hidden_size: of the draft's states.
         embedding_size: of the embeddings that it reads.
-        reads: indices of the target's layers whose outputs are read, in the order in which they are put together.
-        reads_final: whether the target's final state (after its final norm) is read, too, and comes first.
+        reads: indices of the target's layers whose outputs are read, in the order in which they are put together;
+            `FINAL` is its final state, after its final norm.
     """
 
     hidden_size: int
     embedding_size: int
     reads: list[int]
-    reads_final: bool = True
 
     @property
     def width(self) -> int:
-        """Numbers in a target's state: its final state and the outputs of the layers that are read."""
-        return (self.reads_final + len(self.reads)) * self.hidden_size
+        """Numbers in a target's state: of all that is read."""
+        return len(self.reads) * self.hidden_size
 
 
 class TargetStates:
@@ -166,7 +166,7 @@ def read_modules(target: CausalLM, reader: StateReader) -> list[nn.Module]:
     """The modules of a target whose outputs a draft reads, in the order in which they are put together."""
     decoder = inner_decoder(target)
     stack = layer_stack(decoder, target)[1]
-    return [decoder] * reader.reads_final + [stack[read] for read in reader.reads]
+    return [decoder if read == FINAL else stack[read] for read in reader.reads]
 
 
 def state_of(module: nn.Module, output: Any) -> Tensor:
@@ -185,7 +185,7 @@ def state_numbers(reader: StateReader, num_layers: int) -> list[int]:
     layer it returns the final state. Empty if the last layer's own output is read, which it does not return."""
     if num_layers - 1 in reader.reads:
         return []
-    return [num_layers] * reader.reads_final + [read + 1 for read in reader.reads]
+    return [num_layers if read == FINAL else read + 1 for read in reader.reads]
 
 
 def _keeper(caught: list[Tensor], thread: int) -> Any:

@@ -108,8 +108,8 @@ class KnownCosts:
         return min(self._by_length, key=lambda known: (abs(known - kind), known), default=kind)
 
 
-def _differ(costs: Costs, kept: Costs | None) -> bool:
-    if kept is None or len(costs.verify) != len(kept.verify):
+def _differ(costs: Costs, kept: Costs) -> bool:
+    if len(costs.verify) != len(kept.verify):
         return True
     one, kept_one = costs.start + costs.draft, kept.start + kept.draft
     pairs = [(one, kept_one), (costs.draft, kept.draft), *zip(costs.verify, kept.verify, strict=True)]

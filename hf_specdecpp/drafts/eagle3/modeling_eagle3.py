@@ -16,7 +16,7 @@ from hf_specdecpp.drafting.draft import check_beside
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.eagle3.config_eagle3 import Eagle3Settings
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.models.target_states import FINAL, StateReader
 
 
 class Eagle3Input(StateReader):
@@ -29,8 +29,7 @@ class Eagle3Input(StateReader):
     def __init__(self, settings: Eagle3Settings, norm: Any) -> None:
         super().__init__()
         self.hidden_size = self.embedding_size = settings.layer["hidden_size"]
-        self.state_size, self.reads_final = settings.state_size, settings.num_reads == 0
-        self.reads = settings.reads or []
+        self.state_size, self.reads = settings.state_size, settings.reads or [FINAL]
         mixed = settings.num_reads * settings.state_size
         self.num_reads = settings.num_reads
         self.fc = nn.Linear(mixed, self.hidden_size, bias=settings.fc_bias) if mixed else None
@@ -82,19 +81,16 @@ class FirstLayer(nn.Module):
         self.hidden_norm = type(layer.input_layernorm)(size, eps=self.epsilon)
 
     def forward(self, inputs: Tensor, **attention: Any) -> Tensor:
-        both = self._normed(inputs.unflatten(-1, (2, -1)))
+        # Both norms at once, of `[..., 2, hidden_size]`: a step is short, and each operation counts.
+        weights = torch.stack((self.input_layernorm.weight, self.hidden_norm.weight))
+        single = inputs.unflatten(-1, (2, -1)).float()
+        single = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + self.epsilon)
+        both = weights * single.to(inputs.dtype)
         attended, _ = self.self_attn(both.flatten(-2), **attention)
         state = both[..., 1, :] if self.norm_before_residual else inputs.chunk(2, dim=-1)[1]
         residual = state + attended
         states: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
         return states
-
-    def _normed(self, pairs: Tensor) -> Tensor:
-        """Both norms at once, of `[..., 2, hidden_size]`: a step is short, and each operation counts."""
-        weights = torch.stack((self.input_layernorm.weight, self.hidden_norm.weight))
-        single = pairs.float()
-        single = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + self.epsilon)
-        return weights * single.to(pairs.dtype)
 
 
 class Eagle3Model(PreTrainedModel):
@@ -135,7 +131,7 @@ class Eagle3Model(PreTrainedModel):
         """Draft for a target: take what is not its own from it, and read the outputs of these of its layers."""
         self._targets = target.get_input_embeddings(), target.get_output_embeddings()
         self.settings = replace(self.settings, reads=list(reads))
-        self.reader.reads = list(reads)
+        self.reader.reads = list(reads) or [FINAL]
 
     def to_config(self) -> dict[str, Any]:
         return asdict(self.settings)

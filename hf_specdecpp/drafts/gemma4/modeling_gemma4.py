@@ -15,7 +15,7 @@ from hf_specdecpp.cuda_graphs.room_cache import RoomCache
 from hf_specdecpp.drafting.draft import Reading, SharedText, StateDraft
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import as_wide_as
-from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.models.target_states import FINAL, StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -63,8 +63,8 @@ class Gemma4Draft(StateDraft):
     }
 
     def __init__(self, model: CausalLM, target: CausalLM) -> None:
-        reader = StateReader()  # the target's final state alone
-        reader.reads = []
+        reader = StateReader()
+        reader.reads = [FINAL]
         reader.hidden_size = reader.embedding_size = model.config.backbone_hidden_size
         super().__init__(model, reader, target)
         self.own = model.config.get_text_config()
