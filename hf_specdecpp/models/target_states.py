@@ -72,17 +72,10 @@ class TargetStates:
         self._modules: list[nn.Module] = []
         self._numbers: list[int] = []  # of the states in what a forward returns, if it does
         if reader is not None:
-            decoder = inner_decoder(target)
-            stack = layer_stack(decoder, target)[1]
-            if missing := [read for read in reader.reads if read >= len(stack)]:
-                raise ValueError(
-                    f"The draft reads layers {missing} of its target, and {type(target).__name__} has {len(stack)}, "
-                    "counted from 0. It was trained for another target."
-                )
-            self._modules = read_modules(target, reader)
+            self._modules, decoder = read_modules(target, reader), inner_decoder(target)
             can_return = RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {})
             if can_return and any(map(has_compiled_call, modules_of(target))):
-                self._numbers = state_numbers(reader, len(stack))
+                self._numbers = state_numbers(reader, decoder.config.num_hidden_layers)
         self.are_read = reader is not None
         self._caught: list[list[Tensor]] = [[] for _ in self._modules]
         self._handles: list[Any] = []
@@ -163,9 +156,15 @@ class TargetStates:
 
 
 def read_modules(target: CausalLM, reader: StateReader) -> list[nn.Module]:
-    """The modules of a target whose outputs a draft reads, in the order in which they are put together."""
+    """The modules of a target whose outputs a draft reads, in the order in which they are put together; `ValueError` if
+    the target has no such layers."""
     decoder = inner_decoder(target)
     stack = layer_stack(decoder, target)[1]
+    if missing := [read for read in reader.reads if read >= len(stack)]:
+        raise ValueError(
+            f"The draft reads layers {missing} of its target, and {type(target).__name__} has {len(stack)}, counted "
+            "from 0. It was trained for another target."
+        )
     return [decoder if read == FINAL else stack[read] for read in reader.reads]
 
 
