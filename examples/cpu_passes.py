@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_specdecpp.models.causal_lm import CACHE
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.models.cpu.product_times import int8_copy, measured_copy
+from hf_specdecpp.models.cpu.products import int8_copy, measured_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, background
 
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 32, 64)

@@ -30,7 +30,7 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu.product_times import int8_copy, measured_copy
+from hf_specdecpp.models.cpu.products import int8_copy, measured_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from hf_specdecpp.models.loading import check_hash, check_same_tokenizer, tokenizer_of, warn_of_sizes
 from hf_specdecpp.models.target_states import TargetStates

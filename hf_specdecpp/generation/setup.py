@@ -19,8 +19,7 @@ from hf_specdecpp.lookup.looking_up import Choice, LookingUp
 from hf_specdecpp.lookup.text import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_logits, num_processes
 from hf_specdecpp.models.cpu.faster_products import FasterProducts, large_layers
-from hf_specdecpp.models.cpu.product_times import ProductTimes, int8_copy, measured_copy, product_times
-from hf_specdecpp.models.cpu.products import has_int8
+from hf_specdecpp.models.cpu.products import ProductTimes, has_int8, int8_copy, measured_copy, product_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.loading import special_ids

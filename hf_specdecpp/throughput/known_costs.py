@@ -22,7 +22,7 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.estimators import Estimator
 from hf_specdecpp.models.causal_lm import CausalLM, num_bytes, parameters_of
 from hf_specdecpp.models.checks import keeps_recurrent_state
-from hf_specdecpp.models.cpu.product_times import ProductTimes
+from hf_specdecpp.models.cpu.products import ProductTimes
 
 FEW = 5  # texts that are drafted with what follows from an assumption, without trials of its details
 KEPT = 0.03  # change of a cost, as a share of it, that counts

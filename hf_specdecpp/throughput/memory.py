@@ -17,7 +17,7 @@ from hf_specdecpp.estimation.estimators import MODES, Estimator, lag_of
 from hf_specdecpp.lookup.looking_up import Choice
 from hf_specdecpp.lookup.text import Answers, LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu.product_times import forget_product_times
+from hf_specdecpp.models.cpu.products import forget_product_times
 from hf_specdecpp.sampling.successors import Successors
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds, costs_of, forget_costs
 from hf_specdecpp.throughput.pass_times import forget_pass_times

@@ -20,8 +20,7 @@ from transformers import LogitsProcessor
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.models.cpu.product_times import int8_copy
-from hf_specdecpp.models.cpu.products import has_int8
+from hf_specdecpp.models.cpu.products import has_int8, int8_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 
 PROMPT = prompt(12)

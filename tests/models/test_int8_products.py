@@ -16,8 +16,7 @@ from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.generation import setup
 from hf_specdecpp.models.cpu import faster_products
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.models.cpu.product_times import int8_copy
-from hf_specdecpp.models.cpu.products import MOST_INT8_ROWS, Int8Weight, has_int8
+from hf_specdecpp.models.cpu.products import MOST_INT8_ROWS, Int8Weight, has_int8, int8_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 
 pytestmark = pytest.mark.skipif(not has_int8(), reason="this PyTorch has no int8 products")

@@ -1,7 +1,7 @@
 """Which product the linear layers of target and draft take in a pass on a CPU (`FasterProducts`).
 
 Large layers use copies of their weights (`models.cpu.products`) for the numbers of rows that gain by it
-(`models.cpu.product_times`); small layers keep PyTorch's own product. Attention over several tokens reads the keys and
+(`ProductTimes`); small layers keep PyTorch's own product. Attention over several tokens reads the keys and
 values as they are cached, where transformers copies them once for each query head that shares them
 (`grouped_attention`). That computes the same bits.
 """
@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import devices_of, has_compiled_call, modules_of
-from hf_specdecpp.models.cpu.product_times import ProductTimes, product_times
+from hf_specdecpp.models.cpu.products import ProductTimes, product_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, WeightCopy, background, can_fingerprint
 
 Forward = Callable[[Tensor], Tensor]
