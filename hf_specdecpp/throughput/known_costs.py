@@ -25,7 +25,6 @@ from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.models.cpu.products import ProductTimes
 
 FEW = 5  # texts that are drafted with what follows from an assumption, without trials of its details
-KEPT = 0.03  # change of a cost, as a share of it, that counts
 # Assumed, in passes over one token: each further token, on a CPU and elsewhere; the large layers, where their products
 # were measured for several tokens, and what a further token adds beside them; a draft's step beside its share of the
 # target's weights. In steps of the draft: a token that it reads among many, or a further place of its pass.
@@ -77,7 +76,7 @@ class KnownCosts:
         return self._texts < FEW
 
     def at(self, length: int) -> Costs:
-        """What a rule reckons with at this length of the text: the same object until it changes."""
+        """What a rule reckons with at this length of the text: the same object until the next text."""
         kind = self._nearest(length_class(length))
         if kind not in self._formed:
             self._formed[kind] = self._form(self._by_length.get(kind, self.first))
@@ -98,22 +97,12 @@ class KnownCosts:
             known = self._by_length.get(self._nearest(kind), self.first)
             self._by_length[kind] = corrected(known, passes, times.drafts.get(kind, ()))
             taken += [(kind, width) for width in as_expected(known, passes)]
-        for kind, formed in list(self._formed.items()):  # the same object where it has hardly changed
-            if _differ(self._form(self._by_length.get(self._nearest(kind), self.first)), formed):
-                del self._formed[kind]
+        self._formed.clear()
         return taken
 
     def _nearest(self, kind: int) -> int:
         """The class of length that there were texts of; the same where there were none at all."""
         return min(self._by_length, key=lambda known: (abs(known - kind), known), default=kind)
-
-
-def _differ(costs: Costs, kept: Costs) -> bool:
-    if len(costs.verify) != len(kept.verify):
-        return True
-    one, kept_one = costs.start + costs.draft, kept.start + kept.draft
-    pairs = [(one, kept_one), (costs.draft, kept.draft), *zip(costs.verify, kept.verify, strict=True)]
-    return any(abs(new - old) > KEPT * old for new, old in pairs)
 
 
 @dataclass(frozen=True)
