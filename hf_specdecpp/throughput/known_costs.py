@@ -61,14 +61,14 @@ class KnownCosts:
         self._formed: dict[int, Costs] = {}  # by class of length, too
 
     @classmethod
-    def given(cls, costs: dict[str, Any] | None, form: Callable[[Costs], Costs] = lambda costs: costs) -> KnownCosts:
+    def given(cls, costs: dict[str, Any] | None) -> KnownCosts:
         """Those of `SpeculationConfig.costs`, which stay; `ValueError` if there are none, or they are no costs."""
         if costs is None:
             raise ValueError(
                 "rule='throughput' has to know what a round costs, and there is no target here whose rounds could say. "
                 "Give SpeculationConfig(costs=...)."
             )
-        return cls(form(Costs.from_dict(costs)), follows=False)
+        return cls(Costs.from_dict(costs), follows=False)
 
     @property
     def are_new(self) -> bool:

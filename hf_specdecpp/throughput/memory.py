@@ -139,11 +139,7 @@ class Memory:
     def _costs(self, config: SpeculationConfig, rounds: Rounds) -> KnownCosts:
         """What the rounds cost, which is what rounds say but where costs are given or may not follow the clock."""
         if config.costs is not None:
-
-            def form(costs: Costs) -> Costs:
-                return costs if rounds.rows == 1 else costs.of_row(rounds.rows, rounds.most)
-
-            return KnownCosts.given(config.costs, form)
+            return KnownCosts(Costs.from_dict(config.costs).of_row(rounds.rows, rounds.most), follows=False)
         if config.reproducible:
             return KnownCosts(rounds.formed()(rounds.assumed()), follows=False)
         return costs_of(rounds)
