@@ -139,7 +139,8 @@ class Memory:
     def _costs(self, config: SpeculationConfig, rounds: Rounds) -> KnownCosts:
         """What the rounds cost, which is what rounds say but where costs are given or may not follow the clock."""
         if config.costs is not None:
-            return KnownCosts(Costs.from_dict(config.costs).of_row(rounds.rows, rounds.most), follows=False)
+            given, rows = Costs.from_dict(config.costs), rounds.rows
+            return KnownCosts(given if rows == 1 else given.of_row(rows, rounds.most), follows=False)
         if config.reproducible:
             return KnownCosts(rounds.formed()(rounds.assumed()), follows=False)
         return costs_of(rounds)
