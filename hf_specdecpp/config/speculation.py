@@ -24,9 +24,7 @@ TREES: tuple[str, ...] = ("auto", *get_args(Growth))
 MOST_CANDIDATES = 1024  # in a round
 CANDIDATES = range(1, MOST_CANDIDATES + 1)
 BOUNDS: dict[str, Any] = {  # of numbers, in both classes
-    **dict.fromkeys(
-        ("num_tokens", "max_tokens", "min_tokens", "tree_depth", "lookup_tokens"), range(1, MOST_CANDIDATES + 1)
-    ),
+    **dict.fromkeys(("num_tokens", "max_tokens", "min_tokens", "tree_depth", "lookup_tokens"), CANDIDATES),
     "tree_budget": CANDIDATES[1:],
     "threshold": (0.0, 1.0),  # it is compared with a probability
     "draft_temperature": (0.1, 10.0),
