@@ -30,6 +30,19 @@ from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import FINAL, StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
+HEAD, EMBEDDINGS, ORDER = "lm_head.weight", "model.embed_tokens.weight", "masked_embedding.token_ordering"
+OWN = (
+    "backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k", "use_ordered_embeddings",
+    "tie_word_embeddings",
+)  # fmt: skip
+# Of its layers. Those of one kind may have heads of their own, as the newest versions write it or as older ones do.
+TEXT = (
+    *checks.LAYER, "hidden_activation", "num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads",
+    "per_layer_config", "use_bidirectional_attention", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
+    "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "tie_word_embeddings",
+)  # fmt: skip
+HEADS_OF_LAYER = {"head_dim", "num_key_value_heads"}
+
 
 @dataclass(frozen=True)
 class SharedRows:
@@ -252,21 +265,6 @@ class SharedSteps(RoundSteps):
             level = yield as_wide_as(self.vocab_size, logits)[None], hidden[None]
             tokens = level.tokens
             states = further[None].gather(1, level.parents[..., None].expand(-1, -1, further.shape[-1]))
-
-
-HEAD, EMBEDDINGS, ORDER = "lm_head.weight", "model.embed_tokens.weight", "masked_embedding.token_ordering"
-
-OWN = (
-    "backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k", "use_ordered_embeddings",
-    "tie_word_embeddings",
-)  # fmt: skip
-# Of its layers. Those of one kind may have heads of their own, as the newest versions write it or as older ones do.
-TEXT = (
-    *checks.LAYER, "hidden_activation", "num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads",
-    "per_layer_config", "use_bidirectional_attention", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
-    "attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp", "tie_word_embeddings",
-)  # fmt: skip
-HEADS_OF_LAYER = {"head_dim", "num_key_value_heads"}
 
 
 class Gemma4(PublishedKind):

@@ -29,6 +29,11 @@ FEW = 5  # texts that are drafted with what follows from an assumption, without 
 # were measured for several tokens, and what a further token adds beside them; a draft's step beside its share of the
 # target's weights. In steps of the draft: a token that it reads among many, or a further place of its pass.
 WIDER_ON_CPU, WIDER, LAYERS, BESIDE, LEAST_STEP, AMONG_MANY = 0.1, 0.03, 0.8, 0.015, 0.03, 0.1
+TRUST = 3.0  # rounds of a text that count as much as all that was known of the same costs before
+MOST_CHANGE = 2.0  # times, in one text: capturing or a machine that sleeps is no cost of a round
+MOST_READ = 32  # tokens that a draft reads first, where its drafting tells what a step costs: more are another pass
+EXPECTED = 0.1  # difference from the known cost, as a share of it
+SHORT = 7  # bits of the length of a text that counts as short: up to 127 tokens
 
 # In this process, by what they depend on.
 _known: dict[tuple[Any, ...], KnownCosts] = {}
@@ -221,13 +226,6 @@ def _num_multiplied(models: Sequence[nn.Module]) -> int:
     """Numbers in the weights of linear layers."""
     layers = {layer for model in models for layer in model.modules() if isinstance(layer, nn.Linear)}
     return sum(layer.weight.numel() for layer in layers)
-
-
-TRUST = 3.0  # rounds of a text that count as much as all that was known of the same costs before
-MOST_CHANGE = 2.0  # times, in one text: capturing or a machine that sleeps is no cost of a round
-MOST_READ = 32  # tokens that a draft reads first, where its drafting tells what a step costs: more are another pass
-EXPECTED = 0.1  # difference from the known cost, as a share of it
-SHORT = 7  # bits of the length of a text that counts as short: up to 127 tokens
 
 
 def length_class(length: int) -> int:

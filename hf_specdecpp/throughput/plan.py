@@ -30,6 +30,9 @@ FOLLOWED = 1.5  # plain passes of credit, beside what a probe costs, for which a
 TRIED, TRIALS = 2, 2  # lengths of chains that a text tries at most, and rounds of each
 CLEAR_GAIN = 1.3  # over plain decoding, for which it matters little what passes over one token cost
 TRIED_AGAIN = 16  # texts for which costs that rounds have confirmed are not tried
+LEAST_GAIN_IN_BATCHES = 1.1  # there rows end one by one, and those that are left pay for passes alone
+LEAST_CRITICAL = 1e-9
+ROUNDS_AHEAD = 64  # of a batch, which have to bring what it takes the draft to read the texts of all rows
 
 
 class Plan:
@@ -184,11 +187,6 @@ class Plan:
         """Bring what follows from rates and costs up to date."""
         self.earned.promise = float((self.tokens() / self.seconds).max())  # of the best constant length of chains
         self.rate = max(self.earned.rate, self.earned.promise)
-
-
-LEAST_GAIN_IN_BATCHES = 1.1  # there rows end one by one, and those that are left pay for passes alone
-LEAST_CRITICAL = 1e-9
-ROUNDS_AHEAD = 64  # of a batch, which have to bring what it takes the draft to read the texts of all rows
 
 
 class ChainPlan(Plan):

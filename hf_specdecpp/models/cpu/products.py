@@ -33,6 +33,14 @@ AT_ONCE = 1 << 24  # elements that one call packs: a process that ends waits for
 LARGEST = 15  # a float16 weight is scaled so that its largest element lies between 2^14 and 2^15
 MOST_SCALE = 40  # bits: beyond, activations times the inverse of the scale could leave the range of float32
 EXACT = 2.0**-24  # of a row's largest element: the largest error of an element that counts as equal
+ROWS = (1, 4, 16)  # of the products that are measured
+UP_TO = (2, 8, 24)  # rows that these stand for; products of more rows are PyTorch's own
+SAMPLE = 1 << 21  # elements of a weight
+COLD = 64 << 20  # bytes that are read between two products, so that no weight is in a cache
+RUNS, MOST_RUNS = 3, 6  # of each product
+AGREE = 1.15  # times the shortest run, which the second one may take: else something else was read meanwhile
+LEAST_GAIN = 1.05  # of a copy's product over PyTorch's own
+MOST_LOSS = 1.3  # for more rows: below, the copy is kept, since rows then have the same bits in all narrow passes
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,16 +202,6 @@ class Int8Weight:
 def has_int8() -> bool:
     """Whether this PyTorch has int8 products for this processor. Without AVX2 they are far slower than float32's."""
     return _has_vectors() and torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_prepack")
-
-
-ROWS = (1, 4, 16)  # of the products that are measured
-UP_TO = (2, 8, 24)  # rows that these stand for; products of more rows are PyTorch's own
-SAMPLE = 1 << 21  # elements of a weight
-COLD = 64 << 20  # bytes that are read between two products, so that no weight is in a cache
-RUNS, MOST_RUNS = 3, 6  # of each product
-AGREE = 1.15  # times the shortest run, which the second one may take: else something else was read meanwhile
-LEAST_GAIN = 1.05  # of a copy's product over PyTorch's own
-MOST_LOSS = 1.3  # for more rows: below, the copy is kept, since rows then have the same bits in all narrow passes
 
 
 @dataclass(frozen=True)
