@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_specdecpp.models.causal_lm import CACHE
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.models.cpu.product_times import measured_copy
-from hf_specdecpp.models.cpu.products import quantise
+from hf_specdecpp.models.cpu.products import int8_copy, measured_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, background
 
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
@@ -51,7 +50,7 @@ def main(name, dtype="bfloat16"):
     contexts = {
         "own": nullcontext(),
         "copies": with_copies,
-        "int8": FasterProducts(draft=[model], int8=WeightCopies(quantise)),
+        "int8": FasterProducts(draft=[model], int8=WeightCopies(int8_copy)),
     }
     best = least_times(model, contexts)
     print(f"{name}, {dtype}, {torch.get_num_threads()} thread(s), ms a pass")

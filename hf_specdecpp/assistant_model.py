@@ -30,8 +30,7 @@ from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu.product_times import measured_copy
-from hf_specdecpp.models.cpu.products import quantise
+from hf_specdecpp.models.cpu.products import int8_copy, measured_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from hf_specdecpp.models.loading import check_hash, check_same_tokenizer, tokenizer_of, warn_of_sizes
 from hf_specdecpp.models.target_states import TargetStates
@@ -84,7 +83,7 @@ class AssistantModel(PreTrainedModel):
         self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
         self.decisions, self.calls = Decisions(), LatestCalls()
         self.memory = Memory(config.calibration)
-        self.copies, self.int8 = WeightCopies(measured_copy), WeightCopies(quantise)
+        self.copies, self.int8 = WeightCopies(measured_copy), WeightCopies(int8_copy)
         if head is not None and isinstance(drafter, Drafter):
             check_head(head, drafter, draft_name(config))
         self._attaching, self._met_in_calls = RLock(), WeakSet[Any]()
@@ -259,7 +258,7 @@ class AssistantModel(PreTrainedModel):
             return
         name, texts = describe(self.config), acceptance.texts_for(target, tokenizer_of(target.config.name_or_path))
         self.suspect = name if self.kind.is_whole else None
-        self.agreement = acceptance.agreement(self.drafter, target, texts)
+        self.agreement = list(self.drafter.agreement or acceptance.agreement(self.drafter, target, texts))
         log = logger.warning if acceptance.is_wrong(self.agreement) else logger.info
         log(f"{name}: {acceptance.describe(self.agreement)}")
 

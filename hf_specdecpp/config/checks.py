@@ -114,7 +114,7 @@ def _is(value: Any, rule: Any) -> bool:
     if isinstance(rule, range):
         return type(value) is int and value in rule
     if isinstance(rule, tuple):
-        return type(value) in (int, float) and rule[0] <= value <= rule[1]  # NaN is not
+        return isinstance(value, Real) and not isinstance(value, bool) and rule[0] <= value <= rule[1]  # NaN is not
     if rule is Any:
         return True
     if isinstance(value, bool):

@@ -72,8 +72,7 @@ class Costs:
         takes 10 ms, a row's share of which is 5; over two tokens of each 16, so 8.
         """
         verify = self.verify_seconds(rows * (max_tokens + 1) - 1)[rows - 1 :: rows]
-        whole = replace(self, verify=tuple(verify.tolist()))
-        return whole.share(rows)
+        return replace(self, verify=tuple(verify.tolist())).scaled(1.0 / rows)
 
     def read_twice(self, max_tokens: int) -> Costs:
         """Where tokens that stand are read again after a rejection, as by targets with recurrent layers.
@@ -85,11 +84,12 @@ class Costs:
         """
         return replace(self, verify=tuple(self.verify_seconds(2 * max_tokens)[::2].tolist()))
 
-    def share(self, rows: int) -> Costs:
-        """One row's share of the costs of a batch."""
-        verify = tuple(seconds / rows for seconds in self.verify)
-        names = ("draft", "overhead", "read", "branch", "start")
-        return replace(self, verify=verify, **{name: getattr(self, name) / rows for name in names})
+    def scaled(self, passes: float, drafting: float | None = None) -> Costs:
+        """With other prices of the target's passes and of drafting, by default with the same factor for both."""
+        drafting = passes if drafting is None else drafting
+        factors = {"overhead": passes, **dict.fromkeys(("draft", "read", "branch", "start"), drafting)}
+        verify = tuple(seconds * passes for seconds in self.verify)
+        return replace(self, verify=verify, **{name: getattr(self, name) * by for name, by in factors.items()})
 
     @property
     def pass_seconds(self) -> float:
@@ -127,7 +127,3 @@ class Costs:
         further = np.arange(1, max_tokens + 2 - len(verify))
         slope = max((verify[-1] - verify[0]) / max(len(verify) - 1, 1), 0.0)
         return np.concatenate((verify, verify[-1] + slope * further))[: max_tokens + 1]
-
-    def known_for(self, max_tokens: int) -> Costs:
-        """The same, with passes over up to `max_tokens` candidates listed."""
-        return replace(self, verify=tuple(self.verify_seconds(max(max_tokens, len(self.verify) - 1)).tolist()))

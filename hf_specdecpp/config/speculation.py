@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from hf_specdecpp.config.checks import check_types, check_values, did_you_mean, hints_of, shown, with_checked_names
+from hf_specdecpp.config.checks import check_values, did_you_mean, hints_of, shown, with_checked_names
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.trees.algorithms import Shape, make_shape, size
@@ -22,7 +22,13 @@ Growth = Literal["dyspec", "dyspec-exact", "static"]
 Tree = Growth | Literal["auto"] | bool | list[int] | list[list[int]]
 TREES: tuple[str, ...] = ("auto", *get_args(Growth))
 MOST_CANDIDATES = 1024  # in a round
-LEAST = {"num_tokens": 1, "max_tokens": 1, "tree_budget": 2}
+CANDIDATES = range(1, MOST_CANDIDATES + 1)
+BOUNDS: dict[str, Any] = {  # of numbers, in both classes
+    **dict.fromkeys(("num_tokens", "max_tokens", "min_tokens", "tree_depth", "lookup_tokens"), CANDIDATES),
+    "tree_budget": CANDIDATES[1:],
+    "threshold": (0.0, 1.0),  # it is compared with a probability
+    "draft_temperature": (0.1, 10.0),
+}
 
 
 @with_checked_names
@@ -142,18 +148,12 @@ def check_setting(name: str, value: Any) -> None:
             f"tree={shown(value)} is not a kind of tree.{did_you_mean(value, TREES)} It can be 'auto', 'dyspec', "
             "'dyspec-exact', 'static', a shape such as [4, 2, 1, 1], or False for chains."
         )
-    check_values({name: value}, hints_of(SpeculationConfig))
+    check_values({name: value}, hints_of(SpeculationConfig) | BOUNDS)
     if name == "tree" and is_shape:
         # Either way of writing a shape has no more items than nodes.
         nodes = len(value) if len(value) > MOST_CANDIDATES else size(make_shape(value))
         if not 1 <= nodes <= MOST_CANDIDATES:
             raise ValueError(f"tree has {nodes} nodes or more; 1 to {MOST_CANDIDATES} are possible: choose another.")
-    if name == "threshold" and not 0.0 <= value <= 1.0:
-        raise ValueError(f"threshold={value!r} must be between 0 and 1: it is compared with a probability.")
-    if name in LEAST and not LEAST[name] <= value <= MOST_CANDIDATES:
-        raise ValueError(
-            f"{name}={value!r} must be a whole number from {LEAST[name]} to {MOST_CANDIDATES}: a round drafts tokens."
-        )
     if name == "costs" and value is not None:
         Costs.from_dict(value)
 
@@ -204,11 +204,7 @@ class Decisions:
     int8_draft: bool | None = None
 
     def __post_init__(self) -> None:
-        check_types(self)
-        bounds = dict.fromkeys(("min_tokens", "tree_depth", "lookup_tokens"), (1, MOST_CANDIDATES))
-        for name, (least, most) in (bounds | {"draft_temperature": (0.1, 10.0)}).items():
-            if not least <= getattr(self, name) <= most:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be from {least} to {most}.")
+        check_values(vars(self), hints_of(Decisions) | BOUNDS)
         if not 0.0 <= self.tree_threshold < 1.0:
             raise ValueError(
                 f"tree_threshold={self.tree_threshold!r} must be at least 0 and below 1: the first slot of a tree has "

@@ -124,7 +124,7 @@ class CapturedTarget:
 
     def watch(self, reader: StateReader | None) -> None:
         """Return the states that a draft reads, with the passes of the text that begins."""
-        self._reads = () if reader is None else (reader.reads_final, *reader.reads)
+        self._reads = () if reader is None else tuple(reader.reads)
         if reader is not None and self._reads not in self._watched:
             seen: dict[int, Tensor] = {}
             for place, module in enumerate(read_modules(self.model, reader)):

@@ -129,6 +129,7 @@ class Draft:
             tokens; `None` where a pass proposes one candidate.
         max_length: tokens of the longest text that it can read.
         cannot: what this draft cannot do, with the reason: `"trees"`, `"batches"`.
+        agreement: how often it guesses what its target says, if that is known already (`drafts.acceptance.agreement`).
         shares_cache: whether its sessions read the target's own cache (`Reading.share`).
         captured: what captured rounds were made of, and the copy of this draft that drafts in them, if one can.
     """
@@ -138,6 +139,7 @@ class Draft:
     places: float = float("inf")
     blocks_after: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     cannot: Mapping[str, str] = {}
+    agreement: Sequence[float] = ()
     shares_cache = False
     captured: tuple[list[Any], Any] | None = None
 
@@ -220,11 +222,6 @@ class Draft:
     def captured_copy(self) -> Any:
         """The copy of it that drafts in captured rounds, or `None`."""
         return None if self.captured is None else self.captured[1]
-
-    def describe(self) -> dict[str, Any]:
-        """All that decides what drafting costs, beside the model; JSON-able."""
-        reads = None if self.reads is None else self.reads.to_config()
-        return {"reads": reads, "draft_vocab": None}
 
 
 class StateDraft(Draft):

@@ -51,9 +51,6 @@ class Drafter(DraftModel, Draft):
             return f"it {why_no_positions(inner_decoder(self.model))}"
         return why_not_in_place(self.model)
 
-    def describe(self) -> dict[str, Any]:
-        return super().describe() | {"draft_vocab": None if self.draft_vocab is None else self.draft_vocab.numel()}
-
 
 def check_head(head: AcceptanceHead, drafter: Drafter, draft_name: str) -> None:
     """Raise `ValueError` unless the head was trained for states and embeddings of the draft's sizes."""

@@ -14,7 +14,7 @@ from hf_specdecpp.drafts.checkpoints import read_module
 from hf_specdecpp.drafts.plain import EarlyExit
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.quantised import sizes_of
-from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.models.target_states import FINAL, StateReader
 
 FUSION = "fusion.safetensors"
 # Why a draft that reads the target's states cannot have a head that judges "after".
@@ -53,12 +53,16 @@ class Fusion(StateReader):
                 f"A fusion with hidden_size={hidden_size}, embedding_size={embedding_size}, reads={reads} and "
                 f"rank={rank} makes no sense: sizes are at least 1, layers are counted from 0."
             )
-        self.hidden_size, self.embedding_size, self.reads, self.rank = hidden_size, embedding_size, reads, rank
-        sizes = {"hidden_size": hidden_size, "embedding_size": embedding_size}
-        self.arguments = {**sizes, "reads": reads, "rank": rank}
+        self.hidden_size, self.embedding_size, self.rank = hidden_size, embedding_size, rank
+        self.reads = [FINAL, *reads]
         self.fuse = _linear(hidden_size + embedding_size, embedding_size, rank)
-        self.read = _linear(len(self.reads) * hidden_size, hidden_size, rank) if self.reads else None
+        self.read = _linear(len(reads) * hidden_size, hidden_size, rank) if reads else None
         self.reset()
+
+    def to_config(self) -> dict[str, Any]:
+        """Its arguments."""
+        sizes = {name: getattr(self, name) for name in ("hidden_size", "embedding_size", "rank")}
+        return {**sizes, "reads": self.reads[1:]}
 
     @classmethod
     def untrained(cls, target: CausalLM, reads: Sequence[int], rank: int | None = None) -> Fusion:

@@ -10,7 +10,7 @@ from hf_specdecpp.drafts.conditioned import Conditioned
 from hf_specdecpp.drafts.dflash.loading_dflash import DFlash
 from hf_specdecpp.drafts.draft_kind import Config, DraftKind, PublishedKind, raw_config
 from hf_specdecpp.drafts.eagle3.loading_eagle3 import Eagle3
-from hf_specdecpp.drafts.gemma4.loading_gemma4 import Gemma4
+from hf_specdecpp.drafts.gemma4 import Gemma4
 from hf_specdecpp.drafts.mtp.loading_mtp import Mtp
 from hf_specdecpp.drafts.plain import EarlyExit, Independent, Lookup
 from hf_specdecpp.files import Repository

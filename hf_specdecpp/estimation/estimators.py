@@ -83,10 +83,6 @@ class DraftStep:
         return self.scores.softmax(dim=-1)
 
     @property
-    def q_of_token(self) -> Tensor:
-        return self.q.gather(-1, self.token[..., None])[..., 0]  # an index of a device would be read
-
-    @property
     def entropy(self) -> Tensor:
         """Entropy of q in nats."""
         return torch.special.entr(self.q).sum(-1)
@@ -110,7 +106,7 @@ class DraftProbability:
     inputs = "before"
 
     def estimate(self, step: DraftStep) -> Tensor:
-        return step.q_of_token
+        return step.q.gather(-1, step.token[..., None])[..., 0]  # an index of a device would be read
 
 
 def lag_of(estimator: Estimator) -> int:

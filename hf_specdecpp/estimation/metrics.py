@@ -26,18 +26,9 @@ def auc(estimate: Tensor, label: Tensor, weight: Tensor | None = None) -> float:
 
 def ece(estimate: Tensor, label: Tensor, bins: int = 15) -> float:
     """Expected calibration error: mean |estimate - label| over equally wide bins, by their share. Both `[n]`."""
-    _, estimates, labels, counts = reliability(estimate, label, bins)
-    return float(((estimates - labels).abs() * counts).sum() / counts.sum())
-
-
-def reliability(estimate: Tensor, label: Tensor, bins: int = 15) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which bins have candidates; their mean estimates, mean labels and numbers: each `[bins used]`."""
     which = (estimate.double() * bins).long().clamp(0, bins - 1)
-    sums = torch.zeros(3, bins, dtype=torch.float64)
-    sums.index_add_(1, which, torch.stack((estimate.double(), label.double(), torch.ones_like(label).double())))
-    used = sums[2].nonzero()[:, 0]
-    counts = sums[2, used]
-    return used, sums[0, used] / counts, sums[1, used] / counts, counts
+    difference = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, estimate.double() - label.double())
+    return float(difference.abs().sum() / len(which))
 
 
 def binary_kl(estimate: Tensor, label: Tensor, weight: Tensor | None = None) -> float:

@@ -28,9 +28,9 @@ from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, modul
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRandomness
+from hf_specdecpp.throughput.known_costs import Drafting as Drafted
+from hf_specdecpp.throughput.known_costs import RoundTimes
 from hf_specdecpp.throughput.plan import Plan
-from hf_specdecpp.throughput.round_times import Drafting as Drafted
-from hf_specdecpp.throughput.round_times import RoundTimes
 from hf_specdecpp.trees.attention import check_trees
 from hf_specdecpp.trees.tree import DraftTree
 

@@ -19,17 +19,15 @@ from hf_specdecpp.lookup.looking_up import Choice, LookingUp
 from hf_specdecpp.lookup.text import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_logits, num_processes
 from hf_specdecpp.models.cpu.faster_products import FasterProducts, large_layers
-from hf_specdecpp.models.cpu.product_times import ProductTimes, measured_copy, product_times
-from hf_specdecpp.models.cpu.products import has_int8, quantise
+from hf_specdecpp.models.cpu.products import ProductTimes, has_int8, int8_copy, measured_copy, product_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.loading import special_ids
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.successors import MixedProcessing, Successors
-from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
 from hf_specdecpp.throughput.memory import Memory
-from hf_specdecpp.throughput.plan import Plan
+from hf_specdecpp.throughput.plan import ChainPlan, Plan
 from hf_specdecpp.trees.attention import refuse_tree
 from hf_specdecpp.trees.slots import check_estimator
 
@@ -57,7 +55,7 @@ class DraftSetup:
     decisions: Decisions = field(default_factory=Decisions)
     memory: Memory = field(default_factory=Memory)
     copies: WeightCopies = field(default_factory=lambda: WeightCopies(measured_copy))
-    int8: WeightCopies = field(default_factory=lambda: WeightCopies(quantise))
+    int8: WeightCopies = field(default_factory=lambda: WeightCopies(int8_copy))
     rates: Mapping[str, Sequence[float]] = field(default_factory=dict)
     rows: int = 1
     is_independent: bool = False

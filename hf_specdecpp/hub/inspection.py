@@ -99,7 +99,7 @@ def check_draft(repository: Repository, target_id: str, revision: str | None = N
     module = kind.load(config, repository, target=target)
     draft = kind.make(config, Parts(module=module), Loading(target=target))
     texts = acceptance.texts_for(target, load_tokenizer(target_id, revision))
-    return acceptance.describe(acceptance.agreement(draft, target, texts))
+    return acceptance.describe(draft.agreement or acceptance.agreement(draft, target, texts))
 
 
 def _check(report: Report, folder: Path, name: str, read: Callable[[], Any]) -> None:

@@ -6,7 +6,7 @@ embeddings (EAGLE, arXiv 2401.15077 and 2503.01840).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -21,6 +21,7 @@ from hf_specdecpp.models.early_exit import layer_stack
 # A forward returns chosen states, `output_hidden_states=[numbers]`, of which number 0 are the embeddings. Until 5.22
 # number 0 of such a list was the first layer's output.
 RETURNS_CHOSEN = Version(transformers.__version__) >= Version("5.23")
+FINAL = -1  # in the place of a layer's index
 
 
 class StateReader(nn.Module):
@@ -29,25 +30,18 @@ class StateReader(nn.Module):
     Attributes:
         hidden_size: of the draft's states.
         embedding_size: of the embeddings that it reads.
-        reads: indices of the target's layers whose outputs are read, in the order in which they are put together.
-        reads_final: whether the target's final state (after its final norm) is read, too, and comes first.
-        arguments: what `to_config` says.
+        reads: indices of the target's layers whose outputs are read, in the order in which they are put together;
+            `FINAL` is its final state, after its final norm.
     """
 
     hidden_size: int
     embedding_size: int
     reads: list[int]
-    reads_final: bool = True
-    arguments: Mapping[str, Any] = {}
 
     @property
     def width(self) -> int:
-        """Numbers in a target's state: its final state and the outputs of the layers that are read."""
-        return (self.reads_final + len(self.reads)) * self.hidden_size
-
-    def to_config(self) -> dict[str, Any]:
-        """The arguments that make one of this shape, or what else its costs depend on."""
-        return dict(self.arguments)
+        """Numbers in a target's state: of all that is read."""
+        return len(self.reads) * self.hidden_size
 
 
 class TargetStates:
@@ -78,17 +72,10 @@ class TargetStates:
         self._modules: list[nn.Module] = []
         self._numbers: list[int] = []  # of the states in what a forward returns, if it does
         if reader is not None:
-            decoder = inner_decoder(target)
-            stack = layer_stack(decoder, target)[1]
-            if missing := [read for read in reader.reads if read >= len(stack)]:
-                raise ValueError(
-                    f"The draft reads layers {missing} of its target, and {type(target).__name__} has {len(stack)}, "
-                    "counted from 0. It was trained for another target."
-                )
-            self._modules = read_modules(target, reader)
+            self._modules, decoder = read_modules(target, reader), inner_decoder(target)
             can_return = RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {})
             if can_return and any(map(has_compiled_call, modules_of(target))):
-                self._numbers = state_numbers(reader, len(stack))
+                self._numbers = state_numbers(reader, decoder.config.num_hidden_layers)
         self.are_read = reader is not None
         self._caught: list[list[Tensor]] = [[] for _ in self._modules]
         self._handles: list[Any] = []
@@ -169,10 +156,16 @@ class TargetStates:
 
 
 def read_modules(target: CausalLM, reader: StateReader) -> list[nn.Module]:
-    """The modules of a target whose outputs a draft reads, in the order in which they are put together."""
+    """The modules of a target whose outputs a draft reads, in the order in which they are put together; `ValueError` if
+    the target has no such layers."""
     decoder = inner_decoder(target)
     stack = layer_stack(decoder, target)[1]
-    return [decoder] * reader.reads_final + [stack[read] for read in reader.reads]
+    if missing := [read for read in reader.reads if read >= len(stack)]:
+        raise ValueError(
+            f"The draft reads layers {missing} of its target, and {type(target).__name__} has {len(stack)}, counted "
+            "from 0. It was trained for another target."
+        )
+    return [decoder if read == FINAL else stack[read] for read in reader.reads]
 
 
 def state_of(module: nn.Module, output: Any) -> Tensor:
@@ -191,7 +184,7 @@ def state_numbers(reader: StateReader, num_layers: int) -> list[int]:
     layer it returns the final state. Empty if the last layer's own output is read, which it does not return."""
     if num_layers - 1 in reader.reads:
         return []
-    return [num_layers] * reader.reads_final + [read + 1 for read in reader.reads]
+    return [num_layers if read == FINAL else read + 1 for read in reader.reads]
 
 
 def _keeper(caught: list[Tensor], thread: int) -> Any:

@@ -1,36 +1,42 @@
-"""What rounds cost on this machine: assumed at first, then what the rounds of this process say (`KnownCosts`)."""
+"""What rounds cost on this machine: assumed at first (`Rounds`), then as the rounds of this process are timed
+(`RoundTimes`) and say (`KnownCosts`)."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from hf_specdecpp.caches.text import width_of
+from hf_specdecpp.clocks import are_sensible, typical
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import Estimator
-from hf_specdecpp.models.causal_lm import CausalLM, num_bytes
+from hf_specdecpp.models.causal_lm import CausalLM, num_bytes, parameters_of
 from hf_specdecpp.models.checks import keeps_recurrent_state
-from hf_specdecpp.models.cpu.product_times import ProductTimes
-from hf_specdecpp.provenance import device_name
-from hf_specdecpp.throughput.round_times import RoundTimes, as_expected, corrected, in_seconds, length_class
+from hf_specdecpp.models.cpu.products import ProductTimes
 
 FEW = 5  # texts that are drafted with what follows from an assumption, without trials of its details
-KEPT = 0.03  # change of a cost, as a share of it, that counts
 # Assumed, in passes over one token: each further token, on a CPU and elsewhere; the large layers, where their products
 # were measured for several tokens, and what a further token adds beside them; a draft's step beside its share of the
 # target's weights. In steps of the draft: a token that it reads among many, or a further place of its pass.
 WIDER_ON_CPU, WIDER, LAYERS, BESIDE, LEAST_STEP, AMONG_MANY = 0.1, 0.03, 0.8, 0.015, 0.03, 0.1
+TRUST = 3.0  # rounds of a text that count as much as all that was known of the same costs before
+MOST_CHANGE = 2.0  # times, in one text: capturing or a machine that sleeps is no cost of a round
+MOST_READ = 32  # tokens that a draft reads first, where its drafting tells what a step costs: more are another pass
+EXPECTED = 0.1  # difference from the known cost, as a share of it
+SHORT = 7  # bits of the length of a text that counts as short: up to 127 tokens
 
 # In this process, by what they depend on.
-_known: dict[str, KnownCosts] = {}
+_known: dict[tuple[Any, ...], KnownCosts] = {}
 
 
 class KnownCosts:
@@ -56,18 +62,18 @@ class KnownCosts:
         self.first, self.is_assumed, self.follows = first, is_assumed, follows
         self._form = form
         self._texts = 0 if is_assumed else FEW  # that have corrected them
-        self._by_length: dict[int, Costs] = {}  # what rounds have made of them (`round_times.length_class`)
+        self._by_length: dict[int, Costs] = {}  # what rounds have made of them (`length_class`)
         self._formed: dict[int, Costs] = {}  # by class of length, too
 
     @classmethod
-    def given(cls, costs: dict[str, Any] | None, form: Callable[[Costs], Costs] = lambda costs: costs) -> KnownCosts:
+    def given(cls, costs: dict[str, Any] | None) -> KnownCosts:
         """Those of `SpeculationConfig.costs`, which stay; `ValueError` if there are none, or they are no costs."""
         if costs is None:
             raise ValueError(
                 "rule='throughput' has to know what a round costs, and there is no target here whose rounds could say. "
                 "Give SpeculationConfig(costs=...)."
             )
-        return cls(form(Costs.from_dict(costs)), follows=False)
+        return cls(Costs.from_dict(costs), follows=False)
 
     @property
     def are_new(self) -> bool:
@@ -75,7 +81,7 @@ class KnownCosts:
         return self._texts < FEW
 
     def at(self, length: int) -> Costs:
-        """What a rule reckons with at this length of the text: the same object until it changes."""
+        """What a rule reckons with at this length of the text: the same object until the next text."""
         kind = self._nearest(length_class(length))
         if kind not in self._formed:
             self._formed[kind] = self._form(self._by_length.get(kind, self.first))
@@ -96,22 +102,12 @@ class KnownCosts:
             known = self._by_length.get(self._nearest(kind), self.first)
             self._by_length[kind] = corrected(known, passes, times.drafts.get(kind, ()))
             taken += [(kind, width) for width in as_expected(known, passes)]
-        for kind, formed in list(self._formed.items()):  # the same object where it has hardly changed
-            if _differ(self._form(self._by_length.get(self._nearest(kind), self.first)), formed):
-                del self._formed[kind]
+        self._formed.clear()
         return taken
 
     def _nearest(self, kind: int) -> int:
         """The class of length that there were texts of; the same where there were none at all."""
         return min(self._by_length, key=lambda known: (abs(known - kind), known), default=kind)
-
-
-def _differ(costs: Costs, kept: Costs | None) -> bool:
-    if kept is None or len(costs.verify) != len(kept.verify):
-        return True
-    one, kept_one = costs.start + costs.draft, kept.start + kept.draft
-    pairs = [(one, kept_one), (costs.draft, kept.draft), *zip(costs.verify, kept.verify, strict=True)]
-    return any(abs(new - old) > KEPT * old for new, old in pairs)
 
 
 @dataclass(frozen=True)
@@ -153,27 +149,20 @@ class Rounds:
                 costs = costs.read_twice(most)
             if is_filled_up:
                 costs = in_widths(costs, most)
-            return costs if rows == 1 else costs.share(rows)
+            return costs if rows == 1 else costs.scaled(1.0 / rows)
 
         return form
 
-    def conditions(self) -> dict[str, Any]:
-        """All that their costs depend on; JSON-able."""
-        drafter, estimator = self.drafter, self.estimator
-        head = estimator.to_config() if isinstance(estimator, AcceptanceHead) else {}
-        return {
-            "target": _describe(self.target),
-            "draft": {} if drafter.model is None else _describe(drafter.model),
-            **drafter.describe(),
-            "head": {name: head[name] for name in ("inputs", "num_blocks", "hidden_size", "rank") if name in head},
-            "max_tokens": self.most,
-            "trees": self.trees,
-            "rows": self.rows,
-            "passes": self.passes,
-            "mixes": self.mixes,
-            "products": self.products,
-            "threads": torch.get_num_threads(),
-        }
+    def key(self) -> tuple[Any, ...]:
+        """All that their costs depend on."""
+        head = [self.estimator] if isinstance(self.estimator, nn.Module) else []
+        models = [
+            (type(each), num_bytes(each), frozenset((part.dtype, part.device) for part in parameters_of(each)))
+            for each in (self.target, *self.drafter.parts, *head)
+        ]
+        attention = self.target.config.get_text_config(decoder=True)._attn_implementation
+        rounds = self.most, self.trees, self.rows, self.passes, self.mixes, self.products
+        return *models, attention, self.drafter.block, *rounds, torch.get_num_threads()
 
     def assumed(self) -> Costs:
         """What they cost before any was timed, in passes of the target over one token.
@@ -201,10 +190,9 @@ class Rounds:
 
 def costs_of(rounds: Rounds) -> KnownCosts:
     """What is known in this process of the costs of rounds; assumed until the first text has shown it."""
-    name = json.dumps(rounds.conditions(), sort_keys=True)
-    if name not in _known:
-        _known[name] = KnownCosts(rounds.assumed(), rounds.formed(), is_assumed=True)
-    return _known[name]
+    if (key := rounds.key()) not in _known:
+        _known[key] = KnownCosts(rounds.assumed(), rounds.formed(), is_assumed=True)
+    return _known[key]
 
 
 def forget_costs() -> None:
@@ -240,15 +228,158 @@ def _num_multiplied(models: Sequence[nn.Module]) -> int:
     return sum(layer.weight.numel() for layer in layers)
 
 
-def _describe(model: CausalLM) -> dict[str, Any]:
-    config = model.config.get_text_config(decoder=True)
-    return {
-        "name": model.config.name_or_path,
-        "class": type(model).__name__,
-        "bytes": num_bytes(model),
-        "layers": config.num_hidden_layers,
-        "vocab": config.vocab_size,
-        "dtype": str(model.dtype),
-        "attention": getattr(config, "_attn_implementation", None),
-        "device": device_name(model.device),
-    }
+def length_class(length: int) -> int:
+    """Texts of lengths that cost alike: up to 127 tokens, 128 to 255, 256 to 511, ..."""
+    return max(length.bit_length(), SHORT)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What was drafted in a round.
+
+    Attributes:
+        steps: passes of the draft.
+        read: tokens that it read first, after a pause, beside the last one.
+        branches: in trees: nodes that a pass read beside the first.
+    """
+
+    steps: int = 0
+    read: int = 0
+    branches: int = 0
+
+    def seconds(self, costs: Costs) -> float:
+        """What it should take."""
+        return costs.start + self.steps * costs.draft + self.further(costs)
+
+    def further(self, costs: Costs) -> float:
+        """What it should take beside its steps."""
+        return self.read * costs.read + self.branches * costs.branch
+
+
+@dataclass
+class RoundTimes:
+    """The rounds of one text, timed.
+
+    A round is divided in two: drafting, and all the rest, which belongs to the pass of its width: so what a width costs
+    includes its verification, whatever that is.
+
+    Args:
+        clock: reads seconds (`clocks.computing_clock`).
+
+    Attributes:
+        passes: by class of length, and there by width: seconds of the rounds without their drafting.
+        drafts: by class of length: what was drafted, and seconds.
+    """
+
+    clock: Callable[[], float]
+    passes: dict[int, dict[int, list[float]]] = field(default_factory=dict)
+    drafts: dict[int, list[tuple[Drafting, float]]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """A round begins: with its drafting."""
+        self._begin = self._drafted = self.clock()
+        self._drafting: Drafting | None = None
+
+    def drafted(self, drafting: Drafting | None) -> None:
+        """The draft is there; `None`: how long that took says nothing of the costs."""
+        self._drafted = self.clock()
+        self._drafting = drafting if drafting is not None and drafting.read <= MOST_READ else None
+
+    def end(self, length: int, width: int) -> None:
+        """The round of a text that had this length is over, whose pass read `width` tokens, dummies included."""
+        kind = length_class(length)
+        of_width = self.passes.setdefault(kind, defaultdict(list))
+        of_width[width].append(self.clock() - self._drafted)
+        if self._drafting is not None and self._drafting.steps:
+            seconds = self._drafted - self._begin
+            self.drafts.setdefault(kind, []).append((self._drafting, seconds))
+
+
+def as_expected(costs: Costs, passes: Mapping[int, Sequence[float]]) -> list[int]:
+    """The widths whose rounds took what they should, in the median."""
+    verify, taken = costs.verify_seconds(max(passes, default=1) - 1), taken_by(passes)
+    return [width for width, seconds in taken.items() if abs(math.log(seconds / verify[width - 1])) < EXPECTED]
+
+
+def taken_by(passes: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """What rounds of each width took, as far as the clock can tell (`clocks.typical`)."""
+    found = {width: typical(each) for width, each in passes.items()}
+    return {width: seconds for width, seconds in found.items() if seconds is not None}
+
+
+def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:
+    """Assumed shares of a pass over one token in seconds, by the first text: one factor for passes, one for drafting.
+    `None` where the clock cannot tell.
+
+    Example: passes over 1 and 3 tokens are assumed to take 1 and 1.1. Rounds over 3 tokens took 22 ms in the median, so
+    passes over 1 token are expected to take 20 ms.
+    """
+    verify = assumed.verify_seconds(max(max(widths) for widths in times.passes.values()) - 1)
+    timed = [(width, each) for widths in times.passes.values() for width, of in widths.items() for each in of]
+    unit = typical([seconds / verify[width - 1] for width, seconds in timed])
+    if unit is None:
+        return None
+    drafts = [(seconds, each.seconds(assumed)) for of in times.drafts.values() for each, seconds in of]
+    ratios = [seconds / expected for seconds, expected in drafts if expected > 0.0]
+    return assumed.scaled(unit, (typical(ratios) if ratios else None) or unit)
+
+
+def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Sequence[tuple[Drafting, float]]) -> Costs:
+    """The costs after a text whose rounds took so long: medians of its rounds, weighed against what was known.
+
+    Logarithms are averaged: the new cost is `old * (median / old) ** (n / (n + 3))` for n rounds. Widths that the text
+    had no rounds of change as the others do on average, and so does drafting of which there was none: a machine that
+    has become slower changes no decision.
+
+    Example: passes over 1 and 2 tokens were known to take 10 and 30 ms, and nine rounds over 2 tokens took 20 ms, in
+    the median. n / (n + 3) is 3/4, so 2 tokens cost 30 * (2/3) ** 0.75 = 22 ms now and 1 token 7.4 ms.
+
+    Args:
+        passes: seconds of rounds without their drafting, by width.
+        drafts: what was drafted, and seconds.
+    """
+    verify = costs.verify_seconds(max(max(passes, default=0), len(costs.verify)) - 1).tolist()
+    changes = {width: _log_ratio(seconds, verify[width - 1]) for width, seconds in taken_by(passes).items()}
+    rounds = sum(len(passes[width]) for width in changes)
+    usual = sum(change * len(passes[width]) for width, change in changes.items()) / max(rounds, 1) * _share(rounds)
+    by = [changes[w] * _share(len(passes[w])) if w in changes else usual for w in range(1, len(verify) + 1)]
+    verify = [seconds * math.exp(change) for seconds, change in zip(verify, by, strict=True)]
+    if not drafts:
+        costs = costs.scaled(1.0, math.exp(usual))
+    return _corrected_drafting(replace(costs, verify=tuple(verify)), drafts)
+
+
+def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[Drafting, float]]) -> Costs:
+    """The price of drafts after a text: first as a whole, then that of a step against that of starting.
+
+    Example: starting and a step were known to take 1 and 2 ms. Drafts of 1 and 3 steps took 4 and 8 ms, very often. A
+    line through these has 2 ms a step, and 2 ms for starting.
+    """
+    known = [(seconds, expected) for each, seconds in drafts if (expected := each.seconds(costs)) > 0.0]
+    usual_ratio = typical([seconds / expected for seconds, expected in known]) if known else None
+    if usual_ratio is None:
+        return costs
+    costs = costs.scaled(1.0, math.exp(_log_ratio(usual_ratio, 1.0) * _share(len(known))))
+    by_steps = defaultdict(list)
+    for each, seconds in drafts:
+        by_steps[each.steps].append(seconds - each.further(costs))
+    if len(by_steps) == 1 or costs.draft == 0.0 or not are_sensible(map(median, by_steps.values())):
+        return costs
+    steps, counts = np.array(list(by_steps)), np.array([len(seconds) for seconds in by_steps.values()])
+    taken = np.array([median(seconds) for seconds in by_steps.values()])
+    mean = np.average(steps, weights=counts)
+    slope = np.average((steps - mean) * taken, weights=counts) / np.average((steps - mean) ** 2, weights=counts)
+    usual = costs.start + costs.draft * mean
+    step = costs.draft * math.exp(_log_ratio(slope, costs.draft) * _share(counts.sum() - counts.max()))
+    step = min(step, usual / mean)
+    return replace(costs, draft=float(step), start=max(float(usual - step * mean), 0.0))
+
+
+def _share(rounds: int) -> float:
+    """Of the new in what is known then."""
+    return rounds / (rounds + TRUST)
+
+
+def _log_ratio(new: float, old: float) -> float:
+    bound = math.log(MOST_CHANGE)
+    return min(max(math.log(max(new, 1e-9) / old), -bound), bound)

@@ -17,12 +17,11 @@ from hf_specdecpp.estimation.estimators import MODES, Estimator, lag_of
 from hf_specdecpp.lookup.looking_up import Choice
 from hf_specdecpp.lookup.text import Answers, LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu.product_times import forget_product_times
+from hf_specdecpp.models.cpu.products import forget_product_times
 from hf_specdecpp.sampling.successors import Successors
-from hf_specdecpp.throughput.chains import BatchPlan, ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds, costs_of, forget_costs
 from hf_specdecpp.throughput.pass_times import forget_pass_times
-from hf_specdecpp.throughput.plan import Plan
+from hf_specdecpp.throughput.plan import BatchPlan, ChainPlan, Plan
 from hf_specdecpp.throughput.trees import TreePlan
 
 T = TypeVar("T")
@@ -140,11 +139,8 @@ class Memory:
     def _costs(self, config: SpeculationConfig, rounds: Rounds) -> KnownCosts:
         """What the rounds cost, which is what rounds say but where costs are given or may not follow the clock."""
         if config.costs is not None:
-
-            def form(costs: Costs) -> Costs:
-                return costs if rounds.rows == 1 else costs.of_row(rounds.rows, rounds.most)
-
-            return KnownCosts.given(config.costs, form)
+            given, rows = Costs.from_dict(config.costs), rounds.rows
+            return KnownCosts(given if rows == 1 else given.of_row(rows, rounds.most), follows=False)
         if config.reproducible:
             return KnownCosts(rounds.formed()(rounds.assumed()), follows=False)
         return costs_of(rounds)

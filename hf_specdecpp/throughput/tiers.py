@@ -1,11 +1,11 @@
-"""Which shape captured rounds have (`Tiers`): few of them, each captured by itself."""
+"""Which shape captured rounds have: few of them, each captured by itself. `next` chooses, by what `note` is told."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -64,31 +64,8 @@ class RoundSeconds:
         return np.where([shape.width == 1 for shape in shapes], chains, trees)
 
 
-class Tiers(Protocol):
-    """Chooses the shape of the next round, of chains by their length, then trees, by what earlier ones brought."""
-
-    shapes: list[RoundShape]
-
-    def next(self) -> RoundShape:
-        """Of the next round."""
-
-    def note(self, shape: RoundShape, reports: Sequence[Any]) -> None:
-        """Told of a round: for each text a `cuda_graphs.captured_rounds.Report`."""
-
-
-class Always:
-    def __init__(self, shape: RoundShape) -> None:
-        self.shapes = [shape]
-
-    def next(self) -> RoundShape:
-        return self.shapes[0]
-
-    def note(self, shape: RoundShape, reports: Sequence[Any]) -> None:
-        """Nothing follows from it."""
-
-
 class Followed:
-    """For a rule that ends rounds by itself: the shortest chain that it mostly does not reach.
+    """For a rule that ends rounds by itself: the shortest chain that it mostly does not reach. Of one shape, that one.
 
     Example: the rule stops after 2, 3 and 2 candidates: rounds of 3. It does not stop within 3: rounds of 5, then of 7.
     """
@@ -98,9 +75,11 @@ class Followed:
         self._expected = float(min(FIRST, shapes[-1].levels) - 1)
 
     def next(self) -> RoundShape:
+        """Of the next round."""
         return next((shape for shape in self.shapes if shape.levels > self._expected), self.shapes[-1])
 
     def note(self, shape: RoundShape, reports: Sequence[Any]) -> None:
+        """Told of a round: for each text a `cuda_graphs.captured_rounds.Report`."""
         submitted = max(len(each.tree) for each in reports)
         reached = submitted + 1 if submitted == shape.levels else submitted
         self._expected += FOLLOWS * (reached - self._expected)
@@ -170,6 +149,9 @@ class MostTokens:
         if shape.width > 1:
             of_all = self.gains.setdefault(shape, Ledger(RECENT, trusted=0.0))
             of_all.note(sum(len(each.path) + 1 for each in reports), sum(firsts) + len(reports))
+
+
+Tiers: TypeAlias = Followed | MostTokens
 
 
 def first_branch(tree: DraftTree, path: Sequence[int]) -> int:

@@ -108,9 +108,9 @@ def test_copies() -> None:
     ({"tree_budget": 1}, "from 2 to 1024"),
     ({"tree_budget": 1025}, "from 2 to 1024"),
     ({"tree": [2000]}, "no level more than"),
-    ({"tree_depth": 0}, "tree_depth=0 must be from 1"),
-    ({"min_tokens": 0}, "min_tokens=0 must be from 1"),
-    ({"draft_temperature": 0.0}, "draft_temperature=0.0 must be from 0.1 to 10"),
+    ({"tree_depth": 0}, "tree_depth=0 must be a whole number from 1"),
+    ({"min_tokens": 0}, "min_tokens=0 must be a whole number from 1"),
+    ({"draft_temperature": 0.0}, "draft_temperature=0.0 must be a number from 0.1 to 10"),
     ({"tree_threshold": 1.0}, "nothing could be drawn"),
     ({"verification": "beam"}, "verification='beam' must be one of block, token"),
 ])  # fmt: skip

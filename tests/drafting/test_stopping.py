@@ -38,7 +38,7 @@ def test_threshold_stops_above_h_not_at_h(signals: list[float | None]) -> None:
 def test_a_config_is_checked_again_when_it_is_used() -> None:
     config = SpeculationConfig()
     vars(config)["threshold"] = 1.5  # what was set is checked already; lists and mappings may change in place
-    with pytest.raises(ValueError, match="threshold=1.5 must be between 0 and 1"):
+    with pytest.raises(ValueError, match="threshold=1.5 must be a number from 0 to 1"):
         make_rule(config, DraftProbability())
 
 

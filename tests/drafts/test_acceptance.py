@@ -13,6 +13,7 @@ from support.eagle3_files import VARIANTS, VOCAB, Checkpoint
 from support.formulas import states_of
 from support.models import prompt, tiny
 from support.repos import change_json, letter_tokenizer
+from support.watchers import heard
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -23,6 +24,7 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.drafts import acceptance
 from hf_specdecpp.drafts.acceptance import EVERY, FIRST, PLACES, TEXTS, agreement, describe, is_wrong, texts_for
+from hf_specdecpp.drafts.eagle3 import loading_eagle3
 from hf_specdecpp.drafts.known import EAGLE3
 from hf_specdecpp.files import save_tensors
 
@@ -87,12 +89,26 @@ def test_the_right_reading_agrees_best(pair: tuple[Path, Path], wrong: str) -> N
     assert (other[0] == right[0]) == (wrong == "feedback")
 
 
-def test_ids_that_may_mean_either_are_settled_by_agreement(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    target = AutoModelForCausalLM.from_pretrained(pair[0])
+def test_ids_that_may_mean_either_are_settled_by_agreement(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each meaning is measured once, and not again when the draft is attached, or the target moves."""
+    target, expected, measured = AutoModelForCausalLM.from_pretrained(pair[0]), shares(pair), list[list[int]]()
+    for home in (loading_eagle3, acceptance):
+        heard(monkeypatch, home, "agreement", lambda draft, *_: measured.append(draft.fusion.reads))
     for ids in (RIGHT, [read + 1 for read in RIGHT]):
         folder = Path(shutil.copytree(pair[1], tmp_path / "draft", dirs_exist_ok=True))
         change_json(folder / "config.json", eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
-        assert SpecDecPPAssistant.from_pretrained(folder, target=target).ready_drafter().fusion.reads == RIGHT
+        measured.clear()
+        assistant = SpecDecPPAssistant.from_pretrained(folder, target=target)
+        assert assistant.ready_drafter().fusion.reads == RIGHT
+        assert assistant.agreement == expected
+        target.double()
+        assistant.setup()
+        assert len(measured) == 2
+        assert assistant.ready_drafter().fusion.reads == RIGHT
+        assistant.detach()
+        target.float()
 
 
 def begun(draft: Any, target: Any, text: torch.Tensor) -> Any:

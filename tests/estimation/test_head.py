@@ -18,6 +18,7 @@ from hf_specdecpp.estimation.estimators import (
     NUM_SCALARS,
     NUM_SIBLINGS,
     SIBLING_MASS,
+    DraftProbability,
     DraftStep,
     scalar_features,
 )
@@ -91,7 +92,7 @@ def test_estimates_are_probabilities_even_if_the_head_overflows(inputs: str, siz
 @pytest.mark.parametrize("token", range(VOCAB))
 def test_an_untrained_before_head_says_q(token: int) -> None:
     step, head = make_step(token=token), AcceptanceHead(SIZE, num_blocks=2, inputs="before", rank=4)
-    assert_close(head.estimate(step), step.q_of_token, rtol=1e-4, atol=1e-6)
+    assert_close(head.estimate(step), DraftProbability().estimate(step), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 3])
@@ -119,7 +120,7 @@ def test_the_before_head_is_q_plus_scalars_plus_correction(blocks: int, rank: in
 def test_embeddings_may_have_another_size() -> None:
     head = AcceptanceHead(SIZE, inputs="before", embedding_size=2, rank=4)
     step = DraftStep(0, torch.randn(VOCAB), torch.randn(SIZE), lambda token: torch.ones(2), token=torch.tensor(1))
-    assert_close(head.estimate(step), step.q_of_token, rtol=1e-4, atol=1e-6)
+    assert_close(head.estimate(step), DraftProbability().estimate(step), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("scores", [[0.0, float("-inf"), float("-inf")], [50.0, -50.0, -50.0]])

@@ -133,4 +133,4 @@ def test_tables_of_inference_mode_are_added_to_without_it(target: CausalLM) -> N
 
 def test_its_price_is_another_one(target: CausalLM) -> None:
     rounds = Rounds(target, Drafter(partly_agreeing(target)), DraftProbability(), 4)
-    assert rounds.conditions() != replace(rounds, mixes=True).conditions()
+    assert rounds.key() != replace(rounds, mixes=True).key()

@@ -214,7 +214,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llama"}, "has model_type 'llama' and not 'specdecpp'"),
     ({"format_version": 99}, "stored in format 99.*pip install -U"),
     ({"draft_kind": "medusa"}, "draft_kind='medusa' must be one of independent, early_exit, conditioned"),
-    ({"speculation": {"threshold": 7}}, "threshold=7 must be between 0 and 1"),
+    ({"speculation": {"threshold": 7}}, "threshold=7 must be a number from 0 to 1"),
     ({"speculation": [1]}, r"speculation=\[1\] must be a mapping"),
     ({"head": [8]}, r"head=\[8\] must be a mapping"),
     ({"head": {"hidden_size": 32, "depth": 3}}, f"{NO_HEAD}: .*depth"),

@@ -16,7 +16,7 @@ from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.generation import setup
 from hf_specdecpp.models.cpu import faster_products
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.models.cpu.products import MOST_INT8_ROWS, has_int8, int8_product, quantise
+from hf_specdecpp.models.cpu.products import MOST_INT8_ROWS, Int8Weight, has_int8, int8_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 
 pytestmark = pytest.mark.skipif(not has_int8(), reason="this PyTorch has no int8 products")
@@ -40,7 +40,7 @@ def test_the_product_is_nearly_that_of_the_layer(shape: tuple[int, ...], bias: b
     torch.manual_seed(0)
     layer, x = nn.Linear(64, 48, bias=bias).to(dtype), torch.randn(shape).to(dtype)
     with torch.no_grad():
-        expected, found = layer(x), int8_product(x, quantise(layer.weight), layer.bias)
+        expected, found = layer(x), Int8Weight.of(layer.weight).multiply(x, layer.bias)
     assert (found.shape, found.dtype) == (expected.shape, dtype)
     assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.03
 
@@ -48,20 +48,20 @@ def test_the_product_is_nearly_that_of_the_layer(shape: tuple[int, ...], bias: b
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_largest_sums_do_not_overflow(sign: float) -> None:
     """Where they would, inputs have 7 bits; sums of products of two largest levels are exact then."""
-    found = int8_product(torch.full((2, 256), sign * 2.0), quantise(torch.full((16, 256), -3.0)), None)
+    found = Int8Weight.of(torch.full((16, 256), -3.0)).multiply(torch.full((2, 256), sign * 2.0), None)
     torch.testing.assert_close(found, torch.full((2, 16), sign * -6.0 * 256), rtol=1e-5, atol=0.0)
 
 
 def test_nothing_is_nothing() -> None:
     weight, bias = torch.randn(16, 64), torch.randn(16)
     weight[3] = 0.0
-    assert torch.equal(int8_product(torch.zeros(2, 64), quantise(weight), bias), bias.expand(2, -1))
-    assert float(int8_product(torch.randn(2, 64), quantise(weight), None)[:, 3].abs().max()) == 0.0
+    assert torch.equal(Int8Weight.of(weight).multiply(torch.zeros(2, 64), bias), bias.expand(2, -1))
+    assert float(Int8Weight.of(weight).multiply(torch.randn(2, 64), None)[:, 3].abs().max()) == 0.0
 
 
 @pytest.mark.usefixtures("small_layers")
 def test_only_a_few_rows_of_an_unchanged_weight_are_in_int8() -> None:
-    layer, int8 = nn.Linear(64, 48), WeightCopies(quantise)
+    layer, int8 = nn.Linear(64, 48), WeightCopies(int8_copy)
     few, many = torch.randn(MOST_INT8_ROWS, 64), torch.randn(MOST_INT8_ROWS + 1, 64)
     with torch.no_grad():
         with FasterProducts(draft=[layer], int8=int8):

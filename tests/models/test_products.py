@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.models.cpu import products
-from hf_specdecpp.models.cpu.product_times import ROWS, ProductTimes
-from hf_specdecpp.models.cpu.products import Float16Weight, OneDnnWeight, has_float16, kind_of_copy
+from hf_specdecpp.models.cpu.products import ROWS, Float16Weight, OneDnnWeight, ProductTimes, has_float16, kind_of_copy
 
 ERROR = {torch.float32: 3e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative, of a whole result
 

@@ -15,7 +15,7 @@ from hf_specdecpp.models import target_states
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.reader import Reader
-from hf_specdecpp.models.target_states import RETURNS_CHOSEN, StateReader, TargetStates, state_numbers
+from hf_specdecpp.models.target_states import FINAL, RETURNS_CHOSEN, StateReader, TargetStates, state_numbers
 
 FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "opt", "phi3", "cohere")
 CHOICES = [([0, 1], True), ([1], False), ([], True), ([1, 0], True)]
@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_
 def reader_of(target: CausalLM, reads: Sequence[int], final: bool) -> StateReader:
     reader = StateReader()
     reader.hidden_size = target.config.get_text_config().hidden_size
-    reader.reads, reader.reads_final = list(reads), final
+    reader.reads = [FINAL] * final + list(reads)
     return reader
 
 

@@ -18,9 +18,9 @@ from support.models import assistant_for, prompt, tiny
 from support.products import faster, needs_float16, products_of, use_copies
 from torch import Tensor, nn
 
-from hf_specdecpp.models.cpu import product_times, weight_copies
+from hf_specdecpp.models.cpu import products, weight_copies
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.models.cpu.product_times import measured_copy
+from hf_specdecpp.models.cpu.products import measured_copy
 from hf_specdecpp.models.cpu.weight_copies import NEVER, POLL, Background, WeightCopies, WeightCopy, background
 
 pytestmark = needs_float16
@@ -143,13 +143,13 @@ def test_a_copy_goes_with_its_weight_and_with_whom_it_was_made_for() -> None:
 def test_the_first_weight_does_not_decide_for_those_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one with NaN, or one that does not fit; measured are weights of a usual size."""
     seen: list[tuple[str, int]] = []
-    measure = product_times._measure
+    measure = products._measure
 
     def noted(weight: Tensor, copy: Any) -> Any:
         seen.append((copy.name, weight.numel()))
         return measure(weight, copy)
 
-    monkeypatch.setattr(product_times, "_measure", noted)
+    monkeypatch.setattr(products, "_measure", noted)
     first = layer_of().bfloat16()
     first.weight.data[3, 3] = torch.nan
     second = nn.Sequential(first, layer_of().bfloat16())
@@ -159,21 +159,21 @@ def test_the_first_weight_does_not_decide_for_those_of_another_kind(monkeypatch:
     with faster(third):
         assert products_of(third) == {"float16": 1, "oneDNN": 1}
     assert sorted(name for name, _ in seen) == ["float16", "float16", "oneDNN"], "once for each dtype and kind"
-    assert all(product_times.SAMPLE - 3000 <= count <= product_times.SAMPLE for _, count in seen)
+    assert all(products.SAMPLE - 3000 <= count <= products.SAMPLE for _, count in seen)
 
 
 def test_what_a_product_takes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(product_times, "_measured", {})
-    monkeypatch.setattr(product_times, "_first", {})
+    monkeypatch.setattr(products, "_measured", {})
+    monkeypatch.setattr(products, "_first", {})
     threads, weight = torch.get_num_threads(), layer_of().weight
-    found = product_times.product_times(weight)
-    assert found is product_times.product_times(weight)
+    found = products.product_times(weight)
+    assert found is products.product_times(weight)
     assert found is not None
     assert torch.get_num_threads() == threads
     assert all(0.0 < seconds < 1e-6 for seconds in found.own + found.copied)
-    product_times.forget_product_times()
-    assert product_times.product_times(weight) is not found
+    products.forget_product_times()
+    assert products.product_times(weight) is not found
 
 
 def test_a_copy_that_gains_nothing_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:

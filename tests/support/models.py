@@ -134,7 +134,7 @@ def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor 
     config = target.config.get_text_config(decoder=True)
     size, device = config.hidden_size, input_device(target)
     catching = StateReader()
-    catching.hidden_size, catching.reads, catching.reads_final = size, [*reads, config.num_hidden_layers - 1], False
+    catching.hidden_size, catching.reads = size, [*reads, config.num_hidden_layers - 1]
     with torch.random.fork_rng():
         torch.manual_seed(3)
         settings = first_weights.layer_settings(target, reads, vocab)

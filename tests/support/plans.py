@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.throughput.chains import ChainPlan
 from hf_specdecpp.throughput.known_costs import KnownCosts
+from hf_specdecpp.throughput.plan import ChainPlan
 from hf_specdecpp.throughput.trees import TreePlan
 
 

@@ -6,10 +6,9 @@ from collections import Counter
 import pytest
 from torch import nn
 
-from hf_specdecpp.models.cpu import faster_products, product_times
+from hf_specdecpp.models.cpu import faster_products, products
 from hf_specdecpp.models.cpu.faster_products import FasterProducts, _here, _is_routed
-from hf_specdecpp.models.cpu.product_times import ProductTimes, measured_copy
-from hf_specdecpp.models.cpu.products import Int8Weight, has_float16
+from hf_specdecpp.models.cpu.products import ProductTimes, has_float16, measured_copy
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, background
 
 needs_float16 = pytest.mark.skipif(not has_float16(), reason="this PyTorch has no float16 products")
@@ -20,9 +19,9 @@ def use_copies(patch: pytest.MonkeyPatch, least: int = 1, most: int = 24, copied
     product takes 2e-9 seconds with PyTorch's own, and so many with a copy."""
     made_up = ProductTimes((2e-9,) * 3, (copied,) * 3, least, most)
     patch.setattr(faster_products, "LEAST_ELEMENTS", 1)
-    patch.setattr(product_times, "_measured", {})
-    patch.setattr(product_times, "_first", {})
-    patch.setattr(product_times, "_measure", lambda *_: made_up)
+    patch.setattr(products, "_measured", {})
+    patch.setattr(products, "_first", {})
+    patch.setattr(products, "_measure", lambda *_: made_up)
 
 
 def faster(*modules: nn.Module, copies: WeightCopies | None = None) -> FasterProducts:
@@ -41,6 +40,4 @@ def products_of(model: nn.Module) -> dict[str, int]:
 def _product(layer: nn.Linear) -> str:
     forward = _here.contexts[-1].get(layer) if _is_routed(layer) else None
     made = None if forward is None else inspect.getclosurevars(forward).nonlocals["copy"].made
-    if made is None:
-        return "own"
-    return "int8" if isinstance(made, Int8Weight) else str(made.copy.name)
+    return "own" if made is None else str(made.copy.name)

@@ -6,7 +6,7 @@ import torch
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.throughput.chains import ChainPlan
+from hf_specdecpp.throughput.plan import ChainPlan
 from hf_specdecpp.throughput.trees import TreePlan
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level
 from hf_specdecpp.trees.slots import Growth, Slots, SlotValuation

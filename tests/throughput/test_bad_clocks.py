@@ -4,6 +4,7 @@ import math
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -16,11 +17,10 @@ from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.clocks import first_sensible, typical
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu import product_times
+from hf_specdecpp.models.cpu import products
 from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput import known_costs
-from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.round_times import Drafting, as_expected, corrected
+from hf_specdecpp.throughput.known_costs import Drafting, KnownCosts, as_expected, corrected
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -93,10 +93,10 @@ def test_what_fails_after_a_text_does_not_take_it_away(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("clock")
 def test_products_stay_pytorch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing says that another product is faster."""
-    measure = product_times._measure
+    measure = products._measure
     use_copies(monkeypatch)
-    monkeypatch.setattr(product_times, "_measure", measure)
-    monkeypatch.setattr(product_times, "SAMPLE", 2048)
+    monkeypatch.setattr(products, "_measure", measure)
+    monkeypatch.setattr(products, "SAMPLE", 2048)
     target = tiny("llama").float()
     assistant = assistant_of("early_exit", target, rule="fixed")
     background.wait()
@@ -118,4 +118,4 @@ MEASURED = Costs(0.002, (0.010, 0.030))
 def test_rounds_of_no_sensible_time_change_nothing(seconds: float) -> None:
     passes, drafts = {1: [seconds] * 9, 4: [seconds] * 9}, [(Drafting(steps), seconds) for steps in (1, 2, 2)]
     assert as_expected(MEASURED, passes) == []
-    assert corrected(MEASURED, passes, drafts) == MEASURED.known_for(3)
+    assert corrected(MEASURED, passes, drafts) == replace(MEASURED, verify=tuple(MEASURED.verify_seconds(3)))

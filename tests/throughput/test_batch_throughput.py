@@ -9,8 +9,8 @@ from support.plans import tell
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import pays_to_go_on
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.throughput.chains import BatchPlan, BatchThroughput, ChainPlan, Throughput
 from hf_specdecpp.throughput.known_costs import KnownCosts
+from hf_specdecpp.throughput.plan import BatchPlan, BatchThroughput, ChainPlan, Throughput
 
 ROWS, LENGTH, MOST = 8, 64, 6
 # Milliseconds of passes over 1 to 7 tokens of each row: of one row, and of eight.
@@ -53,7 +53,7 @@ class Batches:
 
     def __init__(self, rates: list[float]) -> None:
         self.rates, self.rng = rates, np.random.default_rng(0)
-        self.plan = batch_plan(Costs(9.0, tuple(ALL)).share(ROWS), MOST)
+        self.plan = batch_plan(Costs(9.0, tuple(ALL)).scaled(1 / ROWS), MOST)
 
     def run(self) -> float:
         """The speed of a batch relative to plain decoding."""
@@ -96,7 +96,7 @@ def test_rows_that_accept_more_and_less_lose_little(rates: list[float], least: f
 
 def test_a_text_to_read_is_weighed_against_what_drafting_gains() -> None:
     """Rows begin together: by what the draft has to read in the row with most, and 64 rounds of what is gained."""
-    costs = Costs(0.1, (1.0, 1.0, 1.0, 1.0), read=0.01).share(ROWS)
+    costs = Costs(0.1, (1.0, 1.0, 1.0, 1.0), read=0.01).scaled(1 / ROWS)
     plan = batch_plan(costs, MOST)
     assert plan.pays
     most = int(64 * (plan.rate * plan.plain - 1.0) * plan.plain / costs.read)

@@ -19,7 +19,7 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.target import MOST_PENDING
-from hf_specdecpp.throughput.chains import ChainPlan, Throughput, seconds_ahead
+from hf_specdecpp.throughput.plan import ChainPlan, Throughput, seconds_ahead
 
 STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
 

@@ -15,9 +15,8 @@ from hf_specdecpp.drafting.session import ModelReading
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput import plan
-from hf_specdecpp.throughput.chains import ChainPlan, Throughput
-from hf_specdecpp.throughput.known_costs import KnownCosts
-from hf_specdecpp.throughput.round_times import Drafting, RoundTimes
+from hf_specdecpp.throughput.known_costs import Drafting, KnownCosts, RoundTimes
+from hf_specdecpp.throughput.plan import ChainPlan, Throughput
 
 ROUNDS = 40  # of a text
 MOST = 12

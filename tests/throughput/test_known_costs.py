@@ -16,9 +16,8 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput import known_costs, memory
-from hf_specdecpp.throughput.chains import ChainPlan
-from hf_specdecpp.throughput.plan import Plan
-from hf_specdecpp.throughput.round_times import Drafting, RoundTimes, corrected, in_seconds
+from hf_specdecpp.throughput.known_costs import Drafting, RoundTimes, corrected, in_seconds
+from hf_specdecpp.throughput.plan import ChainPlan, Plan
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -42,7 +41,7 @@ def test_a_row_of_a_batch_pays_its_share() -> None:
     one, four = (
         known_costs.costs_of(known_costs.Rounds(target, drafter, DraftProbability(), 4, rows=rows)) for rows in (1, 4)
     )
-    assert four.at(0) == four.first.share(4)
+    assert four.at(0) == four.first.scaled(1 / 4)
     assert four.at(0).verify[0] < one.at(0).verify[0]
     assert 0.0 < four.at(0).read < four.at(0).draft < one.at(0).draft
     assert len(four.at(0).verify) == 5
@@ -281,7 +280,7 @@ def test_each_length_has_its_costs() -> None:
 
 
 def test_a_form_is_made_of_what_was_learned() -> None:
-    known = known_costs.KnownCosts(MEASURED, lambda costs: costs.share(2))
-    assert known.at(0) == MEASURED.share(2)
+    known = known_costs.KnownCosts(MEASURED, lambda costs: costs.scaled(1 / 2))
+    assert known.at(0) == MEASURED.scaled(1 / 2)
     known.learn(rounds({1: [0.020] * 1000, 2: [0.030] * 1000}))
     assert known.at(0).verify == pytest.approx((0.010, 0.015), rel=0.01)

@@ -16,7 +16,7 @@ from hf_specdecpp import SpeculationConfig, assist
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation import tree_drafting
-from hf_specdecpp.throughput.chains import ChainPlan
+from hf_specdecpp.throughput.plan import ChainPlan
 from hf_specdecpp.trees import attention
 
 # Of SmolLM2 with 16-bit products, and where each further token costs much.

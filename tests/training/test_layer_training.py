@@ -146,7 +146,7 @@ def begun(target: CausalLM) -> Eagle3Model:
 def outputs(target: CausalLM, layer: int, ids: Tensor) -> Tensor:
     """The outputs `[1, n, hidden_size]` of a layer of the target along a text."""
     catching = StateReader()
-    catching.hidden_size, catching.reads, catching.reads_final = SIZE, [layer], False
+    catching.hidden_size, catching.reads = SIZE, [layer]
     return states_of(target, catching, ids)
 
 

@@ -20,6 +20,7 @@ from hf_specdecpp.drafts.draft_kind import Config, PublishedKind, Tensors, pinne
 from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
 from hf_specdecpp.models.loading import outside
 from hf_specdecpp.models.quantised import is_quantised, sizes_of
+from hf_specdecpp.models.target_states import FINAL
 
 TITLE = "DFlash draft"
 ORIGINAL = {"reader.fc.weight": "fc.weight", "reader.norm.weight": "hidden_norm.weight"}
@@ -122,7 +123,8 @@ class DFlash(PublishedKind):
         if settings.scales_as_target:
             multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
             module.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)
-        module.reader.meet(settings.reads, config.num_hidden_layers - 1 if settings.reads_normed else None)
+        final = config.num_hidden_layers - 1 if settings.reads_normed else None
+        module.reader.reads = [FINAL if read == final else read for read in settings.reads]
 
 
 def build(settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:

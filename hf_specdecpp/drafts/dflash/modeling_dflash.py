@@ -4,7 +4,7 @@ captured rounds (`BlockSteps`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
@@ -33,30 +33,12 @@ class Context(StateReader):
     def __init__(self, settings: DFlashSettings, config: Qwen3Config) -> None:
         super().__init__()
         self.hidden_size = self.embedding_size = config.hidden_size
-        self.count, self.arguments = len(settings.reads), asdict(settings)
-        self.fc = nn.Linear(self.count * config.hidden_size, config.hidden_size, bias=False)
+        self.reads = list(settings.reads)
+        self.fc = nn.Linear(len(self.reads) * config.hidden_size, config.hidden_size, bias=False)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.meet(settings.reads, None)
-
-    def meet(self, reads: Sequence[int], normed: int | None) -> None:
-        """Read the outputs of these layers of a target, that of the layer `normed` after the target's final norm.
-
-        The final state is caught before all others. Example: `reads=[1, 5, 3]` of 6 layers are the parts final, 1, 3 of
-        what is caught, put back as 1, final, 3.
-        """
-        self.reads_final = normed in reads
-        self.reads = [read for read in reads if read != normed]
-        self.place = [*reads].index(normed) if normed is not None and normed in reads else 0
-
-    @property
-    def width(self) -> int:
-        return self.count * self.hidden_size
 
     def forward(self, states: Tensor) -> Tensor:
         """`[batch, m, hidden_size]` of `[batch, m, width]` states of the target."""
-        if self.reads_final and self.place:
-            final, *others = states.split(self.hidden_size, dim=-1)
-            states = torch.cat((*others[: self.place], final, *others[self.place :]), dim=-1)
         normed: Tensor = self.norm(self.fc(states))
         return normed
 
@@ -116,10 +98,17 @@ class DFlashModel(PreTrainedModel):
         """
         context, count = self.reader(states), block.shape[1]
         positions = torch.arange(first, first + context.shape[1] + count, device=block.device)[None]
-        return self.through(
-            block, context, positions, lambda view, keys: _mask(*view, count, keys),
-            lambda place, keys, values: rows.extended(place, keys, values, count, self.views[place][0]),
-        )  # fmt: skip
+
+        def mask(view: View, keys: Tensor) -> Tensor | None:
+            if view == (None, False):
+                return None
+            places = torch.arange(keys.shape[2], device=keys.device)[None]
+            return visible(view, places[:, -count:], places, places[:, None] >= 0)[0, 0]
+
+        def known(place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            return rows.extended(place, keys, values, count, self.views[place][0])
+
+        return self.through(block, context, positions, mask, known)
 
     def through(
         self,
@@ -171,14 +160,13 @@ def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned
 
 
-def _mask(reach: int | None, is_causal: bool, count: int, keys: Tensor) -> Tensor | None:
-    """Which keys each of the last `count` rows sees, bool `[count, keys]`; `None` for all."""
-    if reach is None and not is_causal:
-        return None
-    places = torch.arange(keys.shape[2], device=keys.device)
-    back = places[-count:, None] - places
-    seen = back >= 0 if is_causal else torch.ones_like(back, dtype=torch.bool)
-    return seen if reach is None else seen & (back.abs() <= reach)
+def visible(view: View, rows: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
+    """Which keys rows see, bool `[batch, 1, b, keys]`, of those that are `seen` from everywhere, `[batch, 1 or b,
+    keys]`, by the positions of the rows `[batch, b]` and of the keys `[batch, keys]`."""
+    reach, is_causal = view
+    back = rows[..., None] - keys[:, None]
+    seen = seen & (back >= 0) if is_causal else seen.expand_as(back)
+    return (seen if reach is None else seen & (back.abs() <= reach))[:, None]
 
 
 class DFlashDraft(StateDraft):
@@ -244,14 +232,9 @@ class DFlashDraft(StateDraft):
         is_own = own[:, None] == own
         before = text < anchors.repeat_interleave(size, dim=1)[..., None]  # [batch, a * b, n]
         seen = torch.cat((before, is_own.expand(batch, -1, -1)), dim=2)
-
-        def mask(view: View, _keys: Tensor) -> Tensor:
-            reach, is_causal = view
-            back = rows[..., None] - positions[:, None]
-            visible = seen & (back >= 0) if is_causal else seen
-            return (visible if reach is None else visible & (back.abs() <= reach))[:, None]
-
-        hidden = self.model.through(blocks.flatten(1, 2), context, positions, mask)
+        hidden = self.model.through(
+            blocks.flatten(1, 2), context, positions, lambda view, _: visible(view, rows, positions, seen)
+        )
         return hidden.unflatten(1, (-1, size))[:, :, -self.settings.places :]
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
@@ -300,7 +283,7 @@ class BlockReading(Reading):
         """
         logits, hidden = self._block()
         depths = [tree.depths[node] for node in nodes]
-        nothing = torch.full_like(logits[0], float("-inf")) if max(depths) >= len(logits) else logits[0]
+        nothing = torch.full_like(logits[0], float("-inf"))
         rows = [logits[depth] if depth < len(logits) else nothing for depth in depths]
         return torch.stack(rows), torch.stack([hidden[min(depth, len(hidden) - 1)] for depth in depths])
 
@@ -374,12 +357,7 @@ class _Rows:
         self.queries = places[:, count:]
 
     def mask(self, view: tuple[int | None, bool], _keys: Tensor) -> Tensor:
-        reach, is_causal = view
-        back = self.queries[..., None] - self.keys[:, None]
-        seen = (self.is_text | self.is_block)[:, None].expand_as(back)
-        if is_causal:
-            seen = seen & (back >= 0)
-        return (seen if reach is None else seen & (back.abs() <= reach))[:, None]
+        return visible(view, self.queries, self.keys, (self.is_text | self.is_block)[:, None])
 
     def extended(self, place: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         layer: Any = self.cache.layers[place]

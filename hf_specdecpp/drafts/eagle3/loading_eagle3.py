@@ -106,7 +106,8 @@ class Eagle3(PublishedKind):
         return outside(settings.layer["vocab_size"], target)
 
     def bind(self, module: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-        """Where a config may mean several lists of layers, the draft reads the one with which it guesses best."""
+        """Where a config may mean several lists of layers, the draft reads the one with which it guesses best, and
+        `agreement` of it is known."""
         super().bind(module, target, name, dtype)
         config, made_for = target.config.get_text_config(decoder=True), module.settings.layer["vocab_size"]
         if made_for != config.vocab_size:
@@ -116,6 +117,7 @@ class Eagle3(PublishedKind):
             )
         found, ids = meanings(module.settings, config.num_hidden_layers), module.settings.layer_ids
         module.meet(target, found[0])
+        module.agreement = []
         if len(found) == 1:
             return
         texts = texts_for(target, tokenizer_of(target.config.name_or_path))
@@ -130,8 +132,12 @@ class Eagle3(PublishedKind):
             module.meet(target, reads)
             return agreement(Eagle3Drafter(module, target), target, texts)
 
-        module.meet(target, chosen := max(found, key=rate))
-        logger.info(f"eagle_aux_hidden_state_layer_ids={ids} means the outputs of layers {chosen}: these agree best.")
+        rates = {tuple(reads): rate(reads) for reads in found}
+        module.meet(target, chosen := max(rates, key=lambda reads: rates[reads]))
+        module.agreement = rates[chosen]
+        logger.info(
+            f"eagle_aux_hidden_state_layer_ids={ids} means the outputs of layers {list(chosen)}, which agree best."
+        )
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
         """In the original dialect, which vLLM, SGLang and llama.cpp read."""

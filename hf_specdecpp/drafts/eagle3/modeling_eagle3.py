@@ -16,7 +16,7 @@ from hf_specdecpp.drafting.draft import check_beside
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.eagle3.config_eagle3 import Eagle3Settings
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.models.target_states import FINAL, StateReader
 
 
 class Eagle3Input(StateReader):
@@ -29,10 +29,9 @@ class Eagle3Input(StateReader):
     def __init__(self, settings: Eagle3Settings, norm: Any) -> None:
         super().__init__()
         self.hidden_size = self.embedding_size = settings.layer["hidden_size"]
-        self.state_size, self.reads_final = settings.state_size, settings.num_reads == 0
-        self.reads = settings.reads or []
+        self.state_size, self.reads = settings.state_size, settings.reads or [FINAL]
         mixed = settings.num_reads * settings.state_size
-        self.num_reads, self.arguments = settings.num_reads, asdict(settings)
+        self.num_reads = settings.num_reads
         self.fc = nn.Linear(mixed, self.hidden_size, bias=settings.fc_bias) if mixed else None
         self.input_norm = norm(mixed) if settings.norm_before_fc else None
         norms = [norm(settings.state_size) for _ in range(settings.num_reads)]
@@ -82,19 +81,16 @@ class FirstLayer(nn.Module):
         self.hidden_norm = type(layer.input_layernorm)(size, eps=self.epsilon)
 
     def forward(self, inputs: Tensor, **attention: Any) -> Tensor:
-        both = self._normed(inputs.unflatten(-1, (2, -1)))
+        # Both norms at once, of `[..., 2, hidden_size]`: a step is short, and each operation counts.
+        weights = torch.stack((self.input_layernorm.weight, self.hidden_norm.weight))
+        single = inputs.unflatten(-1, (2, -1)).float()
+        single = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + self.epsilon)
+        both = weights * single.to(inputs.dtype)
         attended, _ = self.self_attn(both.flatten(-2), **attention)
         state = both[..., 1, :] if self.norm_before_residual else inputs.chunk(2, dim=-1)[1]
         residual = state + attended
         states: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
         return states
-
-    def _normed(self, pairs: Tensor) -> Tensor:
-        """Both norms at once, of `[..., 2, hidden_size]`: a step is short, and each operation counts."""
-        weights = torch.stack((self.input_layernorm.weight, self.hidden_norm.weight))
-        single = pairs.float()
-        single = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + self.epsilon)
-        return weights * single.to(pairs.dtype)
 
 
 class Eagle3Model(PreTrainedModel):
@@ -107,6 +103,7 @@ class Eagle3Model(PreTrainedModel):
             `[..., 2 * hidden_size]`.
         norm: before its LM head; with `norm_output` also before a further step.
         token_ids: `[draft_vocab_size]` int64: the target's ids of its own; `None` for all.
+        agreement: how often it guesses what its target says (`acceptance.agreement`), if that was measured to bind it.
     """
 
     config_class = None
@@ -127,13 +124,14 @@ class Eagle3Model(PreTrainedModel):
         size, count = settings.layer["hidden_size"], settings.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(size, count, bias=False) if settings.own_head else None
         self.register_buffer("token_ids", None, persistent=False)
+        self.agreement: list[float] = []
         self._targets: tuple[Any, Any] = (None, None)  # embeddings and LM head, which are no parts of this module
 
     def meet(self, target: CausalLM, reads: Sequence[int]) -> None:
         """Draft for a target: take what is not its own from it, and read the outputs of these of its layers."""
         self._targets = target.get_input_embeddings(), target.get_output_embeddings()
         self.settings = replace(self.settings, reads=list(reads))
-        self.reader.reads = list(reads)
+        self.reader.reads = list(reads) or [FINAL]
 
     def to_config(self) -> dict[str, Any]:
         return asdict(self.settings)
@@ -153,6 +151,7 @@ class Eagle3Drafter(Drafter):
 
     def __init__(self, model: Eagle3Model, target: CausalLM) -> None:
         super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)
+        self.agreement = model.agreement
         check_beside(target)
 
     @property

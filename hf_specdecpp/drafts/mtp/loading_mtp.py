@@ -36,27 +36,17 @@ INSTEAD = (
     "--draft eagle3)"
 )
 # What stands in a file after `model.layers.N.`, where N counts on from the target's layers (DeepSeek, GLM; Step has
-# `transformer.` before some), and what it is called here. Embeddings and LM head there are the target's once more.
-APPENDED = (
-    (r"^((transformer\.)?shared_head\.norm|post_norm)\.", "post_norm."),
-    (r"^(?!(enorm|hnorm|eh_proj|post_norm)\.)", "block."),
+# `transformer.` before some), after `mtp.` (Qwen, Mellum) or `mtp.layers.N.` (Inkling), and what it is called here.
+RENAMED = (
+    (r"^(fc|input_proj)\.", "eh_proj."),
+    (r"^(pre_fc_norm_embedding|embed_norm)\.", "enorm."),
+    (r"^(pre_fc_norm_hidden|hidden_norm)\.", "hnorm."),
+    (r"^((transformer\.)?shared_head\.norm|norm)\.", "post_norm."),
+    (r"^(layers\.0|transformer_block)\.", "block."),
 )
+OTHERS = (r"^(?!(enorm|hnorm|eh_proj|post_norm|block)\.)", "block.")  # in the first of the three
+# Embeddings and LM head there are the target's once more.
 AGAIN = ("embed_tokens.weight", "shared_head.head.weight", "transformer.shared_head.output.weight")
-# What stands after `mtp.` (Qwen, Mellum).
-NESTED = (
-    (r"^fc\.", "eh_proj."),
-    (r"^pre_fc_norm_embedding\.", "enorm."),
-    (r"^pre_fc_norm_hidden\.", "hnorm."),
-    (r"^norm\.", "post_norm."),
-    (r"^layers\.0\.", "block."),
-)
-# What stands after `mtp.layers.N.` (Inkling).
-NUMBERED = (
-    (r"^input_proj\.", "eh_proj."),
-    (r"^embed_norm\.", "enorm."),
-    (r"^hidden_norm\.", "hnorm."),
-    (r"^transformer_block\.", "block."),
-)
 
 
 @dataclass(frozen=True)
@@ -160,7 +150,8 @@ def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool
     starts = [re.fullmatch(r"((?:.*\.)?layers\.)(\d{1,6})\.eh_proj\.weight", name) for name in names]
     appended = sorted((int(start[2]), f"{start[1]}{start[2]}.") for start in starts if start and int(start[2]) >= depth)
     if appended:
-        return [_part(names, start, APPENDED, source, AGAIN) for _, start in appended]
+        own = [name for name in names if not name.endswith(AGAIN)]
+        return [_part(own, start, (*RENAMED, OTHERS), source) for _, start in appended]
     starts = [re.match(r"((?:.*\.)?mtp\.)layers\.(\d{1,6})\.(?=transformer_block\.)", name) for name in names]
     numbered = sorted({(int(start[2]), start[0], start[1]) for start in starts if start})
     if numbered:
@@ -168,22 +159,17 @@ def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool
         if is_chained and norm not in names:
             raise ValueError(f"{source!r} says chain_hidden_post_norm=True and lacks {norm}. {INSTEAD}.")
         together = {POST_NORM: norm} if is_chained else {}
-        return [{**_part(names, start, NUMBERED, source, lacks=(POST_NORM,)), **together} for _, start, _ in numbered]
+        return [{**_part(names, start, RENAMED, source, (POST_NORM,)), **together} for _, start, _ in numbered]
     nested = sorted({match[0] for name in names if (match := re.match(r"(.*\.)?mtp[._]", name))})
-    return [_part(names, start, NESTED, source) for start in nested]
+    return [_part(names, start, RENAMED, source) for start in nested]
 
 
 def _part(
-    names: list[str],
-    start: str,
-    patterns: tuple[tuple[str, str], ...],
-    source: str,
-    ignored: tuple[str, ...] = (),
-    lacks: tuple[str, ...] = (),
+    names: list[str], start: str, patterns: tuple[tuple[str, str], ...], source: str, lacks: tuple[str, ...] = ()
 ) -> dict[str, str]:
     """What the tensors whose names begin like this are called here, and in the checkpoint."""
     own = [name.removeprefix(start) for name in names if name.startswith(start)]
-    part = {renamed(name, patterns): start + name for name in own if name not in ignored}
+    part = {renamed(name, patterns): start + name for name in own}
     strange = [there for here, there in part.items() if here not in OWN and not here.startswith("block.")]
     lacking = [here for here in OWN if here not in (*part, *lacks)]
     if strange or lacking:

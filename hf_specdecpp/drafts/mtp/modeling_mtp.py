@@ -24,7 +24,7 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.model_steps import read, read_chain
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
 from hf_specdecpp.models.early_exit import layer_stack, why_no_early_exit, with_layers
-from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.models.target_states import FINAL, StateReader
 
 # What a config says of the kind of each layer, what it says of that of multi-token layers, and the usual kind of these.
 KINDS = (("layer_types", "mtp_layer_types", "full_attention"), ("mlp_layer_types", "mtp_mlp_layer_types", None))
@@ -46,12 +46,11 @@ class MtpInput(StateReader):
     def __init__(self, tensors: Tensors, norm: nn.Module, states_first: bool = False) -> None:
         super().__init__()
         self.states_first = states_first
-        self.reads: list[int] = []
+        self.reads = [FINAL]
         self.hidden_size = self.embedding_size = tensors["eh_proj.weight"].shape[0]
         self.enorm, self.hnorm = _norm(norm, tensors["enorm.weight"]), _norm(norm, tensors["hnorm.weight"])
         self.eh_proj = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=False, device="meta")
         self.eh_proj.weight = nn.Parameter(tensors["eh_proj.weight"], requires_grad=False)
-        self.arguments = {"multi_token": True, "hidden_size": self.hidden_size}
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
         """The inputs `[..., hidden_size]` of the layer, of states and embeddings of the same shape."""
@@ -190,9 +189,6 @@ class MtpDraft(StateDraft):
     def round_steps(self, vocab_size: int) -> LayerSteps | None:
         copies = [layer.captured_copy for layer in self.layers]
         return None if None in copies else LayerSteps(copies, vocab_size)
-
-    def describe(self) -> dict[str, Any]:
-        return {**self.first.describe(), "multi_token_layers": len(self.layers)}
 
 
 class Rows:

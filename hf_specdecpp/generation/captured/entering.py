@@ -34,7 +34,7 @@ from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import cache_among, devices_of, num_processes
 from hf_specdecpp.models.foreign import active_modes
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.throughput.tiers import SPARE, TREES, Always, Followed, MostTokens, RoundSeconds, Tiers, chains_up_to
+from hf_specdecpp.throughput.tiers import SPARE, TREES, Followed, MostTokens, RoundSeconds, Tiers, chains_up_to
 
 MOST_KEPT = 4  # of a target: drafts and ways of drawing
 MOST_TEXTS = 8  # rows of a batch
@@ -150,10 +150,9 @@ def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:
         draft = CapturedDraft(steps, shapes, len(texts), greedy, spare)
         known[key] = CapturedRounds(passes, draft), MostTokens(shapes, RoundSeconds())
     rounds, most = known[key]
-    tiers: Tiers = Always(shapes[-1])
-    if speculation.rule == "threshold" and not speculation.draws_trees:
-        tiers = Followed(shapes)
-    elif speculation.rule == "throughput":
+    follows = speculation.rule == "threshold" and not speculation.draws_trees
+    tiers: Tiers = Followed(shapes if follows else shapes[-1:])
+    if speculation.rule == "throughput":
         tiers, most.rates = most, generator.learned_rates()
     return GraphDrafts(texts, rounds, rules, tiers)
 

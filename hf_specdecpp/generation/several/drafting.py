@@ -13,7 +13,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.generation.target import Drafts, RoundTarget
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.lookup.looking_up import count_together
-from hf_specdecpp.throughput.round_times import Drafting as Drafted
+from hf_specdecpp.throughput.known_costs import Drafting as Drafted
 from hf_specdecpp.trees.tree import DraftTree
 
 

@@ -1,7 +1,7 @@
 """Which product the linear layers of target and draft take in a pass on a CPU (`FasterProducts`).
 
 Large layers use copies of their weights (`models.cpu.products`) for the numbers of rows that gain by it
-(`models.cpu.product_times`); small layers keep PyTorch's own product. Attention over several tokens reads the keys and
+(`ProductTimes`); small layers keep PyTorch's own product. Attention over several tokens reads the keys and
 values as they are cached, where transformers copies them once for each query head that shares them
 (`grouped_attention`). That computes the same bits.
 """
@@ -21,8 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specdecpp.models.causal_lm import devices_of, has_compiled_call, modules_of
-from hf_specdecpp.models.cpu.product_times import ProductTimes, product_times
-from hf_specdecpp.models.cpu.products import MOST_INT8_ROWS, int8_product
+from hf_specdecpp.models.cpu.products import ProductTimes, product_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, WeightCopy, background, can_fingerprint
 
 Forward = Callable[[Tensor], Tensor]
@@ -81,7 +80,7 @@ class FasterProducts:
         if int8 is not None:
             for layer in large_layers(draft):
                 if layer not in shared and can_be_copied(layer):
-                    self.layers[layer] = _int8_forward(layer, int8.current(layer.weight))
+                    self.layers[layer] = _copied_forward(layer, int8.current(layer.weight))
         for layer in large_layers(models) if copies is not None else ():
             times = product_times(layer.weight) if layer not in self.layers and can_be_copied(layer) else None
             if copies is not None and times is not None:
@@ -236,7 +235,7 @@ def can_be_copied(layer: nn.Linear) -> bool:
 
 
 def _copied_forward(layer: nn.Linear, copy: WeightCopy) -> Forward:
-    """A forward of the layer that uses the copy of its weight once that was made, for the rows that gain by it."""
+    """A forward of the layer that uses the copy of its weight once that was made, for the rows that it is for."""
     width = layer.in_features
 
     def forward(input: Tensor) -> Tensor:
@@ -249,18 +248,6 @@ def _copied_forward(layer: nn.Linear, copy: WeightCopy) -> Forward:
         ):
             output: Tensor = made.copy.multiply(input, layer.bias)
             return output
-        return functional.linear(input, layer.weight, layer.bias)
-
-    return forward
-
-
-def _int8_forward(layer: nn.Linear, copy: WeightCopy) -> Forward:
-    """A forward of the layer that is in int8 for up to `MOST_INT8_ROWS` rows."""
-    width = layer.in_features
-
-    def forward(input: Tensor) -> Tensor:
-        if 0 < input.numel() // width <= MOST_INT8_ROWS and _is_plain(layer, input) and copy.is_of(layer.weight):
-            return int8_product(input, copy.made, layer.bias)
         return functional.linear(input, layer.weight, layer.bias)
 
     return forward

@@ -197,7 +197,7 @@ class Background:
             if not self._asked:
                 self._thread = None if threading.current_thread() is self._thread else self._thread
                 return None
-            self._asked.sort(key=_size)
+            self._asked.sort(key=lambda item: 0 if (weight := item[0]()) is None else weight.numel())
             return self._asked.pop()
 
     def _run(self, computing: int) -> None:
@@ -206,7 +206,8 @@ class Background:
         has_core = usable_cores() > computing
         while not ending.is_set():
             is_busy = bool(self.texts) and not has_core
-            if is_busy and self._asked and self._has_spent():
+            spent = SHARE * (self.text_seconds + time.perf_counter() - self._begin) < self.seconds
+            if is_busy and self._asked and spent:
                 time.sleep(POLL)
                 continue
             if (item := self._next()) is None:
@@ -215,9 +216,6 @@ class Background:
             self._make(*item)
             if is_busy:
                 self.seconds += time.perf_counter() - begin
-
-    def _has_spent(self) -> bool:
-        return self.seconds > SHARE * (self.text_seconds + time.perf_counter() - self._begin)
 
     @torch.no_grad()
     def _make(self, of: ref[Tensor], into: ref[WeightCopy], by: ref[WeightCopies]) -> None:
@@ -234,11 +232,6 @@ class Background:
         with self._lock:
             self._making -= weight.nbytes
             self.made += 1
-
-
-def _size(item: _Asked) -> int:
-    weight = item[0]()
-    return 0 if weight is None else weight.numel()
 
 
 background = Background()

@@ -200,7 +200,7 @@ def _places(
     those where the target stores something in a state, which is far larger then."""
     reads, reader, catching = model.reader, Reader(target), StateReader()
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
-    catching.reads, catching.reads_final = [*reads.reads, depth - 1], reads.reads_final
+    catching.reads = [*reads.reads, depth - 1]
     for ids, states, inputs in observed(target, catching, texts, last):
         read, final = states[:-1].split((reads.width, model.settings.state_size), dim=-1)
         usual = is_usual(read) & is_usual(final) & is_usual(inputs[1:])

@@ -18,7 +18,7 @@ from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.reader import Reader
-from hf_specdecpp.models.target_states import StateReader, TargetStates
+from hf_specdecpp.models.target_states import FINAL, StateReader, TargetStates
 
 FROZEN = ("lm_head.", "embed_tokens.", "decoder.embed_tokens.")  # a draft's own parameters that are not trained
 CHUNK = 256  # positions whose logits are in memory together: of a vocabulary of 152k they take 156 MB in float32
@@ -265,13 +265,12 @@ class DistillationTrainer(Trainer):
             final, states = self.target.hidden_states(ids), None
         else:
             answers[:, : draft.unroll] = False  # rounds that would begin before the text
-            catching = StateReader()  # the final states come first
-            catching.hidden_size, catching.reads = size, reader.reads
+            catching = StateReader()
+            catching.hidden_size, catching.reads = size, [FINAL, *reader.reads]
             with TargetStates(self.target.model, catching) as caught:
                 self.target.hidden_states(ids)
                 found: Any = caught.take()
-            found = found.to(ids.device)
-            final, states = found[..., :size], found if reader.reads_final else found[..., size:]
+            final, states = found.to(ids.device).tensor_split((size,), dim=-1)
         hidden = final[:, :-1][answers]
         return answers, torch.no_grad()(lambda at: logits(hidden[at])), states
 

@@ -16,6 +16,7 @@ from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.target_states import FINAL
 from hf_specdecpp.trees.tree import DraftTree
 
 STEPS, TEXT = 3, prompt(9)
@@ -111,7 +112,7 @@ def test_three_steps(name: str, dialect: str, tmp_path: Path) -> None:
     """Cached, as a generation drafts them, beside formulas that recompute all rows."""
     checkpoint = VARIANTS[name]
     drafter, target = loaded(checkpoint, tmp_path, dialect)
-    assert drafter.fusion.reads == (READS if checkpoint.num_reads else [])
+    assert drafter.fusion.reads == (READS if checkpoint.num_reads else [FINAL])
     states, candidates = states_of(target, drafter, TEXT), [3, 17]
     expected, session = Formulas(checkpoint, target).chain(states, candidates), DraftSession(drafter, 48)
     session.begin_round(TEXT[:, 1:], 0, states[:, :-1])

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.drafts.gemma4.modeling_gemma4 import sources
+from hf_specdecpp.drafts.gemma4 import sources
 from hf_specdecpp.drafts.known import GEMMA4
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 from hf_specdecpp.trees.tree import DraftTree

@@ -15,8 +15,8 @@ from transformers import DynamicCache
 
 import hf_specdecpp
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.cpu import faster_products, product_times
-from hf_specdecpp.models.cpu.product_times import ProductTimes
+from hf_specdecpp.models.cpu import faster_products, products
+from hf_specdecpp.models.cpu.products import ProductTimes
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from support.fuzz.arguments import arguments, first_prompt, positions_of, random_ids
 from support.fuzz.cases import RECORDS, Case
@@ -126,9 +126,9 @@ def run_case(case: Case) -> Result:
             return _compare(case, target, assistant)
         with (  # tiny layers would have no copies, and others only after a while
             mock.patch.object(faster_products, "LEAST_ELEMENTS", 1),
-            mock.patch.object(product_times, "_measure", return_value=ALWAYS),
-            mock.patch.object(product_times, "_measured", {}),
-            mock.patch.object(product_times, "_first", {}),
+            mock.patch.object(products, "_measure", return_value=ALWAYS),
+            mock.patch.object(products, "_measured", {}),
+            mock.patch.object(products, "_first", {}),
             mock.patch.object(WeightCopies, "prepared", WeightCopies.current),
         ):
             if case.weights != "copies":
