@@ -147,8 +147,8 @@ class CapturedDraft:
             self.edges = torch.tensor(EDGES, device=self.device)
         # Graphs read and write its caches, so they are kept from text to text.
         self.rooms = Rooms(steps.num_layers, self.device)
-        self._empty = partial(self.rooms.empty, positions=torch.Size((texts, 1)) if texts > 1 else None)
-        self.text, self.pending = RoomText(self._empty), [0] * texts
+        self._positions = torch.Size((texts, 1)) if texts > 1 else None
+        self.text, self.pending = RoomText(self.rooms, self._positions), [0] * texts
         self.source = self.text
         self._shift: list[float] | None = None  # on the host
 
@@ -162,7 +162,7 @@ class CapturedDraft:
         """Read new texts but for what the first round reads: `tokens` `[texts, n]` after `padding` `[texts]` others,
         and `states` `[texts, n, size]` before each token."""
         count, again = tokens.shape[1], self.steps.again
-        self.text = RoomText(self._empty)
+        self.text = RoomText(self.rooms, self._positions)
         if not self.steps.shares_cache:
             self.source = self.text
         self.alive.fill_(1)
@@ -186,7 +186,7 @@ class CapturedDraft:
     def close(self) -> None:
         """Free the caches. What was read of the text at hand is lost."""
         self.rooms.clear()
-        self.text = self.source = RoomText(self._empty)
+        self.text = self.source = RoomText(self.rooms, self._positions)
 
     @property
     def is_full(self) -> bool:

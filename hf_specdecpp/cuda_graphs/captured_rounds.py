@@ -121,7 +121,7 @@ class CapturedRounds:
 
     def _catch_up(self) -> None:
         """Let the draft read what was emitted without it."""
-        self._run(("catch up", *self.passes.place), self.draft.catch_up)
+        self._run(("catch up", *self.passes.text.place), self.draft.catch_up)
 
     def _read_report(self) -> list[list[float]]:
         self.read.copy_(self.report, non_blocking=True)
@@ -166,7 +166,7 @@ class CapturedRounds:
             self._text[:, known.shape[1] :] = known[:, -1:]  # which is in each text anyway
 
     def _launch_draft(self, shape: RoundShape, rules: RoundRules) -> None:
-        self._place = *self.passes.place, shape, rules.key
+        self._place = *self.passes.text.place, shape, rules.key
         if shape.levels:
             self._run(("draft", *self._place), lambda: self.draft.propose(shape, rules, self._text))
 

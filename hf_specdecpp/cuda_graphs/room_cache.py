@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from copy import copy
 from typing import Any
 
@@ -198,7 +198,7 @@ class Rooms:
         self.num_layers, self.device = num_layers, device
         self._made: dict[Hashable, RoomCache] = {}
 
-    def empty(self, num_tokens: int, positions: torch.Size | None = None) -> RoomCache:
+    def empty(self, num_tokens: int, positions: torch.Size | None) -> RoomCache:
         """The one for so many tokens, emptied."""
         key = room_for(num_tokens), positions
         if key not in self._made:
@@ -218,18 +218,23 @@ class Rooms:
 
 
 class RoomText:
-    """A text in a room. As it grows, it goes on in a larger one that holds the same: `empty` gives one for so many
-    tokens. `held` is `cache.length`, on the host."""
+    """A text in one of the `rooms`. As it grows, it goes on in a larger one that holds the same. `held` is
+    `cache.length`, on the host; `positions` are of a `RoomCache`."""
 
     cache: Any = None
 
-    def __init__(self, empty: Callable[[int], RoomCache]) -> None:
-        self._empty, self.held = empty, 0
+    def __init__(self, rooms: Rooms, positions: torch.Size | None) -> None:
+        self.rooms, self.positions, self.held = rooms, positions, 0
+
+    @property
+    def place(self) -> tuple[int, torch.Size | None]:
+        """Which cache the text is in, for the keys of graphs."""
+        return self.cache.room, self.positions
 
     def with_room(self, num_tokens: int) -> RoomCache:
         """The cache, which has room for so many tokens."""
         if (smaller := self.cache) is None or smaller.room < num_tokens:
-            larger = self._empty(num_tokens)
+            larger = self.rooms.empty(num_tokens, self.positions)
             if smaller is not None:
                 larger.copy_from(smaller)
             self.cache = larger  # not before all of it has found memory

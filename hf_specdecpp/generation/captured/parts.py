@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
-from hf_specdecpp.caches.text import num_in_place, width_of
+from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import RoundRules, RoundShape
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds, Report
@@ -262,21 +262,8 @@ class PassGraphs(GraphTarget):
         return outputs
 
     def keep(self, rounds: Sequence[Round]) -> None:
-        (each,) = rounds
-        kept, path = each.emitted
-        self.usual.take_states(each)
-        moves = path is not None and num_in_place(path.rows[:kept]) < kept
-        self.passes.keep(kept, path.on_device[:kept] if moves and path is not None else None)
-
-    def try_pass(self, count: int, as_tree: bool) -> None:
-        """Make a pass over the last token and so many candidates, all alike, and keep nothing; only to capture it."""
-        text = self.texts[0]
-        tree = DraftTree() if as_tree else DraftTree.chain()
-        for _ in range(count):
-            tree.add(0 if as_tree else len(tree), 0)
-        self._pass(text.ids, TreePass(tree))
-        if as_tree:
-            self.passes.keep(0, torch.arange(count + 1, device=self.passes.device))
+        self.usual.take_states(rounds[0])
+        self.passes.keep(*rounds[0].emitted)
 
 
 def with_captured_passes(

@@ -84,10 +84,14 @@ class RehearsedDecoding(AssistedDecoding):
 
     def _read_target(self, target: PassGraphs, room: int) -> None:
         """A pass of each width, of trees a path of each, too; and some rounds."""
-        left = min(room - target.passes.text.held, MOST_CANDIDATES + 1)
-        for width in pass_widths(self.generator.setup.most_tokens):
-            if width <= left:
-                target.try_pass(width - 1, self.generator.trees is not None)
+        passes = target.passes
+        for width in pass_widths(self.most):
+            if width <= min(room - passes.text.held, MOST_CANDIDATES + 1):
+                places = torch.arange(width, device=passes.device)
+                as_tree = width > 1 and self.generator.trees is not None
+                passes.read(places[None] * 0, (places <= places[:, None], places) if as_tree else None)
+                if as_tree:
+                    passes.move(places)
         for _ in range(ROUNDS):
             self.round()
 
