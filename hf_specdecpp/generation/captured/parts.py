@@ -91,9 +91,9 @@ class GraphDrafts(Drafts):
         if not self.made:
             self.begin()
         self.rounds.keep([self.places[id(text)] for text in texts])
-        self.shape = self._shape(max(text.length for text in texts))
+        self.shape = self._shape(length := max(text.length for text in texts))
         self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
-        self.rounds.propose(self.shape, self.rules)
+        self.rounds.propose(self.shape, self.rules, length)
 
     def verify(self) -> list[Report]:
         """Launch the target's pass over the candidates, and wait for the device's verdicts."""
@@ -119,10 +119,12 @@ class GraphDrafts(Drafts):
 
     def _shape(self, length: int) -> RoundShape:
         """Of the next round. What does not fit under the longest text is cut off when it is emitted."""
-        shape = self.tiers.next()
+        shape, draft = self.tiers.next() if length <= self.longest else RoundShape(0), self.rounds.draft
+        if not shape.levels and draft.pending >= draft.width:  # it has to read what was emitted without it
+            shape = next(each for each in self.tiers.shapes if each.levels)
         if shape.levels:
-            self.rounds.draft.calibrate(self.rates)
-        return shape if length <= self.longest else RoundShape(0)
+            draft.calibrate(self.rates)
+        return shape
 
 
 class GraphTarget(RoundTarget):
