@@ -64,7 +64,7 @@ class CapturedTarget:
         self.graphs = Graphs(self.device)
         self._cache_argument, self.longest = cache_argument(self.model), longest_text(target)
         self.rooms = Rooms(num_room_layers(target.config.get_text_config(decoder=True)) or 0, self.device)
-        self.text: RoomText
+        self.text = RoomText(self.rooms, None)
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
         self._reads: tuple[int, ...] = ()  # whether the final state is watched, then numbers of layers
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # states of the latest pass, by what is watched

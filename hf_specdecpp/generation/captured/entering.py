@@ -19,7 +19,6 @@ from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
 from hf_specdecpp.cuda_graphs.room_cache import why_not_in_place, why_not_rooms
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
-    PassGraphs,
     RoundGraphs,
     are_captured_whole_alone,
     memory_ended,
@@ -29,7 +28,7 @@ from hf_specdecpp.generation.captured.parts import (
     with_captured_passes,
 )
 from hf_specdecpp.generation.prefix import has_usual_inputs
-from hf_specdecpp.generation.target import Drafts, GraphsFailedError, RoundTarget, TargetSide
+from hf_specdecpp.generation.target import Drafts, RoundTarget, TargetSide
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import cache_among, devices_of, num_processes
 from hf_specdecpp.models.foreign import active_modes
@@ -64,6 +63,10 @@ def on_graphs(texts: Sequence[Text], drafts: Drafts, usual: TargetSide) -> tuple
             try:
                 if (reason := _enter(passes, usual, texts, not_whole is None)) is None:
                     return _parts(texts, passes, drafts, usual, not_whole)
+            except torch.OutOfMemoryError as error:
+                passes.close()
+                del passes.text
+                reason = memory_ended(error)
             except BaseException:
                 passes.busy = False
                 raise
@@ -73,6 +76,24 @@ def on_graphs(texts: Sequence[Text], drafts: Drafts, usual: TargetSide) -> tuple
     return drafts, usual
 
 
+def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text], are_whole: bool) -> str | None:
+    """Let texts go on in these passes; or say why that cannot be, and note whether it never can."""
+    passes.graphs.begin_text()
+    if passes.why_not is not None or passes.graphs.why_not is not None:
+        return passes.why_not or f"its pass cannot be captured ({passes.graphs.why_not})"
+    try:
+        usual.enter(passes)
+        own = partial(usual.own_logits, texts)
+        passes.why_not = reason = passes.compare([text.ids for text in texts], _widths(texts, usual, are_whole), own)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a forward may do anything with masks and caches of ours
+        cannot = passes.graphs.cannot(error)
+        reason = f"its pass cannot be captured ({cannot})"
+        passes.why_not = None if cannot.is_passing else reason
+    return reason
+
+
 def _parts(
     texts: Sequence[Text], passes: CapturedTarget, drafts: Drafts, usual: TargetSide, not_whole: str | None
 ) -> tuple[Drafts, RoundTarget]:
@@ -80,48 +101,19 @@ def _parts(
     if not_whole is not None:
         note(texts, None, f"step by step: {not_whole}")
         return with_captured_passes(texts, passes, usual)
-    try:
-        own = _graph_drafts(texts, passes)
-        note(texts, None, "captured" if own.process is None else BETWEEN)
-        return own, RoundGraphs(own, passes, drafts, usual)
-    except torch.OutOfMemoryError as error:
-        failure = GraphsFailedError(memory_ended(error))
-    return PassGraphs(texts, passes, drafts, usual).instead(failure, texts)
-
-
-def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text], are_whole: bool) -> str | None:
-    """Let texts go on in these passes; or say why that cannot be, and note whether it never can."""
-    passes.graphs.begin_text()
-    if passes.why_not is not None:
-        return passes.why_not
-    if passes.graphs.why_not:
-        return f"its pass cannot be captured ({passes.graphs.why_not})"
-    try:
-        usual.enter(passes)
-        passes.why_not = reason = passes.compare(
-            [text.ids for text in texts], _widths(texts, usual, are_whole), partial(usual.own_logits, texts)
-        )
-    except graphs.CannotCaptureError as error:
-        reason = f"its pass cannot be captured ({error})"
-        passes.why_not = None if error.is_passing else reason
-    except torch.OutOfMemoryError as error:
-        passes.close()
-        reason = memory_ended(error)
-    except Exception as error:  # noqa: BLE001 - a forward may do anything with masks and caches of ours
-        reason = f"its pass cannot be captured ({type(error).__name__}: {error})"
-        passes.why_not = None if graphs.is_out_of_memory(error) else reason
-    return reason
+    own = _graph_drafts(texts, passes)
+    note(texts, None, "captured" if own.process is None else BETWEEN)
+    return own, RoundGraphs(own, passes, drafts, usual)
 
 
 def _widths(texts: Sequence[Text], usual: TargetSide, are_whole: bool) -> set[int]:
     """Of all passes that rounds of these texts may have."""
-    setup, found = texts[0].generator.setup, {1}
+    generator, found = texts[0].generator, {1}
     if not are_captured_whole_alone(usual):
-        found |= set(pass_widths(setup.most_tokens))
+        found |= set(pass_widths(generator.setup.most_tokens))
     if are_whole:
-        steps = cast(RoundSteps, texts[0].generator.round_steps)
-        shapes = _shapes_of(setup.speculation, steps, len(texts))
-        found |= {shape.nodes + 1 for shape in shapes}
+        steps = cast(RoundSteps, generator.round_steps)
+        found |= {shape.nodes + 1 for shape in _shapes_of(generator.setup.speculation, steps, len(texts))}
     return found
 
 
