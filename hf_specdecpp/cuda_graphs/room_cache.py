@@ -139,20 +139,13 @@ class RoomCache(Cache):
 
     def copy_from(self, smaller: RoomCache) -> None:
         """Hold what a smaller cache holds."""
+        self.read(smaller, smaller.room)
         self.length.copy_(smaller.length)
         if self.prompt is not None and smaller.prompt is not None:
             self.prompt.shown[:, : smaller.room] = smaller.prompt.shown
             self.prompt.offset.copy_(smaller.prompt.offset)
-        held: list[Any] = smaller.layers
-        layers: list[Any] = self.layers
-        for ours, theirs in zip(layers, held, strict=True):
-            if theirs.is_initialized:
-                if not ours.is_initialized:
-                    ours.lazy_initialization(theirs.keys, theirs.values)
-                ours.keys[:, :, : smaller.room] = theirs.keys
-                ours.values[:, :, : smaller.room] = theirs.values
 
-    def read(self, cache: DynamicCache, num_tokens: int) -> None:
+    def read(self, cache: Cache, num_tokens: int) -> None:
         """Hold the `num_tokens` tokens that a growing cache holds. Rows that have left a window stay zero.
 
         Example: of 10 tokens a layer with a window of 4 has the last 3, which go to rows 7, 8 and 9.
@@ -161,11 +154,12 @@ class RoomCache(Cache):
         theirs: list[Any] = cache.layers
         layers: list[Any] = self.layers
         for ours, layer in zip(layers, theirs, strict=True):
-            if not ours.is_initialized:
-                ours.lazy_initialization(layer.keys, layer.values)
-            first = num_tokens - layer.keys.shape[-2]
-            ours.keys[:, :, first:num_tokens] = layer.keys
-            ours.values[:, :, first:num_tokens] = layer.values
+            if layer.is_initialized:
+                if not ours.is_initialized:
+                    ours.lazy_initialization(layer.keys, layer.values)
+                first = num_tokens - layer.keys.shape[-2]
+                ours.keys[:, :, first:num_tokens] = layer.keys
+                ours.values[:, :, first:num_tokens] = layer.values
 
     def held_of(self, text: int, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
         """In each layer keys and values `[heads, n, size]` of the first tokens of a text; hidden ones are left out."""
