@@ -134,10 +134,9 @@ class CapturedRounds:
         return min(taken)
 
     def _make_room(self, shape: RoundShape, rules: RoundRules) -> None:
-        # One room for both models: otherwise there would be graphs for each pair of rooms.
         most = self._held + max(shape.nodes + 1, self._ahead + self.draft.width + self.draft.nodes)
         room = self.passes.text.with_room(most).room
-        self.draft.text.with_room(most)
+        self.draft.text.with_room(room)  # the same: otherwise there would be graphs for each pair of rooms
         if rules.asks_for_text and self._text is not self._texts.get(room):
             known = self._text
             if room not in self._texts:

@@ -169,7 +169,9 @@ class CapturedTarget:
         """Keep the first `count` tokens of the pass, of a tree those of a path."""
         if path is not None and num_in_place(path.rows[:count]) < count:
             self.move(path.on_device[:count])
-        self.text.keep(count)
+        if count:
+            self.text.cache.length.add_(count)
+            self.text.held += count
 
     def move(self, path: Tensor) -> None:
         """Move these rows of the pass `[n]`, ascending, up to the text."""
@@ -186,10 +188,6 @@ class CapturedTarget:
         rows[: len(path)] = path
         changes = [] if key in self.graphs else [rows, *cache.rows(held, held + width)]
         self.graphs.run(key, run, changes, falls_back=True)
-
-    def write(self, cache: Any) -> None:
-        """Leave the text in a growing cache."""
-        self.text.cache.write(cache, self.text.held)
 
     def close(self) -> None:
         """Free all graphs and rooms but that of the text at hand. Later texts are captured anew."""

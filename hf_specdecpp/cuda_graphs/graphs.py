@@ -71,10 +71,9 @@ class Family:
         """Destroy all graphs, once none of them is running."""
         if self.stream is not None:
             torch.cuda.synchronize(self.device)
+            self.pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
         for graphs in self.members:
             graphs.clear()
-        if self.stream is not None:
-            self.pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
 
 
 class Graphs:

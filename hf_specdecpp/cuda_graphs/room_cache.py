@@ -235,12 +235,6 @@ class RoomText:
         cache: RoomCache = self.cache
         return cache
 
-    def keep(self, count: int) -> None:
-        """Hold the first `count` tokens that the last pass has written."""
-        if count:
-            self.cache.length.add_(count)
-            self.held += count
-
 
 def prepared(
     inputs: dict[str, Any], model: CausalLM, cache: RoomCache, tokens: Tensor, longest: float

@@ -42,7 +42,7 @@ def test_rows_of_an_earlier_path_are_not_moved_again() -> None:
     """Of a wider pass, they would lie behind the end of the room, where a device stops with an error."""
     passes = entered(tiny("llama", num_hidden_layers=1))
     round_of(passes, 32, [0, 9, 20, 31])
-    passes.text.keep(ROOM - 8 - passes.text.held)
+    passes.keep(ROOM - 8 - passes.text.held)
     round_of(passes, 8, [0, 2, 5])
     assert (passes.text.cache.room, passes.text.held) == (ROOM, ROOM - 5)
     assert int(passes.text.cache.length) == ROOM - 5

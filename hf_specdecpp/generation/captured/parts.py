@@ -172,8 +172,8 @@ class GraphTarget(RoundTarget):
         passes = self.passes
         made = [passes.graphs, *(rounds.graphs for rounds in self.rounds)]
         stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
-        places: list[Any] = [*made, passes.rooms, *(rounds.draft.rooms for rounds in self.rounds)]
-        stats.graph_bytes = sum(each.num_bytes for each in places)
+        rooms = [passes.rooms, *(rounds.draft.rooms for rounds in self.rounds)]
+        stats.graph_bytes = sum(each.num_bytes for each in (*made, *rooms))
         for each in made:
             if each.why_not and stats.uncaptured is None:
                 what = "its pass" if each is passes.graphs else "a round"
@@ -245,23 +245,18 @@ class PassGraphs(GraphTarget):
     usual: OneTarget
 
     def read(self, rounds: Sequence[Round]) -> None:
-        (each,) = rounds
-        each.outputs = attempt(partial(self._pass, each.text.ids, each.rows))
-        each.width = width_of(len(each.tree) + 1)
-        self.usual.states.give(each.outputs.states)
+        attempt(partial(self._read, *rounds))
 
-    def _pass(self, ids: Tensor, tree_pass: TreePass) -> Any:
-        """A pass over the last of the tokens `[1, length]` and a tree."""
-        tokens, tree, shape = ids[:, -1:], tree_pass.tree, None
-        if len(tree):
-            if tree.is_chain:
-                candidates = tree.ids(ids.device)
-            else:
-                candidates, *shape = tree_pass.upload(ids.device, width_of(len(tree) + 1))
+    def _read(self, each: Round) -> None:
+        tokens, tree, shape, each.width = each.text.ids[:, -1:], each.tree, None, width_of(len(each.tree) + 1)
+        if len(tree) and tree.is_chain:
+            tokens = extend(tokens, tree.ids(tokens.device))
+        elif len(tree):
+            candidates, *shape = each.rows.upload(tokens.device, each.width)
             tokens = extend(tokens, candidates)
-        outputs = self.passes.read(tokens, shape)
-        outputs.logits = outputs.logits.clone()  # which the next pass would write over
-        return outputs
+        each.outputs = self.passes.read(tokens, shape)
+        each.outputs.logits = each.outputs.logits.clone()  # which the next pass would write over
+        self.usual.states.give(each.outputs.states)
 
     def keep(self, rounds: Sequence[Round]) -> None:
         self.usual.take_states(rounds[0])
