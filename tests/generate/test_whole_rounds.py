@@ -5,6 +5,7 @@ drafted."""
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.cuda_graphs.room_cache import RoomCache
 from hf_specdecpp.drafting import model_steps
 from hf_specdecpp.generation import text as generation_text
+from hf_specdecpp.generation.captured.parts import GraphDrafts
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput import tiers
@@ -440,3 +442,26 @@ def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monke
     assert torch.equal(generate(target, assistant, max_new_tokens=60), generate(target, None, max_new_tokens=60))
     assert shapes[-12:].count(cheap) > 6
     assert len(set(shapes)) > 1, "others are tried now and then"
+
+
+@pytest.mark.parametrize("kind", ["independent", "conditioned"])
+def test_tokens_that_the_draft_has_not_read_come_in_time(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rounds without candidates pay, one with candidates reads the window when it is full. Without that the
+    window would be written to behind its end."""
+    monkeypatch.setattr(
+        tiers.RoundSeconds, "of", lambda _, shapes: torch.tensor([50.0 * shape.levels + 1 for shape in shapes]).numpy()
+    )
+    monkeypatch.setattr(tiers, "PROBES", (1000, 1000))
+    target, assistant = made(kind, tmp_path, rule="throughput", max_tokens=5)
+    with monkeypatch.context() as patch:
+        noted = Drawn(patch)
+        assert torch.equal(generate(target, assistant, max_new_tokens=60), generate(target, None, max_new_tokens=60))
+    drafted = [place for place, (count, _) in enumerate(noted.outcomes) if count]
+    assert len(drafted) > 2
+    assert all(tiers.SPARE <= later - place <= 2 * tiers.SPARE for place, later in pairwise(drafted))
+    assert sum(accepted for _, accepted in noted.outcomes) > 0
+    monkeypatch.setattr(GraphDrafts, "_shape", lambda *_: RoundShape(0))  # a mutant
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        generate(target, assistant, max_new_tokens=60)
