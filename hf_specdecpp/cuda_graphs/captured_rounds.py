@@ -81,9 +81,8 @@ class CapturedRounds:
         self.graphs.begin_text()
         self.token.copy_(texts[:, -1:])
         self._text, self._has_begun, self._active = texts, False, list(range(len(texts)))
-        # Tokens of the longest text that the target has read, how many more the draft is told, and processors see.
-        self._held, self._ahead = (held := self.passes.text.held), tokens.shape[1] - held
-        self._shown = texts.shape[1] - held
+        # Tokens of the longest text that the target has read, and how many more there are.
+        self._held, self._ahead = (held := self.passes.text.held), texts.shape[1] - held
         self.draft.begin(tokens, states, padding, self.passes.text)
 
     def keep(self, active: Sequence[int]) -> None:
@@ -94,7 +93,7 @@ class CapturedRounds:
 
     def propose(self, shape: RoundShape, rules: RoundRules, length: int) -> None:
         """Launch the draft, if there are to be candidates, of texts whose longest has so many tokens."""
-        self._held = length - self._shown
+        self._held = length - self._ahead
         self._make_room(shape, rules)
         self._launch_draft(shape, rules)
 
