@@ -173,7 +173,7 @@ class GraphTarget(RoundTarget):
         made = [passes.graphs, *(rounds.graphs for rounds in self.rounds)]
         stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
         rooms = [passes.rooms, *(rounds.draft.rooms for rounds in self.rounds)]
-        stats.graph_bytes = sum(each.num_bytes for each in (*made, *rooms))
+        stats.graph_bytes = sum(each.num_bytes for each in made) + sum(each.num_bytes for each in rooms)
         for each in made:
             if each.why_not and stats.uncaptured is None:
                 what = "its pass" if each is passes.graphs else "a round"
