@@ -111,31 +111,27 @@ class RoomCache(Cache):
         """Of what the last pass has written after each text move these rows up to the text, `[texts, n]`, ascending."""
         begin = self.length[:, None]
         goal, source = torch.arange(rows.shape[1], device=rows.device) + begin, rows + begin
-        for layer in self._made():
-            for held in (layer.keys, layer.values):
-                moved = held.gather(2, _of_heads(source, held))
-                held.scatter_(2, _of_heads(goal, held), moved)
+        for held in self.tensors:
+            moved = held.gather(2, _of_heads(source, held))
+            held.scatter_(2, _of_heads(goal, held), moved)
 
     def rows(self, first: int, last: int) -> list[Tensor]:
         """Keys and values of the rows from `first` up to `last` in all layers, to be written to."""
-        return [held[:, :, first:last] for layer in self._made() for held in (layer.keys, layer.values)]
+        return [held[:, :, first:last] for held in self.tensors]
 
     @property
-    def num_bytes(self) -> int:
-        return sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in self._made())
-
-    def _made(self) -> list[Any]:
+    def tensors(self) -> list[Tensor]:
+        """The keys and the values of each layer that has any, one after the other."""
         layers: list[Any] = self.layers
-        return [layer for layer in layers if layer.is_initialized]
+        return [held for layer in layers if layer.is_initialized for held in (layer.keys, layer.values)]
 
     def clear(self) -> None:
         """Hold nothing. What was written is overwritten, since even a hidden row must not be infinite or NaN."""
         self.length.zero_()
         if self.prompt is not None:
             self.prompt.shown.fill_(True)
-        for layer in self._made():
-            layer.keys.zero_()
-            layer.values.zero_()
+        for held in self.tensors:
+            held.zero_()
 
     def copy_from(self, smaller: RoomCache) -> None:
         """Hold what a smaller cache holds."""
@@ -164,8 +160,8 @@ class RoomCache(Cache):
     def held_of(self, text: int, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
         """In each layer keys and values `[heads, n, size]` of the first tokens of a text; hidden ones are left out."""
         shown = slice(None) if self.prompt is None else self.prompt.shown[text, :num_tokens]
-        return [(layer.keys[text, :, :num_tokens][:, shown], layer.values[text, :, :num_tokens][:, shown])
-                for layer in self._made()]  # fmt: skip
+        found = [held[text, :, :num_tokens][:, shown] for held in self.tensors]
+        return list(zip(found[::2], found[1::2], strict=True))
 
     def write(self, cache: DynamicCache, num_tokens: int) -> None:
         """Leave the first `num_tokens` tokens in a growing cache, with which transformers' own passes can go on."""
@@ -208,7 +204,7 @@ class Rooms:
     @property
     def num_bytes(self) -> int:
         """Memory that they take."""
-        return sum(cache.num_bytes for cache in self._made.values())
+        return sum(held.nbytes for cache in self._made.values() for held in cache.tensors)
 
 
 class RoomText:

@@ -54,8 +54,7 @@ class GraphDrafts(Drafts):
     """
 
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
-        self.unread = DraftTree.chain()
-        self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
+        self.texts, self.unread = list(texts), DraftTree.chain()
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
         graphs_run_all = self.generator.processing.does_nothing or not rules.processing.does_nothing
         self.process = None if graphs_run_all else self._process
@@ -90,7 +89,7 @@ class GraphDrafts(Drafts):
     def _propose(self, texts: Sequence[Text]) -> None:
         if not self.made:
             self.begin()
-        self.rounds.keep([self.places[id(text)] for text in texts])
+        self.rounds.keep([self.texts.index(text) for text in texts])
         self.shape = self._shape(length := max(text.length for text in texts))
         self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
         self.rounds.propose(self.shape, self.rules, length)
