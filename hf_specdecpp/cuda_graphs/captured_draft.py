@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -123,7 +123,7 @@ class CapturedDraft:
         estimates: `[texts, nodes]`, of the candidates.
         shift: `[bins]`, what calibration adds to the log-odds of estimates.
         alive: `[texts]` int64, 0 for those that have ended.
-        pending: `last + 1` of each text, on the host.
+        pending: the largest `last + 1`, on the host; with `width` the window is full.
         rooms: its caches.
         source: the text that the steps read after: this draft's, or the target's for a draft that shares its cache.
     """
@@ -147,9 +147,9 @@ class CapturedDraft:
             self.edges = torch.tensor(EDGES, device=self.device)
         # Graphs read and write its caches, so they are kept from text to text.
         self.rooms = Rooms(steps.num_layers, self.device)
-        self._empty = partial(self.rooms.empty, positions=torch.Size((texts, 1)) if texts > 1 else None)
-        self.text, self.pending = RoomText(self._empty), [0] * texts
-        self.source = self.text
+        self._positions = torch.Size((texts, 1)) if texts > 1 else None
+        self.text = self.source = RoomText(self.rooms, self._positions)
+        self.pending = 0
         self._shift: list[float] | None = None  # on the host
 
     @property
@@ -158,13 +158,12 @@ class CapturedDraft:
         found = [self.tokens, self.last, self.text.cache.length]
         return found if self.states is None else [*found, self.states]
 
-    def begin(self, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
+    def begin(self, tokens: Tensor, states: Tensor | None, padding: Tensor, of_target: RoomText) -> None:
         """Read new texts but for what the first round reads: `tokens` `[texts, n]` after `padding` `[texts]` others,
-        and `states` `[texts, n, size]` before each token."""
+        and `states` `[texts, n, size]` before each token; `of_target` are the texts as the target has read them."""
         count, again = tokens.shape[1], self.steps.again
-        self.text = RoomText(self._empty)
-        if not self.steps.shares_cache:
-            self.source = self.text
+        self.text = RoomText(self.rooms, self._positions)
+        self.source = of_target if self.steps.shares_cache else self.text
         self.alive.fill_(1)
         cache, end = self.text.with_room(count + self.width + self.nodes), max(count - 1 - again, 0)
         if cache.prompt is not None:
@@ -181,29 +180,20 @@ class CapturedDraft:
         if self.states is not None and states is not None:
             self.states[:, : count - end] = states[:, end:]
         self.last.fill_(count - end - 1)
-        self.pending = [count - end] * len(tokens)
+        self.pending = count - end
 
     def close(self) -> None:
         """Free the caches. What was read of the text at hand is lost."""
         self.rooms.clear()
-        self.text = self.source = RoomText(self._empty)
+        self.text = self.source = RoomText(self.rooms, self._positions)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the window has no room for a token of a round without candidates."""
-        return max(self.pending) == self.width
-
-    def note(self, emitted: Mapping[int, int], drafted: bool) -> None:
-        """On the host, how many tokens `take` added, by text, and whether the window was read."""
-        if drafted:
-            self.pending = [min(pending, self.steps.again) for pending in self.pending]
-        for text, count in emitted.items():
-            self.pending[text] += count
+    def note(self, emitted: int, drafted: bool) -> None:
+        """On the host, how many tokens `take` added to a text at most, and whether the window was read."""
+        self.pending = emitted + (min(self.pending, self.steps.again) if drafted else self.pending)
 
     def keep(self, active: Sequence[int]) -> None:
         """Only these texts go on."""
-        self.alive.copy_(torch.tensor([int(text in active) for text in range(len(self.pending))]))
-        self.pending = [pending * (text in active) for text, pending in enumerate(self.pending)]
+        self.alive.copy_(torch.tensor([int(text in active) for text in range(len(self.alive))]))
 
     def calibrate(self, rates: AcceptanceRates | None) -> None:
         """Judge by what rounds have said of estimates; `None` takes them as they are."""
@@ -213,14 +203,6 @@ class CapturedDraft:
             self.shift.copy_(torch.zeros(len(self.shift)) if shift is None else torch.tensor(shift))
 
     # What is captured ------------------------------------------------------------------------------------------------
-
-    def catch_up(self) -> None:
-        """Read the window of texts that have gone on without candidates."""
-        cache = self.text.cache
-        before = cache.length.clone()
-        self.steps.read(cache, Window(self.tokens, self.states, self.last))
-        self._forget((cache.length - before), self.tokens, self.states)
-        cache.length.copy_(before + (cache.length - before) * self.alive)
 
     def propose(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
         """Draw all levels of candidates, and find where the rule stops; `text` `[texts, n]` is for processors."""

@@ -70,27 +70,20 @@ class CapturedRounds:
                 self.read = self.read.pin_memory()
         self._outputs: dict[RoundShape, list[Tensor]] = {}  # scores and states of passes that are graphs of their own
         self._texts: dict[int, Tensor] = {}  # by room: all tokens of each, for processors that ask which there were
-        self._text: Tensor | None = None  # those at hand
-        # Tokens that the target has read of each text, and how many more at most the draft has been told.
-        self._sizes, self._ahead = list[int](), 0
-        self._active: list[int] = []
-        self._has_begun = False
 
     @property
     def changes(self) -> list[Tensor]:
-        own = [self.token, self.passes.text.cache.length, *self.draft.changes]
-        return own if self._text is None else [*own, self._text]
+        return [self.token, self._text, self.passes.text.cache.length, *self.draft.changes]
 
     def begin(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
         """The rounds that follow are of other texts `[texts, length]`, as processors see them, whose last tokens the
         target has not read; the rest is as `CapturedDraft.begin` takes it."""
         self.graphs.begin_text()
         self.token.copy_(texts[:, -1:])
-        self._sizes, self._active = [self.passes.text.held] * len(texts), list(range(len(texts)))
-        self._ahead = tokens.shape[1] - self.passes.text.held
-        self._first, self._text, self._has_begun = texts, None, False
-        self.draft.source = self.passes.text  # of the draft's own, once it begins, unless it has none
-        self.draft.begin(tokens, states, padding)
+        self._text, self._has_begun, self._active = texts, False, list(range(len(texts)))
+        # Tokens of the longest text that the target has read, and how many more there are.
+        self._held, self._ahead = (held := self.passes.text.held), texts.shape[1] - held
+        self.draft.begin(tokens, states, padding, self.passes.text)
 
     def keep(self, active: Sequence[int]) -> None:
         """Only these texts go on: of the others nothing changes any more."""
@@ -98,12 +91,10 @@ class CapturedRounds:
             self._active = list(active)
             self.draft.keep(self._active)
 
-    def propose(self, shape: RoundShape, rules: RoundRules) -> None:
-        """Launch the draft, if there are to be candidates."""
+    def propose(self, shape: RoundShape, rules: RoundRules, length: int) -> None:
+        """Launch the draft, if there are to be candidates, of texts whose longest has so many tokens."""
+        self._held = length - self._ahead
         self._make_room(shape, rules)
-        if not shape.levels and self.draft.is_full:
-            self._catch_up()
-            self.draft.note({}, drafted=True)
         self._launch_draft(shape, rules)
 
     def verify(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> list[Report]:
@@ -113,15 +104,8 @@ class CapturedRounds:
         self._has_begun = True
         rows = self._read_report()
         reports = [self._told(rows[text], shape, rules) for text in self._active]
-        emitted = {text: len(report.path) + 1 for text, report in zip(self._active, reports, strict=True)}
-        self.draft.note(emitted, drafted=shape.levels > 0)
-        for text, count in emitted.items():
-            self._sizes[text] += count
+        self.draft.note(max(len(report.path) for report in reports) + 1, drafted=shape.levels > 0)
         return reports
-
-    def _catch_up(self) -> None:
-        """Let the draft read what was emitted without it."""
-        self._run(("catch up", *self.passes.place), self.draft.catch_up)
 
     def _read_report(self) -> list[list[float]]:
         self.read.copy_(self.report, non_blocking=True)
@@ -139,9 +123,6 @@ class CapturedRounds:
                 each.copy_(old)
             self._wait()
 
-        if not shape.levels:  # which the draft has to catch up with
-            self._catch_up()
-            forget()
         for _ in range(TIMED_ROUNDS):
             begin = time.perf_counter()
             self._launch_draft(shape, rules)
@@ -152,12 +133,11 @@ class CapturedRounds:
         return min(taken)
 
     def _make_room(self, shape: RoundShape, rules: RoundRules) -> None:
-        # One room for both models: otherwise there would be graphs for each pair of rooms.
-        most = max(self._sizes) + max(shape.nodes + 1, self._ahead + self.draft.width + self.draft.nodes)
+        most = self._held + max(shape.nodes + 1, self._ahead + self.draft.width + self.draft.nodes)
         room = self.passes.text.with_room(most).room
-        self.draft.text.with_room(most)
-        if rules.asks_for_text and (self._text is None or self._text is not self._texts.get(room)):
-            known = self._first if self._text is None else self._text
+        self.draft.text.with_room(room)  # the same: otherwise there would be graphs for each pair of rooms
+        if rules.asks_for_text and self._text is not self._texts.get(room):
+            known = self._text
             if room not in self._texts:
                 with lasting():
                     self._texts[room] = known.new_zeros((len(known), room + self.draft.nodes + 2))
@@ -166,12 +146,13 @@ class CapturedRounds:
             self._text[:, known.shape[1] :] = known[:, -1:]  # which is in each text anyway
 
     def _launch_draft(self, shape: RoundShape, rules: RoundRules) -> None:
-        self._place = *self.passes.place, shape, rules.key
+        self._place = *self.passes.text.place, shape, rules.key
+        text = self._text if rules.asks_for_text else None
         if shape.levels:
-            self._run(("draft", *self._place), lambda: self.draft.propose(shape, rules, self._text))
+            self._run(("draft", *self._place), lambda: self.draft.propose(shape, rules, text))
 
     def _launch_target(self, shape: RoundShape, rules: RoundRules, process: Process | None) -> None:
-        place, text = self._place, self._text
+        place, text = self._place, self._text if rules.asks_for_text else None
         if process is None:
             self._run(("verify", *place), lambda: self._settle(self._pass(shape), shape, rules, text))
             return
@@ -188,7 +169,7 @@ class CapturedRounds:
         """Run a function by its graph; in the middle of a text one that cannot be captured runs as it is."""
         changes = [] if key in self.graphs else self.changes
         if changes and key[0] == "settle":  # rows of a tree, which each run before a capture moves
-            changes += self.passes.text.cache.rows(min(self._sizes), max(self._sizes) + self.draft.nodes + 1)
+            changes += self.passes.text.cache.rows(self._held, self._held + self.draft.nodes + 1)
         self.graphs.run(key, function, changes, falls_back=self._has_begun)
 
     def _wait(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
@@ -12,7 +11,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 from torch import Tensor
 
-from hf_specdecpp.caches.text import width_of
+from hf_specdecpp.caches.text import PathRows, num_in_place, width_of
 from hf_specdecpp.cuda_graphs.graphs import Graphs, capture_lock, lasting, write_lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
@@ -65,19 +64,13 @@ class CapturedTarget:
         self.graphs = Graphs(self.device)
         self._cache_argument, self.longest = cache_argument(self.model), longest_text(target)
         self.rooms = Rooms(num_room_layers(target.config.get_text_config(decoder=True)) or 0, self.device)
-        self.text: RoomText
+        self.text = RoomText(self.rooms, None)
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
         self._reads: tuple[int, ...] = ()  # whether the final state is watched, then numbers of layers
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # states of the latest pass, by what is watched
         self._paths: dict[int, Tensor] = {}  # where rows of a path are written, by their number
         # What is kept of whole rounds from text to text, by draft and ways of drawing (`generation.captured`).
         self.rounds: dict[Any, Any] = {}
-        self._positions = torch.Size()
-
-    @property
-    def place(self) -> tuple[int, torch.Size]:
-        """Which room the text is in, for the keys of graphs."""
-        return self.text.cache.room, self._positions
 
     def compare(self, texts: Sequence[Tensor], widths: Iterable[int], own: Callable[[Tensor], Tensor]) -> str | None:
         """What is wrong with captured passes of these widths, beside a pass of the target's own over the same tokens:
@@ -112,8 +105,7 @@ class CapturedTarget:
     def begin(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
         """Go on with texts of `num_tokens` in a growing cache, of whose rows the target sees those `shown` `[texts,
         num_tokens]` (`None`: all); `position` `[..., texts, 1]` is of the next token of each."""
-        self._positions = position.shape
-        self.text = RoomText(partial(self.rooms.empty, positions=position.shape))
+        self.text = RoomText(self.rooms, position.shape)
         room = self.text.with_room(num_tokens + 1)
         room.read(cache, num_tokens)
         self.text.held = num_tokens
@@ -143,9 +135,13 @@ class CapturedTarget:
         `CannotCaptureError` of the first pass; nothing has been read then.
         """
         count = tokens.shape[1]
-        width = width_of(count)
+        key = width, is_tree, _ = width_of(count), tree is not None, self._reads
         cache = self.text.with_room(self.text.held + width)
-        slot = self._slot(width, tree is not None)
+        if key not in self._slots:
+            with lasting():
+                span = torch.arange(width, device=self.device)
+                self._slots[key] = Slot(span[None].clone(), span <= span[:, None], span, [])
+        slot = self._slots[key]
         slot.tokens[:, :count] = tokens
         if tree is not None:
             slot.ancestors.copy_(tree[0])
@@ -154,13 +150,10 @@ class CapturedTarget:
         def run() -> None:
             write_lasting(slot.outputs, self.forward(cache, slot.tokens, slot.ancestors, slot.depths))
 
-        self._run(("read", width, *self.place, tree is not None, self._reads), run)
+        # In the middle of a text one that cannot be captured runs as it is.
+        self.graphs.run(("read", *self.text.place, *key), run, falls_back=bool(self.checked))
         logits, *states = (each[:, :count] for each in slot.outputs)
         return SimpleNamespace(logits=logits, states=states)
-
-    def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
-        """Run a function by its graph. In the middle of a text one that cannot be captured runs as it is."""
-        self.graphs.run(key, function, falls_back=bool(self.checked))
 
     def forward(self, cache: RoomCache, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
         """What is captured: a pass of the model over `tokens` `[texts, width]` after the texts, with arguments as in
@@ -172,24 +165,29 @@ class CapturedTarget:
         seen = self._watched.get(self._reads, {})
         return [outputs.logits, *(seen[place] for place in range(len(seen)))]
 
-    def _slot(self, width: int, is_tree: bool) -> Slot:
-        key = width, is_tree, self._reads
-        if key not in self._slots:
+    def keep(self, count: int, path: PathRows | None = None) -> None:
+        """Keep the first `count` tokens of the pass, of a tree those of a path."""
+        if path is not None and num_in_place(path.rows[:count]) < count:
+            self.move(path.on_device[:count])
+        if count:
+            self.text.cache.length.add_(count)
+            self.text.held += count
+
+    def move(self, path: Tensor) -> None:
+        """Move these rows of the pass `[n]`, ascending, up to the text."""
+        cache, width, held = self.text.cache, width_of(len(path)), self.text.held
+        if width not in self._paths:
             with lasting():
-                span = torch.arange(width, device=self.device)
-                tokens = torch.zeros((1, width), dtype=torch.long, device=self.device)
-                self._slots[key] = Slot(tokens, span <= span[:, None], span.clone(), [])
-        return self._slots[key]
+                self._paths[width] = torch.zeros(width, dtype=torch.long, device=self.device)
+        rows, key = self._paths[width], ("path", *self.text.place, width)
 
-    def keep(self, count: int, path: Tensor | None = None) -> None:
-        """Keep the first `count` tokens of the pass, or those of its rows `path` `[count]`, ascending."""
-        if path is not None:
-            self._move(path)
-        self.text.keep(count)
+        def run() -> None:
+            cache.move(rows[None])
+            rows.zero_()  # of another path, which is shorter, they might lie behind the end of the room
 
-    def write(self, cache: Any) -> None:
-        """Leave the text in a growing cache."""
-        self.text.cache.write(cache, self.text.held)
+        rows[: len(path)] = path
+        changes = [] if key in self.graphs else [rows, *cache.rows(held, held + width)]
+        self.graphs.run(key, run, changes, falls_back=True)
 
     def close(self) -> None:
         """Free all graphs and rooms but that of the text at hand. Later texts are captured anew."""
@@ -197,23 +195,6 @@ class CapturedTarget:
             self.graphs.family.clear()
         self.rounds.clear()
         self.rooms.clear()
-
-    def _move(self, path: Tensor) -> None:
-        """Move the rows of a path up to the text."""
-        cache, width = self.text.cache, width_of(len(path))
-        if width not in self._paths:
-            with lasting():
-                self._paths[width] = torch.zeros(width, dtype=torch.long, device=self.device)
-        rows, key = self._paths[width], ("path", width, *self.place)
-
-        def move() -> None:
-            cache.move(rows[None])
-
-        if key not in self.graphs:  # a capture moves several times, so every row to where it is
-            rows.copy_(torch.arange(width, device=self.device))
-            self._run(key, move)
-        rows[: len(path)] = path
-        self._run(key, move)
 
 
 def some_tokens(ids: Tensor, count: int) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +27,6 @@ WAITS = {
     "item", "_local_scalar_dense", "nonzero", "masked_select", "unique2", "_unique2", "repeat_interleave.Tensor",
     "is_nonzero", "equal", "bincount",
 }  # fmt: skip
-
-
-class Graph(Protocol):
-    def replay(self) -> None:
-        """Run all that was captured again, on what its tensors hold now."""
 
 
 class CannotCaptureError(RuntimeError):
@@ -76,10 +71,9 @@ class Family:
         """Destroy all graphs, once none of them is running."""
         if self.stream is not None:
             torch.cuda.synchronize(self.device)
+            self.pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
         for graphs in self.members:
             graphs.clear()
-        if self.stream is not None:
-            self.pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
 
 
 class Graphs:
@@ -106,7 +100,7 @@ class Graphs:
         self._is_passing, self._failed = False, 0
         self.family: Family = Family(device) if beside is None else beside.family
         # With their functions, which keep the tensors alive that the graphs read and write.
-        self._graphs: dict[Hashable, tuple[Graph, Callable[[], None]]] = {}
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Callable[[], None]]] = {}
         self.family.members.append(self._graphs)
 
     def __len__(self) -> int:
@@ -149,7 +143,7 @@ class Graphs:
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
 
-    def _capture(self, function: Callable[[], None], changes: Sequence[Tensor]) -> Graph:
+    def _capture(self, function: Callable[[], None], changes: Sequence[Tensor]) -> torch.cuda.CUDAGraph:
         before = [each.clone() for each in changes]
         with lasting():
             ran = torch.zeros((), dtype=torch.long, device=self.device)
@@ -162,23 +156,23 @@ class Graphs:
             function()
             ran.add_(1)
 
-        collects = gc.isenabled()
+        is_cuda, collects = self.device.type == "cuda", gc.isenabled()
         gc.disable()  # a tensor that is freed during a capture may end it
-        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        on_device = torch.cuda.device(self.device) if is_cuda else nullcontext()
         try:
-            with on_device, torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            with on_device, torch.random.fork_rng([self.device] if is_cuda else []):
                 with NoReads(self.device), NoWaits(self.device):  # a capture that fails damages PyTorch's allocator
                     function()
                 restore()
                 return self._recorded(counted, restore, ran)
         except Exception as error:  # a foreign forward may do anything
-            raise self._cannot(error) from error
+            raise self.cannot(error) from error
         finally:
             if collects:
                 gc.enable()
             restore()
 
-    def _recorded(self, counted: Callable[[], None], restore: Callable[[], None], ran: Tensor) -> Graph:
+    def _recorded(self, counted: Callable[[], None], restore: Callable[[], None], ran: Tensor) -> torch.cuda.CUDAGraph:
         """A graph of `counted`, of which one replay adds one to `ran`."""
         token = _capturing.set(True)
         try:
@@ -195,7 +189,7 @@ class Graphs:
         finally:
             _capturing.reset(token)
 
-    def _cannot(self, error: Exception) -> CannotCaptureError:
+    def cannot(self, error: Exception) -> CannotCaptureError:
         """What to say of a capture that failed, and whether it may be tried again."""
         if isinstance(error, CannotCaptureError):
             return error
@@ -214,7 +208,7 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def captured(function: Callable[[], None], restore: Callable[[], None], family: Family) -> Graph:
+def captured(function: Callable[[], None], restore: Callable[[], None], family: Family) -> torch.cuda.CUDAGraph:
     """A CUDA graph of a function, which has run some times; `restore` takes back what a run has changed."""
     stream: Any = family.stream
     before = torch.cuda.current_stream(family.device)

@@ -106,10 +106,8 @@ class Walk:
             return
         if kind in PLAIN:
             self.found += name, kind, each
-        elif kind is float:
-            self.found += name, each.hex()  # 2.0 is not 2, and NaN is NaN
-        elif kind is complex:
-            self.found += name, each.real.hex(), each.imag.hex()
+        elif kind in (float, complex):
+            self.found += name, repr(each)  # 2.0 is not 2, and NaN is NaN
         elif kind not in EMPTY and isinstance(each, Tensor):
             self._tensor(name, each)
         elif kind is not FunctionType or package_of(each) != OURS:
@@ -137,7 +135,12 @@ class Walk:
 
     def _describe(self, each: Any) -> None:
         if isinstance(each, nn.Module):
-            self._module(each, type(each))
+            fields = self._fields(each)
+            if "generation_config" in fields:
+                left_out = NOTES[_is_users(type(each).__module__) :]
+                fields = {name: value for name, value in fields.items() if name not in left_out}
+            self._note("class", type(each))
+            self._all(fields.items())
         elif isinstance(each, FunctionType):
             self._function(each)
         elif isinstance(each, MethodType | staticmethod | classmethod):
@@ -152,13 +155,6 @@ class Walk:
             self.found.append(each)
         else:
             self._object(each, type(each))
-
-    def _module(self, each: nn.Module, kind: type) -> None:
-        fields = self._fields(each)
-        if "generation_config" in fields:
-            fields = {name: value for name, value in fields.items() if name not in NOTES[_is_users(kind.__module__) :]}
-        self._note("class", kind)
-        self._all(fields.items())
 
     def _object(self, each: Any, kind: type) -> None:
         has_content = self._content(each)

@@ -87,8 +87,7 @@ def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa":
             config._attn_implementation = GROUPED
-    if fuse:
-        for module in (each for part in parts for each in part.modules()):
+        if fuse:
             _fuse(module)
     return copied
 
@@ -99,25 +98,26 @@ def _fuse(module: nn.Module) -> None:
     if "forward" in vars(module):  # somebody has replaced it
         return
     if type(module).__name__.endswith(PIECES):
-
-        def piece(self: nn.Module, hidden: Tensor) -> Tensor:
-            found: Tensor = (_compiled(forward, hidden.shape[1:]) if is_capturing() else forward)(self, hidden)
-            return found
-
-        module.forward = MethodType(piece, module)
+        module.forward = MethodType(_compiling(forward, 1), module)
         return
     code: Any = inspect.unwrap(forward)  # without what transformers warns of old arguments with
     if isinstance(code, FunctionType) and ROTARY in code.__code__.co_names:
         rotary = code.__globals__.get(ROTARY)
         if not isinstance(rotary, FunctionType):  # a kernel of the Hub
             return
-
-        def turned(q: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return (_compiled(rotary, q.shape[1:]) if is_capturing() else rotary)(q, *args, **kwargs)
-
-        own = FunctionType(code.__code__, {**code.__globals__, ROTARY: turned}, code.__name__, code.__defaults__)
+        known = {**code.__globals__, ROTARY: _compiling(rotary, 0)}
+        own = FunctionType(code.__code__, known, code.__name__, code.__defaults__)
         own.__kwdefaults__ = code.__kwdefaults__
         module.forward = MethodType(own, module)
+
+
+def _compiling(function: Any, place: int) -> Any:
+    """A function that is compiled, for the shape of its argument at this place, where it is captured."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (_compiled(function, args[place].shape[1:]) if is_capturing() else function)(*args, **kwargs)
+
+    return run
 
 
 @cache

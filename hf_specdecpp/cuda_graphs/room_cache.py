@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from copy import copy
 from typing import Any
 
@@ -111,48 +111,37 @@ class RoomCache(Cache):
         """Of what the last pass has written after each text move these rows up to the text, `[texts, n]`, ascending."""
         begin = self.length[:, None]
         goal, source = torch.arange(rows.shape[1], device=rows.device) + begin, rows + begin
-        for layer in self._made():
-            for held in (layer.keys, layer.values):
-                moved = held.gather(2, _of_heads(source, held))
-                held.scatter_(2, _of_heads(goal, held), moved)
+        for held in self.tensors:
+            moved = held.gather(2, _of_heads(source, held))
+            held.scatter_(2, _of_heads(goal, held), moved)
 
     def rows(self, first: int, last: int) -> list[Tensor]:
         """Keys and values of the rows from `first` up to `last` in all layers, to be written to."""
-        return [held[:, :, first:last] for layer in self._made() for held in (layer.keys, layer.values)]
+        return [held[:, :, first:last] for held in self.tensors]
 
     @property
-    def num_bytes(self) -> int:
-        return sum(2 * layer.keys.numel() * layer.keys.element_size() for layer in self._made())
-
-    def _made(self) -> list[Any]:
+    def tensors(self) -> list[Tensor]:
+        """The keys and the values of each layer that has any, one after the other."""
         layers: list[Any] = self.layers
-        return [layer for layer in layers if layer.is_initialized]
+        return [held for layer in layers if layer.is_initialized for held in (layer.keys, layer.values)]
 
     def clear(self) -> None:
         """Hold nothing. What was written is overwritten, since even a hidden row must not be infinite or NaN."""
         self.length.zero_()
         if self.prompt is not None:
             self.prompt.shown.fill_(True)
-        for layer in self._made():
-            layer.keys.zero_()
-            layer.values.zero_()
+        for held in self.tensors:
+            held.zero_()
 
     def copy_from(self, smaller: RoomCache) -> None:
         """Hold what a smaller cache holds."""
+        self.read(smaller, smaller.room)
         self.length.copy_(smaller.length)
         if self.prompt is not None and smaller.prompt is not None:
             self.prompt.shown[:, : smaller.room] = smaller.prompt.shown
             self.prompt.offset.copy_(smaller.prompt.offset)
-        held: list[Any] = smaller.layers
-        layers: list[Any] = self.layers
-        for ours, theirs in zip(layers, held, strict=True):
-            if theirs.is_initialized:
-                if not ours.is_initialized:
-                    ours.lazy_initialization(theirs.keys, theirs.values)
-                ours.keys[:, :, : smaller.room] = theirs.keys
-                ours.values[:, :, : smaller.room] = theirs.values
 
-    def read(self, cache: DynamicCache, num_tokens: int) -> None:
+    def read(self, cache: Cache, num_tokens: int) -> None:
         """Hold the `num_tokens` tokens that a growing cache holds. Rows that have left a window stay zero.
 
         Example: of 10 tokens a layer with a window of 4 has the last 3, which go to rows 7, 8 and 9.
@@ -161,17 +150,18 @@ class RoomCache(Cache):
         theirs: list[Any] = cache.layers
         layers: list[Any] = self.layers
         for ours, layer in zip(layers, theirs, strict=True):
-            if not ours.is_initialized:
-                ours.lazy_initialization(layer.keys, layer.values)
-            first = num_tokens - layer.keys.shape[-2]
-            ours.keys[:, :, first:num_tokens] = layer.keys
-            ours.values[:, :, first:num_tokens] = layer.values
+            if layer.is_initialized:
+                if not ours.is_initialized:
+                    ours.lazy_initialization(layer.keys, layer.values)
+                first = num_tokens - layer.keys.shape[-2]
+                ours.keys[:, :, first:num_tokens] = layer.keys
+                ours.values[:, :, first:num_tokens] = layer.values
 
     def held_of(self, text: int, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
         """In each layer keys and values `[heads, n, size]` of the first tokens of a text; hidden ones are left out."""
         shown = slice(None) if self.prompt is None else self.prompt.shown[text, :num_tokens]
-        return [(layer.keys[text, :, :num_tokens][:, shown], layer.values[text, :, :num_tokens][:, shown])
-                for layer in self._made()]  # fmt: skip
+        found = [held[text, :, :num_tokens][:, shown] for held in self.tensors]
+        return list(zip(found[::2], found[1::2], strict=True))
 
     def write(self, cache: DynamicCache, num_tokens: int) -> None:
         """Leave the first `num_tokens` tokens in a growing cache, with which transformers' own passes can go on."""
@@ -198,7 +188,7 @@ class Rooms:
         self.num_layers, self.device = num_layers, device
         self._made: dict[Hashable, RoomCache] = {}
 
-    def empty(self, num_tokens: int, positions: torch.Size | None = None) -> RoomCache:
+    def empty(self, num_tokens: int, positions: torch.Size | None) -> RoomCache:
         """The one for so many tokens, emptied."""
         key = room_for(num_tokens), positions
         if key not in self._made:
@@ -214,33 +204,32 @@ class Rooms:
     @property
     def num_bytes(self) -> int:
         """Memory that they take."""
-        return sum(cache.num_bytes for cache in self._made.values())
+        return sum(held.nbytes for cache in self._made.values() for held in cache.tensors)
 
 
 class RoomText:
-    """A text in a room. As it grows, it goes on in a larger one that holds the same: `empty` gives one for so many
-    tokens. `held` is `cache.length`, on the host."""
+    """A text in one of the `rooms`. As it grows, it goes on in a larger one that holds the same. `held` is
+    `cache.length`, on the host; `positions` are of a `RoomCache`."""
 
     cache: Any = None
 
-    def __init__(self, empty: Callable[[int], RoomCache]) -> None:
-        self._empty, self.held = empty, 0
+    def __init__(self, rooms: Rooms, positions: torch.Size | None) -> None:
+        self.rooms, self.positions, self.held = rooms, positions, 0
+
+    @property
+    def place(self) -> tuple[int, torch.Size | None]:
+        """Which cache the text is in, for the keys of graphs."""
+        return self.cache.room, self.positions
 
     def with_room(self, num_tokens: int) -> RoomCache:
         """The cache, which has room for so many tokens."""
         if (smaller := self.cache) is None or smaller.room < num_tokens:
-            larger = self._empty(num_tokens)
+            larger = self.rooms.empty(num_tokens, self.positions)
             if smaller is not None:
                 larger.copy_from(smaller)
             self.cache = larger  # not before all of it has found memory
         cache: RoomCache = self.cache
         return cache
-
-    def keep(self, count: int) -> None:
-        """Hold the first `count` tokens that the last pass has written."""
-        if count:
-            self.cache.length.add_(count)
-            self.held += count
 
 
 def prepared(

@@ -238,7 +238,7 @@ class OneTarget(TargetSide):
         return [not self.text.finished]
 
     def take_back(self, passes: CapturedTarget, texts: Sequence[Text], rows: Sequence[int]) -> None:  # noqa: ARG002
-        passes.write(self.prefix.cache)
+        passes.text.cache.write(self.prefix.cache, passes.text.held)
         self.prefix.grow(passes.text.held - self.prefix.text.held)
 
     def room(self, text: Text) -> int | None:

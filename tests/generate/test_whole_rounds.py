@@ -5,6 +5,7 @@ drafted."""
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from support.watchers import heard
 from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
 from torch import Tensor
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.cuda_graphs import captured_rounds, captured_target, on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundShape
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.cuda_graphs.room_cache import RoomCache
 from hf_specdecpp.drafting import model_steps
 from hf_specdecpp.generation import text as generation_text
+from hf_specdecpp.generation.captured.parts import GraphDrafts
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.throughput import tiers
@@ -440,3 +442,44 @@ def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monke
     assert torch.equal(generate(target, assistant, max_new_tokens=60), generate(target, None, max_new_tokens=60))
     assert shapes[-12:].count(cheap) > 6
     assert len(set(shapes)) > 1, "others are tried now and then"
+
+
+def first_candidates(target: CausalLM, assistant: SpecDecPPAssistant) -> dict[int, int]:
+    """The first candidate of the rounds of a text, by the tokens before the round."""
+    found: dict[int, int] = {}
+
+    def note(_: Any, tree: Any, _path: Any, length: int) -> None:
+        if len(tree):
+            found[length] = tree.tokens[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        heard(patch, SpecDecPPCandidateGenerator, "saw", note)
+        assert torch.equal(generate(target, assistant, max_new_tokens=60), generate(target, None, max_new_tokens=60))
+    return found
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_that_the_draft_has_not_read_come_in_time(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rounds without candidates pay, one with candidates reads the window when it is full. Without that the
+    window would be written to behind its end."""
+    monkeypatch.setattr(
+        tiers.RoundSeconds, "of", lambda _, shapes: torch.tensor([50.0 * shape.levels + 1 for shape in shapes]).numpy()
+    )
+    monkeypatch.setattr(tiers, "PROBES", (1000, 1000))
+    target, assistant = made(kind, tmp_path, rule="throughput", max_tokens=5)
+    drafted = first_candidates(target, assistant)
+    assert len(drafted) > 2
+    assert all(tiers.SPARE <= later - before <= 2 * tiers.SPARE for before, later in pairwise(drafted))
+    assistant.speculation.rule, assistant.speculation.graphs = "fixed", "off"
+    assistant.decisions, uncaptured = type(assistant.decisions)(draft_successors=False), dict[int, int]()
+    for assistant.speculation.num_tokens in (1, 2):
+        uncaptured |= first_candidates(target, assistant)
+    assert drafted.keys() & uncaptured.keys()
+    assert all(drafted[length] == uncaptured[length] for length in drafted.keys() & uncaptured.keys())
+    assistant.speculation.rule, assistant.speculation.graphs = "throughput", "auto"
+    monkeypatch.setattr(GraphDrafts, "_shape", lambda *_: RoundShape(0))  # a mutant
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        generate(target, assistant, max_new_tokens=60)

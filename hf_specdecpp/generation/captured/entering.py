@@ -19,7 +19,6 @@ from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
 from hf_specdecpp.cuda_graphs.room_cache import why_not_in_place, why_not_rooms
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
-    PassGraphs,
     RoundGraphs,
     are_captured_whole_alone,
     memory_ended,
@@ -29,7 +28,7 @@ from hf_specdecpp.generation.captured.parts import (
     with_captured_passes,
 )
 from hf_specdecpp.generation.prefix import has_usual_inputs
-from hf_specdecpp.generation.target import Drafts, GraphsFailedError, RoundTarget, TargetSide
+from hf_specdecpp.generation.target import Drafts, RoundTarget, TargetSide
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import cache_among, devices_of, num_processes
 from hf_specdecpp.models.foreign import active_modes
@@ -54,78 +53,64 @@ def on_graphs(texts: Sequence[Text], drafts: Drafts, usual: TargetSide) -> tuple
         return drafts, usual
     not_whole = why_not_whole(texts)
     reason = (not_whole if are_captured_whole_alone(usual) else None) or _why_not(usual)
-    if reason is None:
-        passes = captured_target(usual.model, usual.generator.setup.speculation.compile)
-        with _choosing:
-            is_busy, passes.busy = passes.busy, True
-        if is_busy:
-            reason = "another text is using the captured passes of this target"
-        else:
-            try:
-                if (reason := _enter(passes, usual, texts, not_whole is None)) is None:
-                    return _parts(texts, passes, drafts, usual, not_whole)
-            except BaseException:
-                passes.busy = False
-                raise
-            passes.busy = False
-    warn(usual, reason)
-    note(texts, reason, "step by step")
+    found = reason or _parts(texts, drafts, usual, not_whole)
+    if not isinstance(found, str):
+        return found
+    warn(usual, found)
+    note(texts, found, "step by step")
     return drafts, usual
 
 
 def _parts(
-    texts: Sequence[Text], passes: CapturedTarget, drafts: Drafts, usual: TargetSide, not_whole: str | None
-) -> tuple[Drafts, RoundTarget]:
-    """The parts of rounds of texts that have entered captured passes."""
-    if not_whole is not None:
-        note(texts, None, f"step by step: {not_whole}")
-        return with_captured_passes(texts, passes, usual)
+    texts: Sequence[Text], drafts: Drafts, usual: TargetSide, not_whole: str | None
+) -> tuple[Drafts, RoundTarget] | str:
+    """The parts that run graphs, or why there are none. `not_whole`: why rounds are not captured whole."""
+    passes, is_entered = captured_target(usual.model, usual.generator.setup.speculation.compile), False
+    with _choosing:
+        is_busy, passes.busy = passes.busy, True
+    if is_busy:
+        return "another text is using the captured passes of this target"
+    shapes = [] if not_whole is not None else _shapes_of(texts)
     try:
-        own = _graph_drafts(texts, passes)
-        note(texts, None, "captured" if own.process is None else BETWEEN)
-        return own, RoundGraphs(own, passes, drafts, usual)
-    except torch.OutOfMemoryError as error:
-        failure = GraphsFailedError(memory_ended(error))
-    return PassGraphs(texts, passes, drafts, usual).instead(failure, texts)
-
-
-def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text], are_whole: bool) -> str | None:
-    """Let texts go on in these passes; or say why that cannot be, and note whether it never can."""
-    passes.graphs.begin_text()
-    if passes.why_not is not None:
-        return passes.why_not
-    if passes.graphs.why_not:
-        return f"its pass cannot be captured ({passes.graphs.why_not})"
-    try:
-        usual.enter(passes)
-        passes.why_not = reason = passes.compare(
-            [text.ids for text in texts], _widths(texts, usual, are_whole), partial(usual.own_logits, texts)
-        )
-    except graphs.CannotCaptureError as error:
-        reason = f"its pass cannot be captured ({error})"
-        passes.why_not = None if error.is_passing else reason
+        if (reason := _enter(passes, usual, texts, shapes)) is not None:
+            return reason
+        own = _graph_drafts(texts, passes, shapes) if shapes else None
+        is_entered = True
     except torch.OutOfMemoryError as error:
         passes.close()
-        reason = memory_ended(error)
-    except Exception as error:  # noqa: BLE001 - a forward may do anything with masks and caches of ours
-        reason = f"its pass cannot be captured ({type(error).__name__}: {error})"
-        passes.why_not = None if graphs.is_out_of_memory(error) else reason
-    return reason
+        del passes.text
+        return memory_ended(error)
+    finally:
+        passes.busy = is_entered
+    if own is None:
+        note(texts, None, f"step by step: {not_whole}")
+        return with_captured_passes(texts, passes, usual)
+    note(texts, None, "captured" if own.process is None else BETWEEN)
+    return own, RoundGraphs(own, passes, drafts, usual)
 
 
-def _widths(texts: Sequence[Text], usual: TargetSide, are_whole: bool) -> set[int]:
-    """Of all passes that rounds of these texts may have."""
-    setup, found = texts[0].generator.setup, {1}
+def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text], shapes: list[RoundShape]) -> str | None:
+    """Let texts go on in these passes; or say why that cannot be, and note whether it never can."""
+    passes.graphs.begin_text()
+    if passes.why_not is not None or passes.graphs.why_not is not None:
+        return passes.why_not or f"its pass cannot be captured ({passes.graphs.why_not})"
+    widths = {1, *(shape.nodes + 1 for shape in shapes)}  # of all passes that rounds may have
     if not are_captured_whole_alone(usual):
-        found |= set(pass_widths(setup.most_tokens))
-    if are_whole:
-        steps = cast(RoundSteps, texts[0].generator.round_steps)
-        shapes = _shapes_of(setup.speculation, steps, len(texts))
-        found |= {shape.nodes + 1 for shape in shapes}
-    return found
+        widths |= set(pass_widths(usual.generator.setup.most_tokens))
+    try:
+        usual.enter(passes)
+        passes.why_not = passes.compare([text.ids for text in texts], widths, partial(usual.own_logits, texts))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a forward may do anything with masks and caches of ours
+        cannot = passes.graphs.cannot(error)
+        reason = f"its pass cannot be captured ({cannot})"
+        passes.why_not = None if cannot.is_passing else reason
+        return reason
+    return passes.why_not
 
 
-def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:
+def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget, shapes: list[RoundShape]) -> GraphDrafts:
     """What drafts in whole rounds of a call whose passes are captured."""
     generator = texts[0].generator
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
@@ -139,7 +124,6 @@ def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:
         speculation.threshold if speculation.rule == "threshold" else None, decisions.min_tokens,
         decisions.verification if generator.processing.answers_all else "token",
     )  # fmt: skip
-    shapes = _shapes_of(speculation, steps, len(texts))
     key = steps.key, tuple(shapes), greedy, steps.vocab_size, len(texts), fits
     known = passes.rounds
     if key not in known:
@@ -157,8 +141,9 @@ def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget) -> GraphDrafts:
     return GraphDrafts(texts, rounds, rules, tiers)
 
 
-def _shapes_of(speculation: SpeculationConfig, steps: RoundSteps, texts: int) -> list[RoundShape]:
-    """The shapes that rounds may have, the largest last."""
+def _shapes_of(texts: Sequence[Text]) -> list[RoundShape]:
+    """The shapes that whole rounds may have, the largest last."""
+    speculation, steps = texts[0].generator.setup.speculation, cast(RoundSteps, texts[0].generator.round_steps)
     trees = [shape for shape in TREES if shape.levels <= steps.most]
     if speculation.draws_trees:
         trees = [shape for shape in trees if shape.nodes <= speculation.tree_budget]
@@ -170,7 +155,7 @@ def _shapes_of(speculation: SpeculationConfig, steps: RoundSteps, texts: int) ->
         return [shape for shape in chains if shape.levels]
     deepest = chains[-1].levels
     # Rows of a batch fill the passes already.
-    takes_trees = speculation.tree == "auto" and steps.draws_trees and texts == 1
+    takes_trees = speculation.tree == "auto" and steps.draws_trees and len(texts) == 1
     return chains + [shape for shape in trees if shape.levels <= deepest and takes_trees]
 
 

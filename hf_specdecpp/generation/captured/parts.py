@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
-from hf_specdecpp.caches.text import num_in_place, width_of
+from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import RoundRules, RoundShape
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds, Report
@@ -54,8 +54,7 @@ class GraphDrafts(Drafts):
     """
 
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
-        self.unread = DraftTree.chain()
-        self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
+        self.texts, self.unread = list(texts), DraftTree.chain()
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
         graphs_run_all = self.generator.processing.does_nothing or not rules.processing.does_nothing
         self.process = None if graphs_run_all else self._process
@@ -90,10 +89,10 @@ class GraphDrafts(Drafts):
     def _propose(self, texts: Sequence[Text]) -> None:
         if not self.made:
             self.begin()
-        self.rounds.keep([self.places[id(text)] for text in texts])
-        self.shape = self._shape(max(text.length for text in texts))
+        self.rounds.keep([self.texts.index(text) for text in texts])
+        self.shape = self._shape(length := max(text.length for text in texts))
         self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
-        self.rounds.propose(self.shape, self.rules)
+        self.rounds.propose(self.shape, self.rules, length)
 
     def verify(self) -> list[Report]:
         """Launch the target's pass over the candidates, and wait for the device's verdicts."""
@@ -119,10 +118,12 @@ class GraphDrafts(Drafts):
 
     def _shape(self, length: int) -> RoundShape:
         """Of the next round. What does not fit under the longest text is cut off when it is emitted."""
-        shape = self.tiers.next()
+        shape, draft = self.tiers.next() if length <= self.longest else RoundShape(0), self.rounds.draft
+        if not shape.levels and draft.pending >= draft.width:  # it has to read what was emitted without it
+            shape = next(each for each in self.tiers.shapes if each.levels)
         if shape.levels:
-            self.rounds.draft.calibrate(self.rates)
-        return shape if length <= self.longest else RoundShape(0)
+            draft.calibrate(self.rates)
+        return shape
 
 
 class GraphTarget(RoundTarget):
@@ -170,8 +171,8 @@ class GraphTarget(RoundTarget):
         passes = self.passes
         made = [passes.graphs, *(rounds.graphs for rounds in self.rounds)]
         stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
-        places: list[Any] = [*made, passes.rooms, *(rounds.draft.rooms for rounds in self.rounds)]
-        stats.graph_bytes = sum(each.num_bytes for each in places)
+        rooms = [passes.rooms, *(rounds.draft.rooms for rounds in self.rounds)]
+        stats.graph_bytes = sum(each.num_bytes for each in made) + sum(each.num_bytes for each in rooms)
         for each in made:
             if each.why_not and stats.uncaptured is None:
                 what = "its pass" if each is passes.graphs else "a round"
@@ -243,40 +244,22 @@ class PassGraphs(GraphTarget):
     usual: OneTarget
 
     def read(self, rounds: Sequence[Round]) -> None:
-        (each,) = rounds
-        each.outputs = attempt(partial(self._pass, each.text.ids, each.rows))
-        each.width = width_of(len(each.tree) + 1)
+        attempt(partial(self._read, *rounds))
+
+    def _read(self, each: Round) -> None:
+        tokens, tree, shape, each.width = each.text.ids[:, -1:], each.tree, None, width_of(len(each.tree) + 1)
+        if len(tree) and tree.is_chain:
+            tokens = extend(tokens, tree.ids(tokens.device))
+        elif len(tree):
+            candidates, *shape = each.rows.upload(tokens.device, each.width)
+            tokens = extend(tokens, candidates)
+        each.outputs = self.passes.read(tokens, shape)
+        each.outputs.logits = each.outputs.logits.clone()  # which the next pass would write over
         self.usual.states.give(each.outputs.states)
 
-    def _pass(self, ids: Tensor, tree_pass: TreePass) -> Any:
-        """A pass over the last of the tokens `[1, length]` and a tree."""
-        tokens, tree, shape = ids[:, -1:], tree_pass.tree, None
-        if len(tree):
-            if tree.is_chain:
-                candidates = tree.ids(ids.device)
-            else:
-                candidates, *shape = tree_pass.upload(ids.device, width_of(len(tree) + 1))
-            tokens = extend(tokens, candidates)
-        outputs = self.passes.read(tokens, shape)
-        outputs.logits = outputs.logits.clone()  # which the next pass would write over
-        return outputs
-
     def keep(self, rounds: Sequence[Round]) -> None:
-        (each,) = rounds
-        kept, path = each.emitted
-        self.usual.take_states(each)
-        moves = path is not None and num_in_place(path.rows[:kept]) < kept
-        self.passes.keep(kept, path.on_device[:kept] if moves and path is not None else None)
-
-    def try_pass(self, count: int, as_tree: bool) -> None:
-        """Make a pass over the last token and so many candidates, all alike, and keep nothing; only to capture it."""
-        text = self.texts[0]
-        tree = DraftTree() if as_tree else DraftTree.chain()
-        for _ in range(count):
-            tree.add(0 if as_tree else len(tree), 0)
-        self._pass(text.ids, TreePass(tree))
-        if as_tree:
-            self.passes.keep(0, torch.arange(count + 1, device=self.passes.device))
+        self.usual.take_states(rounds[0])
+        self.passes.keep(*rounds[0].emitted)
 
 
 def with_captured_passes(

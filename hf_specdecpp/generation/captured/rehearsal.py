@@ -16,9 +16,10 @@ from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
+from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.cuda_graphs.room_cache import LEAST_ROOM, room_for
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.captured.parts import GraphDrafts, GraphTarget, PassGraphs, pass_widths
+from hf_specdecpp.generation.captured.parts import GraphDrafts, GraphTarget, pass_widths
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.doors.calls import Call, decoding_of
 from hf_specdecpp.generation.refusals import check_mode
@@ -64,30 +65,32 @@ class RehearsedDecoding(AssistedDecoding):
                 f"Nothing can be captured here, so there is nothing to warm up. Of {type(self.side.model).__name__}: "
                 f"{self.text.stats.uncaptured or 'SpeculationConfig.graphs is off'}."
             )
-        if isinstance(self.drafts, GraphDrafts):
-            self.drafts.begin()
+        if isinstance(drafts := self.drafts, GraphDrafts):
+            drafts.begin()
         self.generator.times = None  # these rounds are unlike others
         further = 2 * width_of(self.most + 1) + SPARE
         room = LEAST_ROOM
         while room <= room_for(self.side.config.max_length + further):
             target.passes.text.with_room(room)
-            if isinstance(target, PassGraphs):
-                self._read_target(target, room)
-            elif isinstance(self.drafts, GraphDrafts):
-                self._make_whole_rounds(self.drafts, room)
+            if isinstance(drafts, GraphDrafts):
+                self._make_whole_rounds(drafts)
+            else:
+                self._read_target(target.passes, room)
             room *= 2
 
-    def _make_whole_rounds(self, drafts: GraphDrafts, room: int) -> None:
-        drafts.rounds.draft.text.with_room(room)
+    def _make_whole_rounds(self, drafts: GraphDrafts) -> None:
         for shape in {RoundShape(0), *drafts.tiers.shapes}:
             drafts.time(shape)
 
-    def _read_target(self, target: PassGraphs, room: int) -> None:
+    def _read_target(self, passes: CapturedTarget, room: int) -> None:
         """A pass of each width, of trees a path of each, too; and some rounds."""
-        left = min(room - target.passes.text.held, MOST_CANDIDATES + 1)
-        for width in pass_widths(self.generator.setup.most_tokens):
-            if width <= left:
-                target.try_pass(width - 1, self.generator.trees is not None)
+        for width in pass_widths(self.most):
+            if width <= min(room - passes.text.held, MOST_CANDIDATES + 1):
+                places = torch.arange(width, device=passes.device)
+                as_tree = width > 1 and self.generator.trees is not None
+                passes.read(places[None] * 0, (places <= places[:, None], places) if as_tree else None)
+                if as_tree:
+                    passes.move(places)
         for _ in range(ROUNDS):
             self.round()
 
@@ -98,14 +101,8 @@ def warm_up(setup: DraftSetup, target: CausalLM, max_length: int | None, options
     if max_length is None:
         max_length = int(min(USUAL_LENGTH, longest))
     if not isinstance(max_length, int) or not PROMPT + 2 <= max_length <= longest:
-        raise ValueError(
-            f"max_length={max_length!r} must be a whole number of tokens, at least {PROMPT + 2}"
-            + (
-                f" and at most {longest:.0f}, which {type(target).__name__} has positions for."
-                if longest < 1e9
-                else "."
-            )
-        )
+        most = f" and at most {longest:.0f}, which {type(target).__name__} has positions for" if longest < 1e9 else ""
+        raise ValueError(f"max_length={max_length!r} must be a whole number of tokens, at least {PROMPT + 2}{most}.")
     if is_spread(target):
         raise ValueError("A target that is spread over several processes warms up with its first texts.")
     device, begin = input_device(target), time.perf_counter()
