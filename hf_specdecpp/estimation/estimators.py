@@ -83,6 +83,11 @@ class DraftStep:
         return self.scores.softmax(dim=-1)
 
     @property
+    def q_of_token(self) -> Tensor:
+        """`[...]`, q(y) of the candidate."""
+        return self.q.gather(-1, self.token[..., None])[..., 0]  # an index of a device would be read
+
+    @property
     def entropy(self) -> Tensor:
         """Entropy of q in nats."""
         return torch.special.entr(self.q).sum(-1)
@@ -106,7 +111,7 @@ class DraftProbability:
     inputs = "before"
 
     def estimate(self, step: DraftStep) -> Tensor:
-        return step.q.gather(-1, step.token[..., None])[..., 0]  # an index of a device would be read
+        return step.q_of_token
 
 
 def lag_of(estimator: Estimator) -> int:

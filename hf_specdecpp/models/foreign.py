@@ -84,7 +84,8 @@ SIMPLE = {bool, int, float, str, type(None)}
 _usual: WeakSet[Any] = WeakSet()  # functions that are not foreign: each call asks of the same ones
 # Of modules and the class of tensors without code of others: how many names they have, those of functions, and these.
 _unchanged: dict[Any, tuple[int, list[str], list[Any]]] = {}
-# What PyTorch computes with.
+# What PyTorch computes passes with. Draws of random numbers are made between passes, and pinned memory holds copies.
+BETWEEN_PASSES = ("rand", "multinomial", "bernoulli", "normal", "exponential", "uniform", "pin_memory")
 OPERATIONS = {name for name in dir(torch._C._VariableFunctions) if name[0] != "_"}.union(torch.functional.__all__)
 # Of each target: the code that was found, and what is known of the passes that run it.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], ForeignPasses]] = WeakKeyDictionary()
@@ -236,7 +237,8 @@ def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
         if home is torch:
             known = {name: code for name, code in known.items() if name in OPERATIONS}
         inner = {name: code for name, code in known.items() if not isinstance(code, BuiltinFunctionType | type)}
-        if others := [name for name, code in inner.items() if package_of(code) not in IMPORTED]:
+        others = [name for name, code in inner.items() if package_of(code) not in IMPORTED]
+        if others := [name for name in others if not name.startswith(BETWEEN_PASSES)]:
             for name in others:
                 yield ForeignCode(known[name], f"another {name} of {home.__name__}, {_name(known[name])}")
         else:
