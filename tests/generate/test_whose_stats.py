@@ -107,6 +107,22 @@ def test_each_task_reads_its_own(fresh: Any) -> None:
         assert asyncio.run(all_of(own_thread)) == [(8, 8), (24, 24), (16, 16)]
 
 
+class Interrupted(LatestCalls):
+    """Calls of the main thread, right after the noting of each of which another thread notes one of its own."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_latest" and threading.current_thread() is threading.main_thread():
+            in_thread(partial(self.note, SpeculationStats(generated=8)))
+
+
+def test_another_thread_s_call_may_be_noted_at_the_same_time() -> None:
+    calls = Interrupted()
+    calls.note(SpeculationStats(generated=16))
+    assert calls.stats.generated == 16
+    assert in_thread(lambda: calls.stats.generated) == 8
+
+
 async def _to_thread(generate: Callable[..., Any]) -> None:
     await asyncio.to_thread(generate, 16)
 
