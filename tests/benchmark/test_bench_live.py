@@ -111,7 +111,7 @@ def test_patterns() -> None:
     assert {each.name for each in quick_contestants(False)} < {each.name for each in all_contestants(False)}
 
 
-@pytest.mark.every(5, takes=3)
+@pytest.mark.daily("3", takes=3)
 @pytest.mark.parametrize("answers", [3, 8, 12, 13])  # the baselines come last for the second prompt
 def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: int) -> None:
     live, left = benchmark(tmp_path, some_contestants()), [answers + len(some_contestants())]  # warm-ups count, too

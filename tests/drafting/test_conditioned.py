@@ -84,7 +84,10 @@ def worst(assistant: SpecDecPPAssistant, target: CausalLM, rounds: list[Drafted]
     )
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily(
+    "conditioned-llama-None-chain", "conditioned-gemma3_text-5-tree", "conditioned-mistral-5-chain",
+    "eagle3-gemma3_text-None-tree", "eagle3-mistral-None-chain",
+)  # fmt: skip
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_reads_the_states_of_the_verified_text(
@@ -100,7 +103,10 @@ def test_reads_the_states_of_the_verified_text(
     assert 0 < assistant.stats.accepted < assistant.stats.drafted, "rounds that accept some and reject some"
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily(
+    "conditioned-llama-throughput", "conditioned-gpt2-threshold", "eagle3-gemma3_text-throughput",
+    "eagle3-mistral-threshold",
+)  # fmt: skip
 @pytest.mark.parametrize("rule", ["throughput", "threshold"])
 def test_rounds_without_candidates(reading: Making, drafted: list[Drafted], rule: Any, target: CausalLM) -> None:
     """What was not drafted at is read later, with the states of its own passes."""
@@ -161,7 +167,7 @@ def llama() -> CausalLM:
     return quiet_later_layers(tiny("llama"))
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("conditioned-1-chain", "conditioned-2-tree", "eagle3-2-chain")
 @pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_processor_that_calls_the_target(
@@ -183,7 +189,7 @@ def test_a_processor_that_calls_the_target(
     assert worst(assistant, llama, drafted) < 1e-4
 
 
-@pytest.mark.every(2, takes=5)
+@pytest.mark.daily("conditioned", takes=5)
 def test_several_threads(reading: Making, llama: CausalLM, drafted: list[Drafted]) -> None:
     """Passes of the same target in other threads are not caught."""
     assistant = reading(llama)
@@ -197,7 +203,7 @@ def test_several_threads(reading: Making, llama: CausalLM, drafted: list[Drafted
 
 
 @pytest.mark.apart
-@pytest.mark.every(2)
+@pytest.mark.daily("conditioned")
 def test_a_forward_that_was_compiled_without_hooks(reading: Making, llama: CausalLM, drafted: list[Drafted]) -> None:
     assistant = reading(llama)
     llama.forward = torch.compile(llama.forward, backend="eager")

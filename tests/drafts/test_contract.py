@@ -119,7 +119,10 @@ def test_every_kind_is_here(tmp_path: Path) -> None:
     assert {pair(name, tmp_path / name)[0].kind.name for name in NAMES} == {kind.name for kind in KINDS}
 
 
-@pytest.mark.every(11)
+@pytest.mark.daily(
+    "fixed-independent", "threshold-early_exit", "throughput-conditioned", "dyspec-eagle3", "dyspec-exact-lookup",
+    "static-eagle3 of others", "dyspec, throughput-dflash",
+)  # fmt: skip
 @ALL
 @pytest.mark.parametrize("settings", [*CHAINS, *TREES])
 def test_greedy_text_is_the_targets(settings: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +148,10 @@ def test_another_text_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ear.check(target)
 
 
-@pytest.mark.every(11)
+@pytest.mark.daily(
+    "processors-independent", "a token that ends-early_exit", "another criterion-conditioned",
+    "a padded prompt-eagle3",
+)  # fmt: skip
 @ALL
 @pytest.mark.parametrize("options", OPTIONS)
 def test_with_every_option(options: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +162,7 @@ def test_with_every_option(options: str, name: str, tmp_path: Path, monkeypatch:
     check_text(assistant, target)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
 @ALL
 def test_sampled_text_has_its_length(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its distribution is enumerated in `tests/exactness`."""
@@ -169,7 +175,7 @@ def test_sampled_text_has_its_length(name: str, tmp_path: Path, monkeypatch: pyt
     ear.check(target)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
 @ALL
 def test_a_cache_that_is_carried_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the turn before, a draft that reads the target's states has none, but that turn's keys and values."""
@@ -186,7 +192,7 @@ def test_a_cache_that_is_carried_on(name: str, tmp_path: Path, monkeypatch: pyte
     ear.check(target, first=0 if name == "gemma4" else first.shape[1] - 1)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
 @ALL
 def test_rows_of_a_batch(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
@@ -200,7 +206,7 @@ def test_rows_of_a_batch(name: str, tmp_path: Path) -> None:
         assert assistant.stats.accepted > 0 or name in NEVER_RIGHT
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
 @ALL
 def test_a_lookup_beside_it(name: str, tmp_path: Path) -> None:
     """Rounds in which nothing is drafted, and candidates that the draft has not read."""
@@ -220,7 +226,11 @@ def placed(assistant: SpecDecPPAssistant, target: CausalLM) -> Pair:
     return assistant, target
 
 
-@pytest.mark.every(7, takes=3)
+@pytest.mark.daily(
+    "False-fixed-independent", "False-fixed-gemma4", "False-threshold-lookup", "False-tree-early_exit",
+    "False-tree-mtp", "True-fixed-eagle3 of others", "True-threshold-conditioned",
+    "True-threshold-mtp, several layers", "True-tree-dflash", takes=3,
+)  # fmt: skip
 @ALL
 @pytest.mark.parametrize(
     "settings", [FIXED, CHAINS["threshold"], TREES["dyspec"]], ids=["fixed", "threshold", "tree"]
@@ -241,7 +251,7 @@ def test_on_apples_device(do_sample: bool, settings: dict[str, Any], name: str, 
     assert assistant.stats.drafted > 0 or not assistant.ready_drafter().places
 
 
-@pytest.mark.every(3, takes=2)
+@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers", takes=2)
 @ALL
 def test_on_a_pretended_device(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
@@ -277,7 +287,7 @@ def drawing(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
     return assistant, target
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("independent-False", "conditioned-True", "eagle3 of others-False", "gemma4-True")
 def test_a_grammar_that_depends_on_the_path(drawing: Pair) -> None:
     """Every other token is even; of these two are allowed, so a mask of another place would change the text."""
 
@@ -288,14 +298,17 @@ def test_a_grammar_that_depends_on_the_path(drawing: Pair) -> None:
     check_text(*drawing, prefix_allowed_tokens_fn=allowed)
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily(
+    "independent-False-3", "early_exit-True-6", "eagle3-True-3", "eagle3 of others-False-6", "gemma4-False-3",
+    "mtp-True-6",
+)  # fmt: skip
 @pytest.mark.parametrize("at", [3, 6])
 def test_stop_strings(drawing: Pair, at: int) -> None:
     text = drawing[1].generate(TEXT, max_new_tokens=20, do_sample=False)[0, TEXT.shape[1] :].tolist()
     check_text(*drawing, stop_strings=[tokenizer().decode(text[at : at + 2])], tokenizer=tokenizer())
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily("independent-False", "eagle3-True", "gemma4-False")
 def test_an_interrupt_leaves_nothing_behind(drawing: Pair) -> None:
     """In the middle of a text, which a streamer sees; then the same assistant says the whole text."""
     assistant, target = drawing
@@ -314,7 +327,7 @@ def test_an_interrupt_leaves_nothing_behind(drawing: Pair) -> None:
     check_text(assistant, target)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
 @ALL
 def test_the_target_stays_as_it_is(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path)
@@ -332,7 +345,7 @@ def test_the_target_stays_as_it_is(name: str, tmp_path: Path) -> None:
     assert look() == before
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
 @ALL
 def test_a_target_that_was_moved(name: str, tmp_path: Path) -> None:
     """A draft that was put beside it would read and write in another dtype."""
@@ -344,7 +357,7 @@ def test_a_target_that_was_moved(name: str, tmp_path: Path) -> None:
 RESIZED = {"fixed": FIXED, "successors": {**FIXED, "draft_successors": True}, "dyspec": TREES["dyspec"]}
 
 
-@pytest.mark.every(11)
+@pytest.mark.daily("independent--3-fixed", "early_exit-5-dyspec", "eagle3-5-successors", "gemma4-5-fixed")
 @pytest.mark.parametrize("settings", RESIZED)
 @pytest.mark.parametrize("change", [-3, 5])
 @pytest.mark.parametrize("name", [*NAMES[:4], "dflash", "gemma4", "gemma4 with clusters"])
@@ -355,7 +368,7 @@ def test_a_target_whose_embeddings_are_resized(name: str, change: int, settings:
     target.generate(1 + TEXT % 8, assistant_model=assistant, max_new_tokens=16, do_sample=True)
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily("before-independent", "before-gemma4", "after-lookup")
 @ALL
 @pytest.mark.parametrize("inputs", ["before", "after"])
 def test_a_head_on_top(inputs: str, name: str, tmp_path: Path) -> None:
@@ -383,7 +396,7 @@ def drafted_by(assistant: SpecDecPPAssistant, target: CausalLM) -> tuple[list[in
     return assistant.stats.drafted_at, assistant.stats.accepted_at
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
 @ALL
 def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     assistant, target = made(name, tmp_path / "first")
@@ -410,7 +423,7 @@ def test_stored_and_loaded_again(name: str, tmp_path: Path) -> None:
     assert drafted_by(again, target) == expected
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("independent", "eagle3", "dflash", "mtp, several layers")
 @ALL
 def test_a_call_attaches(name: str, tmp_path: Path) -> None:
     """One that was detached, and one that was loaded without a target."""

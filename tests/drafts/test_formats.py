@@ -158,7 +158,7 @@ ANY: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("*-eagle3", "*-dflash, original", "*-dflash, speculators")
 @ALL
 @pytest.mark.parametrize("damage", ANY)
 def test_any_tensor(damage: str, name: str, tmp_path: Path) -> None:

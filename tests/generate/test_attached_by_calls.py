@@ -48,7 +48,10 @@ WAYS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily(
+    "independent-chain", "independent-batch", "early_exit-throughput", "conditioned-tree", "eagle3-chain",
+    "eagle3-batch",
+)  # fmt: skip
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_has_everything(kind: str, way: str) -> None:

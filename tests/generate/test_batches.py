@@ -52,7 +52,7 @@ def generate(target: Any, inputs: dict[str, Tensor], assistant: Any = None, **op
 # Greedy text is plain text. -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("gpt2", "early_exit")
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "mpt", "gemma3_text", "vocabulary", *KINDS])
 def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without positions (MPT), and with a window."""
@@ -109,7 +109,7 @@ class EndsAt(StoppingCriteria):
         return torch.isin(input_ids[:, -1], torch.tensor(self.tokens)) | is_long
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily("fixed-tokens0-40", "throughput-tokens0-1000000")
 @pytest.mark.parametrize("length", [40, 10**6])
 @pytest.mark.parametrize("tokens", [[3, 17, 25, 40], [3, 17], []])
 @pytest.mark.parametrize("rule", ["fixed", "throughput"])
@@ -143,7 +143,7 @@ def test_padding_that_eager_attention_turns_into_nan_is_refused() -> None:
         generate(target, inputs, assistant)
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("0.2-llama", "10.0-llama")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("holes", [0.2, 10.0])
 def test_records_and_cache_are_plain_generations(family: str, holes: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_records_and_cache_are_plain_generations(family: str, holes: float, monk
             torch.testing.assert_close(*held, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.every(3, takes=2)
+@pytest.mark.daily("independent", takes=2)
 @pytest.mark.parametrize("kind", ["independent", "conditioned", "eagle3"])
 def test_a_cache_is_carried_on(kind: str) -> None:
     """A second turn after texts of different length, with what stands between the turns masked."""
@@ -206,7 +206,7 @@ def test_a_cache_is_carried_on(kind: str) -> None:
 # Sampled rows are independent, and each follows p. --------------------------------------------------------------------
 
 
-@pytest.mark.every(3, takes=4)
+@pytest.mark.daily("fixed", "in step", takes=4)
 @pytest.mark.parametrize("rule", ["fixed", "threshold", "throughput", "in step"])
 def test_rows_emit_exactly_p_and_are_independent(rule: str, enumerate_torch: Any) -> None:
     """The joint distribution of both rows is the product of p of each."""
@@ -428,7 +428,14 @@ CACHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily(
+    "llama-empty-1-False-1", "llama-empty-3-False-9", "llama-lazy-1-False-30", "llama-lazy-3-True-1",
+    "llama-<lambda>0-1-True-9", "llama-<lambda>0-3-True-30", "llama-<lambda>1-3-False-1", "mistral-empty-1-False-9",
+    "mistral-empty-3-False-30", "mistral-lazy-1-True-1", "mistral-lazy-3-True-9", "mistral-<lambda>0-1-True-30",
+    "mistral-<lambda>1-1-False-1", "mistral-<lambda>1-3-False-9", "gemma3_text-empty-1-False-30",
+    "gemma3_text-empty-3-True-1", "gemma3_text-lazy-1-True-9", "gemma3_text-lazy-3-True-30",
+    "gemma3_text-<lambda>0-3-False-1", "gemma3_text-<lambda>1-1-False-9", "gemma3_text-<lambda>1-3-False-30",
+)  # fmt: skip
 @pytest.mark.parametrize("new_tokens", [1, 9, 30])
 @pytest.mark.parametrize("is_dict", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])

@@ -43,7 +43,7 @@ def texts(target: CausalLM, assistant: SpecDecPPAssistant | None, seeds: Any = r
     return found
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("independent", "eagle3")
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 def test_by_default_greedy_texts_of_drafts_that_read_states_are_corrected(target: CausalLM, kind: str) -> None:
     reads = kind in ("conditioned", "eagle3")
@@ -56,7 +56,7 @@ def test_by_default_greedy_texts_of_drafts_that_read_states_are_corrected(target
         assistant.detach()
 
 
-@pytest.mark.every(2, takes=2)
+@pytest.mark.daily("chain", takes=2)
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_a_draft_that_knows_nothing_is_accepted_more_often(target: CausalLM, shape: str) -> None:
     """Of texts like those before: the very same ones."""

@@ -45,7 +45,12 @@ def target() -> CausalLM:
     ("num_assistant_tokens_schedule", "heuristic", "assistant.speculation.rule"),
     ("assistant_confidence_threshold", 0.9, "SpeculationConfig(rule='threshold'"),
 ])  # fmt: skip
-@pytest.mark.every(7)
+@pytest.mark.daily(
+    "num_assistant_tokens-12-SpeculationConfig(rule='fixed', num_tokens=12)-named-given",
+    "num_assistant_tokens-12-SpeculationConfig(rule='fixed', num_tokens=12)-batch-a config",
+    "num_assistant_tokens_schedule-heuristic-assistant.speculation.rule-default-the model's",
+    "assistant_confidence_threshold-0.9-SpeculationConfig(rule='threshold'-default-given",
+)  # fmt: skip
 def test_said_once(
     door: str, name: str, value: Any, instead: str, where: str, target: CausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,10 @@ def generate(target: CausalLM, assistant: Any = None, seed: int = 0, **options: 
     return target.generate(PROMPT, assistant_model=assistant, **{**GREEDY, **options})
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily(
+    "llama-chain-greedy", "llama-dyspec-exact-sampled", "gemma3_text-dyspec-greedy", "gemma3_text-static-sampled",
+    "gpt2-dyspec-exact-greedy",
+)  # fmt: skip
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
@@ -115,7 +118,7 @@ def test_a_chain_goes_on_with_what_follows_what_was_drafted() -> None:
     assert any(drawn and further for drawn, further in mixed)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("gpt2-chain", "opt-dyspec")
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_up_to_the_end_of_the_position_table(family: str, shape: str) -> None:
@@ -134,7 +137,7 @@ def test_up_to_the_end_of_the_position_table(family: str, shape: str) -> None:
             assistant.detach()
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("chain")
 @pytest.mark.parametrize("shape", ["chain", "dyspec"])
 def test_a_draft_reads_a_prompt_once_it_has_missed_as_much(shape: str) -> None:
     """The text repeats nothing and the draft is always right, so the rounds before it are plain passes."""
@@ -149,7 +152,7 @@ def test_a_draft_reads_a_prompt_once_it_has_missed_as_much(shape: str) -> None:
     assert rounds[0.0] + 3 <= rounds[0.2] < rounds[100.0]
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("beside a draft-throughput", "alone-fixed")
 @pytest.mark.parametrize("rule", ["throughput", "fixed"])
 @pytest.mark.parametrize("drafts", [True, False], ids=["beside a draft", "alone"])
 def test_batches(rule: str, drafts: bool) -> None:

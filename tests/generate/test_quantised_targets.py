@@ -74,7 +74,14 @@ def assistant_of(kind: str, target: CausalLM, build: Any, folder: Path, speculat
     return SpecDecPPAssistant.from_early_exit(target, 2, speculation=speculation)
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily(
+    "early exit-chain-torchao int8", "early exit-tree-bitsandbytes 4 bits",
+    "merged-chain-bitsandbytes 4 bits, scales too", "merged-own products-torchao int8",
+    "beside-threshold-bitsandbytes 4 bits", "beside-own products-bitsandbytes 4 bits, scales too",
+    "independent-tree-torchao int8", "quantised-chain-bitsandbytes 4 bits",
+    "quantised-tree-bitsandbytes 4 bits, scales too", "conditioned-threshold-torchao int8",
+    "conditioned-own products-bitsandbytes 4 bits", "eagle3-threshold-bitsandbytes 4 bits, scales too",
+)  # fmt: skip
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", DRAFTS)

@@ -52,7 +52,7 @@ def assert_same_states(cache: Any, expected: Any) -> None:
         torch.testing.assert_close(ours, theirs, rtol=ROUNDING, atol=ROUNDING)
 
 
-@pytest.mark.every(11, takes=3)
+@pytest.mark.daily("granitemoehybrid", takes=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_and_all_that_goes_with_them(family: str) -> None:
     """Hundreds of tokens, in rounds that accept none, some and all of their candidates."""
@@ -71,7 +71,7 @@ def test_texts_and_all_that_goes_with_them(family: str) -> None:
     assistant.detach()
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("20", "23")
 @pytest.mark.parametrize("length", range(20, 26))
 def test_a_text_may_end_with_tokens_pending(length: int) -> None:
     """Without an attention mask, as `generate()` leaves it out where a tokenizer was given for stop strings."""
@@ -84,7 +84,7 @@ def test_a_text_may_end_with_tokens_pending(length: int) -> None:
     assert_same_states(ours.past_key_values, plain.past_key_values)
 
 
-@pytest.mark.every(11, takes=3)
+@pytest.mark.daily("30", "14", takes=3)
 @pytest.mark.parametrize("length", [30, *range(4, 25)])
 def test_a_cache_is_carried_on_and_goes_back_after_an_interruption(length: int) -> None:
     """As plain generation carries its own on, which after some lengths is another text than without a pause."""
@@ -145,7 +145,7 @@ def test_what_is_pending_is_settled_in_time() -> None:
     assert assistant.stats.idle_rounds >= 50 // (MOST_PENDING + 1) - 1
 
 
-@pytest.mark.every(5, takes=3)
+@pytest.mark.daily("independent", takes=3)
 @pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 def test_drafts_with_recurrent_layers(kind: str) -> None:
     target = tiny_of("granitemoehybrid")
@@ -162,7 +162,7 @@ def test_drafts_with_recurrent_layers(kind: str) -> None:
     assert 0 < assistant.stats.accepted < assistant.stats.drafted
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("True-granitemoehybrid")
 @pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
 @pytest.mark.parametrize("attached", [True, False])
 def test_a_recurrent_draft_for_a_transformer(attached: bool, family: str) -> None:
@@ -173,7 +173,7 @@ def test_a_recurrent_draft_for_a_transformer(attached: bool, family: str) -> Non
     assert torch.equal(target.generate(PROMPT, **PLAIN, max_new_tokens=30, assistant_model=assistant), plain)
 
 
-@pytest.mark.every(2, takes=2)
+@pytest.mark.daily("granitemoehybrid", takes=2)
 @pytest.mark.parametrize("family", ["granitemoehybrid", "mamba2"])
 def test_a_recurrent_draft_goes_back(family: str) -> None:
     """It drafts after every round what it would draft after reading the text anew."""

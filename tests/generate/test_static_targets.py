@@ -33,7 +33,7 @@ from hf_specdecpp.models.causal_lm import CausalLM
 EACH = pytest.mark.parametrize("how", ["fixed", "dyspec"])  # a chain and a tree
 
 
-@pytest.mark.every(89, takes=4)
+@pytest.mark.daily("llama-independent-fixed", "mistral-early_exit-looked up", takes=4)
 @pytest.mark.parametrize("how", [*RULES, *GROWTHS])
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gpt2"])
@@ -54,7 +54,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("shared keys", "no positions", "images")
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_targets(name: str) -> None:
     if name == "no positions" and transformers.__version__ < "5.23":
@@ -69,7 +69,7 @@ def test_other_targets(name: str) -> None:
     assert assistant.stats.accepted > 0
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("llama-fixed", "gpt2-dyspec")
 @EACH
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_padded_prompt(family: str, how: str) -> None:
@@ -80,7 +80,7 @@ def test_a_padded_prompt(family: str, how: str) -> None:
     assert torch.equal(target.generate(text, assistant_model=attached(target, how), **options), plain)
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("fixed")
 @EACH
 def test_up_to_the_last_position(how: str) -> None:
     """A cache may have more rows than the target has positions, which neither nodes nor dummies must ask for."""
@@ -91,7 +91,7 @@ def test_up_to_the_last_position(how: str) -> None:
         assert torch.equal(ours, plain)
 
 
-@pytest.mark.every(3, takes=3)
+@pytest.mark.daily("llama-fixed", "gemma3_text-dyspec", takes=3)
 @EACH
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_turns_with_a_users_cache(family: str, how: str) -> None:
@@ -116,7 +116,7 @@ def test_turns_with_a_users_cache(family: str, how: str) -> None:
     assert torch.equal(generate(past_key_values=before), plain), "plain generation goes on, too"
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("llama-fixed", "llama-dyspec")
 @pytest.mark.parametrize(("family", "how"), [
     ("llama", "fixed"),
     ("gemma3_text", "fixed"),
@@ -137,7 +137,7 @@ def test_records(family: str, how: str) -> None:
     assert_prefilled(held(ours.past_key_values), target, ours.sequences[:, :-1])
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("(3,)-fixed", "(3, 9)-fixed", "(9, 3)-fixed", "(3, 3, 3)-fixed")
 @EACH
 @pytest.mark.parametrize("turns", [(3,), (3, 9), (9, 3), (3, 3, 3)], ids=str)
 def test_turns_beyond_the_windows(turns: tuple[int, ...], how: str) -> None:
@@ -208,7 +208,7 @@ def test_what_only_the_prompt_shows_leaves_a_users_cache_as_it_was() -> None:
     assert not int(cache.get_seq_length())
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("12-fixed", "20-dyspec")
 @EACH
 @pytest.mark.parametrize("length", [12, 20])  # in the prompt's own pass, and in a later round
 def test_an_exception_rolls_a_users_cache_back(length: int, how: str) -> None:

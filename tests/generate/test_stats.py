@@ -36,7 +36,7 @@ def made(**values: object) -> SpeculationStats:
     return stats
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("True-1", "False-5")
 @pytest.mark.parametrize("num_tokens", [1, 3, 5])
 @pytest.mark.parametrize("attached", [True, False])
 def test_counts_match_the_rounds(monkeypatch: pytest.MonkeyPatch, num_tokens: int, attached: bool) -> None:

@@ -57,7 +57,7 @@ def test_a_window_that_the_model_ignores(kind: str) -> None:
 # States that several tokens change otherwise --------------------------------------------------------------------------
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily("nemotron_h-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
 def test_steps_that_are_clamped_among_several_tokens_only(family: str, dtype: torch.dtype) -> None:
@@ -127,7 +127,7 @@ def test_a_loop_of_its_own() -> None:
         assist(target, "lookup", default=False)
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("dtype0")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_head_in_half_precision_after_a_stream_in_float32(dtype: torch.dtype) -> None:
     target = tiny_of("mamba2").to(dtype)
@@ -150,7 +150,7 @@ def test_layers_in_several_lists() -> None:
     assert early_exit(tiny_of("llama"), 2).config.num_hidden_layers == 2
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("gpt2-512", "bart-512", "ctrl-512", "llama-inf")
 @pytest.mark.parametrize(
     ("family", "most"),
     [("gpt2", 512), ("opt", 512), ("bert", 512), ("bart", 512), ("pegasus", 512), ("roberta", 511), ("ctrl", 512),

@@ -44,7 +44,7 @@ def breaks(module: Any, call: int) -> Any:
     return module.register_forward_pre_hook(unnoticed(hook))
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily("full ids-llama-draft", "full ids-mistral-target", "new ids-gemma3_text-streamer")
 @pytest.mark.parametrize("where", ["draft", "target", "streamer"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
 @pytest.mark.parametrize("style", ["full ids", "new ids"])

@@ -23,7 +23,7 @@ QUICK = [("llama", "fixed", "independent"), ("gemma3_text", "threshold", "early 
 CASES = list(product(["llama", "gemma3_text", "gpt2"], RULES, ["independent", "early exit"]))
 
 
-@pytest.mark.every(3, takes=2)
+@pytest.mark.daily("llama-fixed-independent", takes=2)
 @pytest.mark.parametrize(
     ("family", "rule", "kind"),
     [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],

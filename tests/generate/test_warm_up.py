@@ -43,7 +43,7 @@ def made(kind: str, name: str, **further: Any) -> tuple[CausalLM, SpecDecPPAssis
     return target, assistant_of(kind, target, **{**SETTINGS[name], **further})
 
 
-@pytest.mark.every(23, takes=5)
+@pytest.mark.daily("fixed-independent", "dyspec-eagle3", takes=5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_nothing_is_captured_afterwards(name: str, kind: str, pretended: Counter[str]) -> None:

@@ -40,7 +40,7 @@ def outcomes(target: CausalLM, assistant: SpecDecPPAssistant, **how: Any) -> tup
         return generate(target, assistant, **how), noted.outcomes
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily("independent", "dflash windows")
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     """And each round is two replays, after the first text without a capture."""
@@ -62,7 +62,7 @@ def test_chains_are_drafted_as_uncaptured(kind: str, tmp_path: Path, pretended: 
         assert len(full) > 2
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("conditioned")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind in ("eagle3", "conditioned") or "dflash" in kind])
 def test_texts_after_one_in_which_drafting_did_not_pay(kind: str, tmp_path: Path) -> None:
     """They are not left to the target without its states, which rounds go on to read."""
@@ -72,7 +72,7 @@ def test_texts_after_one_in_which_drafting_did_not_pay(kind: str, tmp_path: Path
         assert assistant.stats.decided["rounds"] == "captured"
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily("independent-greedy", "eagle3-sampled", "dflash windows-greedy")
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
@@ -134,7 +134,7 @@ def noted_trees(patch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily("independent", "dflash windows alone")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mtp 3"])
 def test_a_head_values_the_slots_of_trees(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     target, assistant = made(kind, tmp_path, **TREE)
@@ -190,7 +190,10 @@ def test_calibration_is_contents_of_a_graph(
 MOST_TOKENS = {"rule": "throughput"}
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily(
+    "settings0-auto-block-ran0", "settings2-auto-block-ran2", "settings4-auto-block-ran4", "settings6-off-block-ran6",
+    "settings8-auto-block-ran8",
+)  # fmt: skip
 @pytest.mark.parametrize(("settings", "graphs", "asked", "ran"), [
     (CHAIN, "auto", "block", {"chain block"}),
     (CHAIN, "auto", "token", {"chain token"}),
@@ -255,7 +258,7 @@ def test_why_rounds_are_made_step_by_step(name: str, tmp_path: Path) -> None:
     assert assistant.stats.uncaptured is None
 
 
-@pytest.mark.every(11)
+@pytest.mark.daily("independent")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
     """Rows of other lengths, each drafted for as by itself."""
@@ -281,7 +284,7 @@ def test_a_batch(kind: str, tmp_path: Path, pretended: Counter[str]) -> None:
         assert assistant.stats.accepted == together_accepted[row]
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("gpt2-independent", "opt-independent")
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_a_padded_batch_with_a_table_of_positions(family: str, kind: str) -> None:
@@ -310,7 +313,7 @@ def test_positions_of_padding_are_noticed(monkeypatch: pytest.MonkeyPatch) -> No
         together(target, assistant_of("independent", target, **CHAIN), *batch(2))
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("fixed", "throughput")
 @pytest.mark.parametrize("settings", [CHAIN, {"rule": "threshold", "threshold": 0.9}, {"rule": "throughput"}],
                          ids=lambda each: each["rule"])  # fmt: skip
 def test_rows_that_end_leave(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -424,7 +427,7 @@ def test_a_first_round_that_cannot_be_captured(tmp_path: Path, monkeypatch: pyte
         assert assistant.stats.accepted > 0
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("RoundShape(levels=0, width=1)", "RoundShape(levels=5, width=3)")
 @pytest.mark.parametrize("cheap", [RoundShape(0), RoundShape(3), RoundShape(5, 3)], ids=str)
 def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a tree, once one was tried."""
@@ -458,7 +461,7 @@ def first_candidates(target: CausalLM, assistant: SpecDecPPAssistant) -> dict[in
     return found
 
 
-@pytest.mark.every(4)
+@pytest.mark.daily("independent", "eagle3")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_the_draft_has_not_read_come_in_time(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ PENALTY = {"repetition_penalty": 1.4}
 LEAVES_OUT_PADDING = Version(transformers.__version__) >= Version("5.24")
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("5-0-chain", "236-0-tree")
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(("length", "padding"), [(5, 0), (5, 4), (236, 0)])
 def test_a_repetition_penalty(length: int, padding: int, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def one_text_for_all(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
     return captured_draft.with_paths(text[:1].expand_as(text), candidates, seen)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("padding")
 @pytest.mark.parametrize(("owner", "name", "mutant"), [
     (Processing, "shown", padding_counts),
     (captured_rounds, "with_paths", one_text_for_all),
@@ -202,7 +202,7 @@ NAMES = ["no_repeat_ngram_size", "many", "bad_words_ids", "sequence_bias", "supp
          "watermarking_config", "prefix_allowed_tokens_fn"]  # fmt: skip
 
 
-@pytest.mark.every(17)
+@pytest.mark.daily("no_repeat_ngram_size-chain", "suppress_tokens-tree", "exponential_decay_length_penalty-threshold")
 @pytest.mark.parametrize("settings", [CHAIN, TREE, {"rule": "threshold", "threshold": 0.9}, {"rule": "throughput"}],
                          ids=["chain", "tree", "threshold", "throughput"])  # fmt: skip
 @pytest.mark.parametrize("name", NAMES)
@@ -230,7 +230,7 @@ BY_ROW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("n-grams-4-independent", "its own tokens-4-conditioned", "penalty-230-independent")
 @pytest.mark.parametrize("kind", ["independent", "conditioned"])
 @pytest.mark.parametrize("shortest", [4, 230])
 @pytest.mark.parametrize("name", BY_ROW)
@@ -258,7 +258,7 @@ def of_the_first_row(whole: GraphDrafts, place: int, tree: DraftTree, scores: Te
     return whole.texts[0].process(TreePass(tree, range(len(tree) + 1)), scores)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("row i has the prefix of row i + 1-chain", "candidates are no part of the prefix-tree", "row-chain")
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("mistake", [*map(asked, MISTAKES.values()), of_the_first_row], ids=[*MISTAKES, "row"])
 def test_processors_that_are_asked_wrongly_are_noticed(
@@ -277,7 +277,7 @@ def asked_about_all(text: Text, tree_pass: TreePass, scores: Tensor) -> Tensor:
     return text.processing.after_each(text.ids, [tree_pass.tree.path(node) for node in tree_pass.order], scores)
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("chain")
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 def test_a_trie_is_not_asked_about_what_it_forbids(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -117,7 +117,10 @@ def test_an_independent_draft(sound: dict[str, Sound], tmp_path: Path, changes: 
         sound["independent"].load(folder, sound["independent"].target)
 
 
-@pytest.mark.every(5, takes=3)
+@pytest.mark.daily(
+    "early exit-fast", "trained layer-fast", "EAGLE-3, two layers-fast", "DFlash of transformers-fast",
+    "MTP of Qwen-fast", takes=3,
+)  # fmt: skip
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["fast", "slow"])
 @pytest.mark.parametrize("kind", MAKERS)
 def test_damage_is_refused_in_a_sentence(sound: dict[str, Sound], tmp_path: Path, kind: str, is_whole: bool) -> None:
@@ -160,7 +163,10 @@ def test_code_would_be_seen() -> None:
         LlamaForCausalLM(LlamaConfig(**CODE))
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily(
+    "early exit", "lookup", "trained block", "EAGLE-3.1", "EAGLE-3 with embeddings", "DFlash of transformers",
+    "Gemma 4, clusters", "MTP of Inkling",
+)  # fmt: skip
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.usefixtures("no_code")
 def test_no_field_of_a_repository_names_code(sound: dict[str, Sound], tmp_path: Path, kind: str) -> None:

@@ -50,7 +50,7 @@ def paths(hub: HubServer, repo: str) -> list[str]:
     return [path for _, path, _ in hub.requests if path.startswith((f"/{repo}/", f"/api/models/{repo}"))]
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("attached", [True, False])
 def test_push_and_load(
     hub: HubServer, target: PreTrainedModel, assistant: SpecDecPPAssistant, tmp_path: Path, attached: bool

@@ -64,7 +64,7 @@ def test_overrides_are_saved(tmp_path: Path) -> None:
     assert torch.equal(drafted(plain, target), drafted(reset, target))
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("original")
 @DIALECTS
 def test_both_repositories_are_read_at_their_commits(hub: HubServer, tmp_path: Path, dialect: str) -> None:
     target, commit = tiny("llama"), publish(hub, VARIANTS["plain"].save(tmp_path / "draft", dialect))

@@ -81,7 +81,10 @@ def assistant_of(kind: str, target: Any, **speculation: Any) -> SpecDecPPAssista
     return told(SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=range(3, 46)), **speculation)
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily(
+    "{'rule': 'fixed', 'num_tokens': 4}-independent", "{'rule': 'threshold', 'threshold': 0.6}-early exit",
+    "{'tree': 'dyspec', 'tree_budget': 8, 'tree_depth': 4}-conditioned",
+)  # fmt: skip
 @pytest.mark.usefixtures("small_layers")
 @pytest.mark.parametrize("kind", ["independent", "early exit", "conditioned", "eagle3"])
 @pytest.mark.parametrize("speculation", SPECULATION, ids=str)

@@ -138,7 +138,14 @@ def tied(target: CausalLM) -> None:
 REPLACED = [one_weight, all_weights, head, tied, lambda target: target.resize_token_embeddings(56)]
 
 
-@pytest.mark.every(4)
+@pytest.mark.daily(
+    "one_weight-early_exit-not at all", "one_weight-conditioned-after a call", "one_weight-eagle3-at once",
+    "one_weight-draft_vocab-not at all", "all_weights-early_exit-after a call", "all_weights-conditioned-at once",
+    "all_weights-adapter-not at all", "all_weights-draft_vocab-after a call", "head-early_exit-at once",
+    "head-eagle3-not at all", "head-adapter-after a call", "head-draft_vocab-at once", "tied-conditioned-not at all",
+    "tied-eagle3-after a call", "tied-adapter-at once", "<lambda>-early_exit-not at all",
+    "<lambda>-conditioned-after a call", "<lambda>-eagle3-at once", "<lambda>-draft_vocab-not at all",
+)  # fmt: skip
 @pytest.mark.parametrize("moves", ["not at all", "after a call", "at once"])
 @pytest.mark.parametrize("kind", ["early_exit", "conditioned", "eagle3", "adapter", "draft_vocab"])
 @pytest.mark.parametrize("replace", REPLACED)
@@ -181,7 +188,7 @@ def test_without_looking_a_draft_keeps_the_old_ones(monkeypatch: pytest.MonkeyPa
 # An assistant has no state of a generation: repeated calls, several targets, several assistants, several threads. -----
 
 
-@pytest.mark.every(2, takes=2)
+@pytest.mark.daily("before", takes=2)
 @pytest.mark.parametrize("how", ["before", "by a call"])
 def test_two_targets_share_an_assistant(how: str) -> None:
     targets = [tiny("llama"), tiny("mistral", seed=3)]

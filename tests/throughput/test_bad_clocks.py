@@ -56,7 +56,7 @@ DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("stands-lookup", "stands-batch", "10 ms-lookup")
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(
     ("clock", "draft"),

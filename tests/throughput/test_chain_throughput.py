@@ -96,7 +96,10 @@ def test_a_useless_draft_costs_little(costs: Costs, lag: int) -> None:
     assert not simulation.plan.pays
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily(
+    "throughput/draft probability-0.2-[]", "throughput/draft probability-0.9-[1, 2]",
+    "throughput/after, untied-0.9-[2]",
+)  # fmt: skip
 @pytest.mark.parametrize("trials", [[], [2], [1, 2]], ids=str)
 @pytest.mark.parametrize("draft_cost", [0.2, 0.9])
 @pytest.mark.parametrize("rule", ["throughput/draft probability", "throughput/after, untied"])

@@ -92,14 +92,14 @@ def rate_after_ten_texts(true: Costs, measured: Costs) -> float:
     return float(np.mean([machine.text() for _ in range(20)])) / best_constant(true)
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("dip-0", "dip-5", "line-4")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("true", [costs(DIP), costs(LINE)], ids=["dip", "line"])
 def test_costs_of_a_busy_machine_are_put_right_on_an_idle_one(true: Costs, seed: int) -> None:
     assert rate_after_ten_texts(true, disturbed(true, seed)) > 0.97
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("dip-0", "dip-5", "line-4")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("true", [costs(DIP), costs(LINE)], ids=["dip", "line"])
 def test_costs_of_an_idle_machine_are_put_right_on_a_busy_one(true: Costs, seed: int) -> None:
@@ -160,7 +160,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-@pytest.mark.every(5, takes=3)
+@pytest.mark.daily("None-independent", "dyspec-conditioned", takes=3)
 @pytest.mark.parametrize("kind", ["independent", "early_exit", "conditioned"])
 @pytest.mark.parametrize("tree", [None, "dyspec"])
 def test_a_text_rests_until_a_probe_can_be_paid(kind: str, tree: str | None, noted: list[str]) -> None:

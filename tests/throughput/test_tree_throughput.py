@@ -16,7 +16,7 @@ from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.trees.slots import Growth, Slots
 
 
-@pytest.mark.every(3, takes=2)
+@pytest.mark.daily("mixed-seconds0-1.0-greedy", "mixed-seconds1-1.0-sampled", takes=2)
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("kind", "seconds", "temperature"), [
     ("mixed", CPU, 1.0),
@@ -51,7 +51,7 @@ def test_where_verifying_costs_nothing_the_budget_is_used_up_and_where_it_costs_
     assert np.mean(sizes[1][20:]) < 2.0
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("seconds0-greedy", "seconds1-sampled")
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("seconds", [CPU, STEP, Costs(1.5, (1.0,), read=0.01)])
 def test_a_useless_draft_costs_little(seconds: Costs, greedy: bool) -> None:
@@ -66,7 +66,7 @@ def test_a_useless_draft_costs_little(seconds: Costs, greedy: bool) -> None:
     assert not rule.pays
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("greedy")
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_bad_luck_does_not_end_speculation_and_a_draft_may_become_good(greedy: bool) -> None:
     simulation, rule = Simulation("sharp", GPU, greedy, temperature=-1.0), tree_plan(GPU, 64)

@@ -40,7 +40,7 @@ def one_by_one(drafter: Any, ids: Tensor, states: Tensor, place: int, step: int)
     return hidden[0, 0]
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("sdpa-llama", "sdpa-gpt2", "eager-mistral")
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral", "gpt2"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_unrolled_is_what_a_round_does(family: str, attention: str) -> None:

@@ -67,7 +67,7 @@ def by_hand(target: Any, draft: Drafter, answers: list[dict[str, Any]], kept: li
     return divergence / count, accepted / count, agreed / count
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("independent-None-256", "early_exit-20-7")
 @pytest.mark.parametrize("chunk", [256, 7])
 @pytest.mark.parametrize(("kind", "vocab_size"), [("independent", None), ("early_exit", 20)])
 def test_loss_and_measures(
@@ -124,7 +124,7 @@ def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab_size: i
     assert {name.split(".")[-4] for name in trained} == decoder, "all linear layers of the decoder"
 
 
-@pytest.mark.every(3, takes=3)
+@pytest.mark.daily("independent-llama-None-0.1", takes=3)
 @pytest.mark.parametrize(
     ("kind", "family", "vocab_size", "gain"),
     [("independent", "llama", None, 0.1), ("early_exit", "llama", 40, 0.01), ("early_exit", "gemma2", None, 0.01)],
@@ -277,7 +277,7 @@ def test_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert report_of(config)[stage]["all"] == pytest.approx(report_of(whole)[stage]["all"], abs=1e-4)
 
 
-@pytest.mark.every(2, takes=2)
+@pytest.mark.daily("conditioned-files0", takes=2)
 @pytest.mark.parametrize(("kind", "files"), [
     ("conditioned", ["fusion.safetensors", "adapter/adapter_model.safetensors"]),
     ("eagle3", ["eagle3.safetensors"]),

@@ -20,6 +20,7 @@ from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
 
 from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.estimation.metrics import binary_kl
@@ -101,18 +102,24 @@ def top_five(logits: Tensor) -> Tensor:
     return logits.where(logits >= logits.topk(5).values[:, -1:], float("-inf"))
 
 
+def load_data(config: TrainingConfig) -> tuple[Drafter, features.FeatureSet, features.FeatureSet]:
+    """The draft, and the features of training and held-out texts."""
+    made = Trained.load(config)
+    return made.drafter, features.build(made, "train"), features.build(made, "heldout")
+
+
 def test_a_head_may_be_for_some_of_the_texts(tmp_path: Path) -> None:
     config = training_run(tmp_path, temperatures=(1.0, 0.0), max_texts=3)
-    _, train, heldout = head_fitting.load_data(config)
+    _, train, heldout = load_data(config)
     assert (len(train), len(heldout)) == (3, len(answers.load(config.work, "heldout")))
     config.head.max_texts = None
-    assert len(head_fitting.load_data(config)[1]) == len(answers.load(config.work, "train")) > 3
+    assert len(load_data(config)[1]) == len(answers.load(config.work, "train")) > 3
 
 
 def test_fitting_beats_the_draft_probability(tmp_path: Path) -> None:
     """An unfitted head says q(y)."""
     config = training_run(tmp_path, num_texts=40, mix=0.9, rejection_weight=1.0, epochs=10.0, learning_rate=1e-2)
-    drafter, train, heldout = head_fitting.load_data(config)
+    drafter, train, heldout = load_data(config)
     head = head_fitting.new_head(config, drafter)
     items = [heldout[index] for index in range(len(heldout))]
     untrained = [head_fitting.batch_log_odds(head, item, drafter)[:, 0].detach() for item in items]
@@ -126,7 +133,7 @@ def test_fitting_beats_the_draft_probability(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inputs", ["before", "after"])
 def test_hidden_states_are_dropped_only_while_a_before_head_is_fitted(tmp_path: Path, inputs: str) -> None:
     config = training_run(tmp_path, num_texts=2, inputs=inputs, dropout=0.9)
-    drafter, train, _ = head_fitting.load_data(config)
+    drafter, train, _ = load_data(config)
     head, batch = head_fitting.new_head(config, drafter), head_fitting.collate([train[0]])
     torch.nn.init.normal_(head.output.weight)
     arguments = TrainingArguments(str(tmp_path / "none"), report_to="none")
@@ -163,9 +170,9 @@ def test_features_of_other_settings_are_made_anew(tmp_path: Path) -> None:
         assert features.settings(config) != before
     config.rollouts.top_k = 0
     assert features.settings(config) == before
-    assert head_fitting.load_data(config)[1][0]["tokens"].shape[1] == config.head.siblings
+    assert load_data(config)[1][0]["tokens"].shape[1] == config.head.siblings
     config.head.siblings += 1
-    assert head_fitting.load_data(config)[1][0]["tokens"].shape[1] == config.head.siblings
+    assert load_data(config)[1][0]["tokens"].shape[1] == config.head.siblings
     (config.work / "rollouts" / "rollouts.json").write_text(json.dumps({"complete": True, "seed": 7}))
     assert features.settings(config) != before
 
@@ -246,7 +253,7 @@ def test_a_second_run_begins_where_the_first_ended(tmp_path: Path, kind: str) ->
     assert distillation._begun(second.distill) == [learnt, {"tokens": 5}], "the runs before that one, too"
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("covers more-True", "of another size-False")
 @pytest.mark.parametrize(
     ("earlier", "kept"), [("covers more", True), ("covers less", False), ("of another size", False)]
 )
@@ -306,7 +313,10 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.host if isinstance(tensor, DeviceTensor) else tensor
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily(
+    "before-greedy-independent", "before-sampled-conditioned", "after-sampled-early exit",
+    "chains-sampled-independent",
+)  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 @pytest.mark.parametrize("what", ["before", "after", "chains"])

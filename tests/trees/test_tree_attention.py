@@ -23,7 +23,7 @@ from hf_specdecpp.trees.tree import relations
 PREFIX = 2 * WINDOW
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("3-llama-sdpa", "3-gemma3_text-sdpa", "3-gemma3_text-eager", "22-mistral-sdpa", "22-opt-eager")
 @pytest.mark.parametrize(
     ("family", "attention"),
     [("llama", "sdpa"), ("opt", "sdpa"), ("mistral", "sdpa"), ("gemma3_text", "sdpa"), ("llama4_text", "sdpa")]
@@ -87,7 +87,10 @@ def bool_mask(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "attention_mask": inputs["attention_mask"] == 0}
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily(
+    "dtype0-causal_over_rows-sdpa", "dtype0-flat_positions-eager", "dtype1-causal_over_rows-eager",
+    "dtype1-bool_mask-eager",
+)  # fmt: skip
 @pytest.mark.parametrize(("mutant", "attention"), [
     (causal_over_rows, "sdpa"),
     (causal_over_rows, "eager"),

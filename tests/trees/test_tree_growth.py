@@ -33,7 +33,7 @@ def growth(
     return Growth(expand, Slots(estimator or DraftProbability(), randomness), root=0, max_depth=depth)
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily("unsure-2-greedy", "unsure-256-sampled", "sharp-64-greedy", "mixed-2-sampled", "mixed-1024-greedy")
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [2, 16, 64, 256, 1024])
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +90,7 @@ def test_greedy_slots_compete_with_their_candidates_worth(
     assert expected[1] > 1.08 * expected[0]
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("unsure-16-greedy", "sharp-16-sampled", "mixed-64-greedy")
 @pytest.mark.parametrize("randomness", [None, TorchRandomness()], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("kind", KINDS)

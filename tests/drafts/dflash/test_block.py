@@ -93,7 +93,10 @@ def rows(session: Reading, places: int) -> Tensor:
     return torch.stack([each[0] for each in found if each is not None])
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily(
+    "plain-original", "windows, not causal-original", "the last layer read-original", "theta-original",
+    "windows alone-transformers", "theta-transformers", "windows alone-speculators", "samples the anchor-speculators",
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "dialect"), CASES)
 @torch.no_grad()
 def test_every_round(name: str, dialect: str, tmp_path: Path) -> None:
@@ -290,7 +293,7 @@ PAIRS: dict[str, tuple[Callable[[], CausalLM], str]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("windows alone", "scaled", "gpt2")
 @pytest.mark.parametrize("name", PAIRS)
 def test_variants_and_other_targets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, variant = PAIRS[name]

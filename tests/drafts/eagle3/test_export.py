@@ -35,7 +35,10 @@ def logits(assistant: SpecDecPPAssistant, target: CausalLM, steps: int = 2) -> l
         return [drafter.logits(hidden[0, step:], 48) for step, hidden in rows]
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily(
+    "plain-original", "norm_before_fc-speculators", "eagle-3.1-original", "head_dim-speculators",
+    "all tokens-original", "final state-speculators",
+)  # fmt: skip
 @pytest.mark.parametrize("dialect", ["original", "speculators"])
 @pytest.mark.parametrize("name", LLAMA)
 def test_what_is_exported_is_the_draft(name: str, dialect: str, tmp_path: Path) -> None:

@@ -104,7 +104,11 @@ def of_draft(logits: Tensor, checkpoint: Checkpoint) -> Tensor:
     return logits[..., kept].double()
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily(
+    "plain-original", "norm_before_residual-speculators", "fc_norm-original", "norm_output-speculators",
+    "two layers-original", "head_dim-speculators", "another width-original", "qwen3-speculators", "theta-original",
+    "final state-speculators",
+)  # fmt: skip
 @pytest.mark.parametrize("dialect", ["original", "speculators"])
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()

@@ -39,7 +39,7 @@ def drafted(target: CausalLM, draft: Any, text: Tensor, path: list[int]) -> Tens
     return torch.stack([session.step(candidates[:place])[0] for place in range(len(path) + 1)])
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("deepseek_v3-1", "glm4_moe-2", "inkling_text-2")
 @of_transformers
 @pytest.mark.parametrize(("family", "num_layers"), SERVED)
 def test_rounds_of_transformers(family: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def test_a_layer_of_inkling_with_a_window_is_what_its_mask_says(tmp_path: Path) 
         assert torch.allclose(drafted(target, draft, TEXT, [])[0], expected, rtol=1e-5, atol=1e-5) is same
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("glm4_moe-3", "qwen3_next-1")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("family", "num_layers"),
@@ -196,7 +196,7 @@ def test_what_was_read_is_taken_back(family: str, num_layers: int, tmp_path: Pat
         text = torch.cat((text, torch.tensor([path[:stands]], dtype=torch.long), further), dim=1)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("deepseek_v3", "qwen3_next", "bailing_hybrid", "step3p7")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_number_of_the_file_is_in_the_layer(family: str, tmp_path: Path) -> None:
     """Experts are put together as transformers does it with the target's own; nothing is left as it was made."""
