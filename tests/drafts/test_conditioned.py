@@ -1,6 +1,6 @@
 """Drafts that read the target's states: what they read, round by round, beside states computed from scratch.
 
-What they have in common with other kinds of draft is in `tests/drafts/test_contract.py`."""
+What they have in common with other kinds of draft is in `tests/drafts/test_draft_kind.py`."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
