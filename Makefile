@@ -112,16 +112,16 @@ test-newest: $(NEWEST)/.installed  ## Run the fast tests with the newest torch, 
 	@$(PYTEST) $(NEWEST)/bin/pytest -n 2 $(ARGS)
 
 test-quantised: $(QUANTS)/.installed  ## Run the tests of quantised targets, with torchao and bitsandbytes
-	@$(PYTEST) PYTHONPATH=$(QUANTS) $(BIN)/pytest tests/generate/test_quantised_targets.py tests/test_limits.py $(ARGS)
+	@$(PYTEST) PYTHONPATH=$(QUANTS) $(BIN)/pytest tests/models/test_quantised.py tests/test_limits.py $(ARGS)
 
 test-formats: $(FORMATS)/.installed  ## Run the tests beside the package speculators, which writes EAGLE-3 drafts
-	@$(PYTEST) PYTHONPATH=$(FORMATS) $(BIN)/pytest tests/drafts/eagle3/test_speculators.py $(ARGS)
+	@$(PYTEST) PYTHONPATH=$(FORMATS) $(BIN)/pytest tests/drafts/eagle3/test_modeling_eagle3_speculators.py $(ARGS)
 
 test-integrations: $(INTEGRATIONS)/.installed  ## Run the tests with lm-eval, TRL and smolagents, which use an assistant
 	@$(PYTEST) PYTHONPATH=$(INTEGRATIONS) $(BIN)/pytest tests/integrations $(ARGS)
 
 test-space: $(SPACE)/.installed  ## Run the tests of the Space, which ask it over HTTP
-	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/terminal/test_space.py $(ARGS)
+	@$(PYTEST) PYTHONPATH=$(SPACE) $(BIN)/pytest tests/integrations/test_space.py $(ARGS)
 
 test-serving: $(SERVING)/.installed  ## Run the tests in which llama.cpp serves SmolLM2 with its early exit as the draft
 	@! test -d $(SERVING)/llama_cpp || { \

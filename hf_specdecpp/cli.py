@@ -106,7 +106,7 @@ def bench(**options: Any) -> None:
 
     All answer the same prompts. The exit code is 1 if a text is wrong.
     """
-    from hf_specdecpp.benchmark.command import run
+    from hf_specdecpp.benchmark.live import run
     from hf_specdecpp.models.loading import quiet_loading
 
     with _failing(), quiet_loading():
@@ -147,10 +147,9 @@ def inspect(
     with _failing(repo):
         if convert is not None:
             folder = repository.folder(conversion.PATTERNS)
-            pins = {"draft": _pin(draft), "target": _pin(target)}
-            ids = {f"{role}_id": name for role, (name, _) in pins.items()}
-            commits = {f"{role}_revision": commit for role, (_, commit) in pins.items()}
-            conversion.convert(folder, convert, **ids, **commits)
+            named = dict(zip(("draft_id", "draft_revision"), _pin(draft), strict=True))
+            named |= dict(zip(("target_id", "target_revision"), _pin(target), strict=True))
+            conversion.convert(folder, convert, **named)
             repository, target = Repository(str(convert)), None
         report = inspection.inspect(repository)
         name, commit = _pin(target)
@@ -209,13 +208,12 @@ def drafts(
         _fail(
             f"No published draft of {model} is known here. Without one: assist(model). To train one: specdecpp train."
         )
-    console, shown = _console(), None
-    for each in found:
-        if each.target != shown:
+    console = _console()
+    for before, each in zip([None, *found], found, strict=False):
+        if before is None or each.target != before.target:
             console.print(Text(each.target, "bold"), soft_wrap=True)
-        shown = each.target
         measured = f", {each.tokens_per_pass} tokens a pass ({each.measured_on})" if each.measured_on else ""
-        convert = "" if each.is_loadable else "; a pickle, so first: specdecpp inspect DRAFT --convert FOLDER"
+        convert = "" if each.file == "safetensors" else "; a pickle, so first: specdecpp inspect DRAFT --convert FOLDER"
         console.print(f"  {each.draft}  {each.form}{measured}{convert}", soft_wrap=True)
     console.print("Figures are their authors'. To use one: assist(model, DRAFT)", soft_wrap=True)
 
@@ -289,9 +287,8 @@ def _facts(report: Report) -> dict[str, str]:
 
 def _items(values: dict[str, Any] | None) -> str:
     """Such as "hidden_size=8, inputs='after', temperatures=[1.2, 1.1, 1.3, 1.2, ... +16]"."""
-    pairs = (values or {}).items()
-    shown = [f"{name}={pretty_repr(value, max_width=1000, max_length=4)}" for name, value in pairs]
-    return ", ".join(shown) or "none"
+    shown = {name: pretty_repr(value, max_width=1000, max_length=4) for name, value in (values or {}).items()}
+    return ", ".join(f"{name}={value}" for name, value in shown.items()) or "none"
 
 
 def _pinned(name: str | None, revision: str | None) -> str:

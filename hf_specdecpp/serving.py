@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,23 +56,16 @@ class Exported:
 # Commands -------------------------------------------------------------------------------------------------------------
 
 
-def plain_model_commands(to: Destination) -> dict[str, list[str]]:
-    """Commands by engine for a draft that is a causal LM, ready for a shell; a target without a name is `TARGET`."""
-    return _commands(to, "draft_model", "STANDALONE", "draft-simple", 1)
+# The engines' names of the method (vLLM, SGLang, llama.cpp), and the branches of SGLang's tree, of which 1 is a chain.
+AS_MODEL = "draft_model", "STANDALONE", "draft-simple", 1
+AS_EAGLE3 = "eagle3", "EAGLE3", "draft-eagle3", 4
 
 
-def eagle3_commands(to: Destination) -> dict[str, list[str]]:
-    """The commands for an EAGLE-3 draft."""
-    converting = ["--target-model-dir", to.target or "TARGET"]
-    return _commands(to, "eagle3", "EAGLE3", "draft-eagle3", 4, converting)
-
-
-def _commands(
-    to: Destination, vllm: str, sglang: str, llama_cpp: str, branches: int, converting: Sequence[str] = ()
-) -> dict[str, list[str]]:
-    """The method's names, branches of SGLang's tree (1 is a chain), and further words for llama.cpp's conversion."""
-    count, draft = to.num_tokens, str(to.output)
+def commands_for(to: Destination, method: tuple[str, str, str, int] = AS_MODEL) -> dict[str, list[str]]:
+    """Commands by engine for a draft, ready for a shell; a target without a name is `TARGET`."""
+    (vllm, sglang, llama_cpp, branches), count, draft = method, to.num_tokens, str(to.output)
     target, gguf = to.target or "TARGET", f"{to.output}.gguf"
+    converting = ["--target-model-dir", target] if method == AS_EAGLE3 else []
     settings = {"method": vllm, "model": draft, "num_speculative_tokens": count}
     # Nodes of the tree, the token before it included: a chain of k tokens has k + 1.
     nodes = count + 1 if branches == 1 else branches * count
@@ -128,7 +120,18 @@ def write_plain_model(
         raise OSError(f"{to.folder} could not be written ({error}). Make room on the disk and try again.") from error
     _copy_tokenizer(source, revision, to.folder)
     _check_reloaded(model, to.folder)
-    return Exported(plain_model_commands(to), _notes(model, config))
+    size, notes = model.config.vocab_size, list[str]()
+    if config.draft_vocab_size is not None:
+        notes.append(
+            f"Here the draft proposes {config.draft_vocab_size} of {size} tokens. A plain model cannot say that, so "
+            "its full LM head is exported: a step costs more, and other tokens are proposed, too."
+        )
+    if config.vocab_size not in (None, size):
+        notes.append(
+            f"The draft has {size} token ids and the target {config.vocab_size}. vLLM wants equal numbers and may "
+            "refuse the pair."
+        )
+    return Exported(commands_for(to), notes)
 
 
 def _copy_tokenizer(source: str, revision: str | None, folder: Path) -> None:
@@ -187,18 +190,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)
-
-
-def _notes(model: CausalLM, config: SpecDecPPConfig) -> list[str]:
-    size, notes = model.config.vocab_size, []
-    if config.draft_vocab_size is not None:
-        notes.append(
-            f"Here the draft proposes {config.draft_vocab_size} of {size} tokens. A plain model cannot say that, so "
-            "its full LM head is exported: a step costs more, and other tokens are proposed, too."
-        )
-    if config.vocab_size not in (None, size):
-        notes.append(
-            f"The draft has {size} token ids and the target {config.vocab_size}. vLLM wants equal numbers and may "
-            "refuse the pair."
-        )
-    return notes

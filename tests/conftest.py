@@ -1,7 +1,7 @@
 """Fixtures that several test files use."""
 
 import gc
-from collections import Counter
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,17 +19,22 @@ from hf_specdecpp.throughput import known_costs
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are deselected by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`@pytest.mark.every(5)`: of a test's fast cases, numbers 0, 5, 10, ... stay fast, and the others become slow."""
-    seen: Counter[str] = Counter()
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`@pytest.mark.daily("llama-chain", "*-tree")`: of a test's cases those with these names stay fast, and the others
+    become slow. A name of no case is an error, where no case was asked for by its own name."""
+    unknown: dict[str, set[str]] = {}
     for item in items:
-        mark = item.get_closest_marker("every")
-        if mark is None or item.get_closest_marker("slow"):
+        if (mark := item.get_closest_marker("daily")) is None:
             continue
-        test = item.nodeid.partition("[")[0]
-        if seen[test] % mark.args[0]:
+        test, _, case = item.nodeid.removesuffix("]").partition("[")
+        found = {name for name in mark.args if re.fullmatch(re.escape(name).replace(r"\*", ".*"), case)}
+        if not found:
             item.add_marker("slow")
-        seen[test] += 1
+        unknown[test] = unknown.get(test, set(mark.args)) - found
+    if not any("::" in argument for argument in config.args) and any(unknown.values()):
+        raise pytest.UsageError(
+            f"Cases that are not there: { {test: names for test, names in unknown.items() if names} }"
+        )
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,5 @@
-"""Imports point down the floors that docs/architecture.md lists, and no files import one another in a circle."""
+"""Imports point down the floors that docs/architecture.md lists, no files import one another in a circle, and tests have
+the names of what they test."""
 
 import ast
 import re
@@ -66,6 +67,20 @@ def test_rooms_have_at_most_a_dozen_files() -> None:
     for folder in {file.parent for file in FILES.values()}:
         names = sorted(file.name for file in folder.glob("*.py") if file.name not in ("__init__.py", "__main__.py"))
         assert len(names) <= MOST_FILES, f"{folder.relative_to(ROOT)}: {', '.join(names)}"
+
+
+# Tests of what several modules do together: exact distributions, calls of `generate()`, other programs, the examples.
+BEHAVIOUR = {"exactness", "generate", "integrations", "examples", "support", "data"}
+
+
+def test_tests_have_the_names_of_modules() -> None:
+    """`tests/caches/test_static.py` tests `caches/static.py`, and so may `test_static_*.py`."""
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if file.parent != ROOT / "tests"]
+    for file in files:
+        folder = file.parent.relative_to(ROOT / "tests")
+        if folder.parts[0] not in BEHAVIOUR:
+            modules = [module.stem for module in (PACKAGE / folder).glob("*.py")]
+            assert any(f"{file.stem}_".startswith(f"test_{name}_") for name in modules), f"{folder}/{file.name}"
 
 
 # What is over the limits, and why. Nothing may be added without a reason.

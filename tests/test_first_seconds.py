@@ -127,7 +127,7 @@ def places(tmp_path: Path) -> str:
     return f"target, head = {str(tmp_path / 'target')!r}, {str(tmp_path / 'head')!r}"
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("ours")
 @pytest.mark.parametrize("first", FIRST)
 def test_doors_by_name(first: str, places: str) -> None:
     before = f"{FIRST[first]}\nfrom transformers import PreTrainedModel, pipelines\n{places}"

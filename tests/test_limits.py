@@ -115,7 +115,12 @@ def generate(target: Any, inputs: dict[str, Tensor], column: str, plain: Tensor)
         assistant.detach()
 
 
-@pytest.mark.every(11)
+@pytest.mark.daily(
+    "Llama-chains-", "GPT-2-early exit-", "Mistral-batches-", "Qwen2.5-VL-trees-", "Bloom-chains-",
+    "bitsandbytes 4 bits-early exit-", "Qwen3-Next-batches-LinearAttention", "Mamba2-trees-no position_ids",
+    "RWKV-chains-does not use a key-value cache", "torchao dynamic-early exit-quantizes activations",
+    "T5-batches-is an encoder-decoder model",
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "column", "reason"), cells())
 def test_each_cell(name: str, column: str, reason: str) -> None:
     target, inputs = TARGETS[name]()

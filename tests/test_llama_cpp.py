@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.hub.exporting import export
-from hf_specdecpp.serving import Destination, eagle3_commands, plain_model_commands
+from hf_specdecpp.serving import AS_EAGLE3, Destination, commands_for
 
 pytestmark = pytest.mark.takes(60)
 llama_cpp = pytest.importorskip("llama_cpp", reason="run `make test-serving`")
@@ -117,7 +117,7 @@ def test_its_programs_have_the_options_of_our_commands() -> None:
     options = (SOURCES / "common" / "arg.cpp").read_text("utf-8")
     methods = (SOURCES / "common" / "speculative.cpp").read_text("utf-8")
     converter = (SOURCES / "convert_hf_to_gguf.py").read_text("utf-8")
-    for converting, serving in (plain_model_commands(to)["llama.cpp"], eagle3_commands(to)["llama.cpp"]):
+    for converting, serving in (commands_for(to)["llama.cpp"], commands_for(to, AS_EAGLE3)["llama.cpp"]):
         assert [word for word in shlex.split(converting) if word[0] == "-" and f'"{word}"' not in converter] == []
         words = shlex.split(serving)
         assert [word for word in words if word[0] == "-" and f'"{word}"' not in options] == []

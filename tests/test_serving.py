@@ -16,7 +16,7 @@ from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model
-from hf_specdecpp.serving import Destination, Exported, plain_model_commands, write_plain_model
+from hf_specdecpp.serving import Destination, Exported, commands_for, write_plain_model
 
 CONFIG = SpecDecPPConfig(draft_kind="early_exit", draft_layers=[0, 1])
 LONG_WINDOW = 256  # no short text shows it
@@ -165,5 +165,5 @@ def test_other_vocabulary_sizes_are_noted(to: Destination) -> None:
 
 def test_the_guide_has_these_commands() -> None:
     guide = (Path(__file__).parents[1] / "docs" / "serving.md").read_text("utf-8").replace(" \\\n  ", " ")
-    commands = plain_model_commands(Destination(Path("x"), Path("my-draft"), "org/target", None, 3))
+    commands = commands_for(Destination(Path("x"), Path("my-draft"), "org/target", None, 3))
     assert [command for engine in commands.values() for command in engine if command not in guide.splitlines()] == []

@@ -66,11 +66,6 @@ class Contestant:
         return self.speculation is not None
 
     @property
-    def takes_batches(self) -> bool:
-        """Whether it can answer several prompts at once: plain generation and chains of ours can."""
-        return self in BASELINES or (self.speculation is not None and not self.speculation.draws_trees)
-
-    @property
     def is_constant(self) -> bool:
         """Whether a chain has a fixed length, up to 8, or threshold, 0.3 to 0.7: what adapting rules have to beat."""
         config = self.speculation
@@ -206,8 +201,4 @@ def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[C
             undrafted = all(each in BASELINES or each.lookup or each.alone for each in contestants)
             hint = " All others need a draft: --assistant REPO." if undrafted else ""
             raise ValueError(f"No contestant is called {pattern!r}. There are {known}.{hint}")
-    return [
-        each
-        for each in contestants
-        if each in BASELINES or not patterns or any(matches(each, pattern) for pattern in patterns)
-    ]
+    return [each for each in contestants if each in BASELINES or any(matches(each, one) for one in patterns or "*")]

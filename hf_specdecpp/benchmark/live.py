@@ -1,24 +1,32 @@
-"""Every contestant on the same prompts, in turns, timed; and whether what was timed is the target's own text."""
+"""`specdecpp bench`: every contestant on the same prompts, in turns, timed; is each text that of plain generation?"""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import GenerationConfig
 from transformers.utils import logging
 from typing_extensions import Self
 
+from hf_specdecpp.benchmark import report
 from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, Contestant
-from hf_specdecpp.benchmark.loading import Benchmark, Question, RunLog
-from hf_specdecpp.benchmark.summary import comparable
+from hf_specdecpp.benchmark.loading import RESULTS, Benchmark, Question, RunLog, environment
+from hf_specdecpp.benchmark.summary import Row, busy_elsewhere, comparable, next_step, overall, speed_table, summarise
+from hf_specdecpp.cli_options import BenchmarkConfig
+from hf_specdecpp.files import save_text
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, until_end
 from hf_specdecpp.models.cpu.weight_copies import background
+from hf_specdecpp.models.loading import load_tokenizer, show_bars
+from hf_specdecpp.provenance import command
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.encoding import padded
 from hf_specdecpp.texts.parting import explain_parting
@@ -26,8 +34,56 @@ from hf_specdecpp.throughput.known_costs import forget_costs, without_known_cost
 
 WARM_UP_TOKENS = 8
 MOST_WAITING = 0.05  # share of a run that its threads may wait for a processor before it counts as disturbed
-Row = dict[str, Any]
 Answers = list[list[int]]
+
+
+def run(config: BenchmarkConfig, console: Console) -> bool:
+    """Benchmark, write and print the report; whether all greedy texts of ours were those of plain generation."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    benchmark = Benchmark.load(config)
+    settings, target = benchmark.settings, benchmark.target
+    if config.assistant is None and config.layers is None and not config.lookup and not config.mtp:
+        drafts = benchmark.assistant.ready_drafter().places
+        chosen = f"the draft is {settings['draft_name']}" if drafts else "nothing drafts: the text itself is searched"
+        console.print(f"Without --assistant or --layers {chosen}.", soft_wrap=True)
+    log = RunLog(config.output, settings)
+    show_bars()  # ours, after those of loading
+    LiveBenchmark(benchmark, log).run(benchmark.asked)
+    wanted = {
+        (*question.key, temperature, contestant.name)
+        for question in benchmark.asked
+        for temperature in benchmark.config.temperatures
+        for contestant in benchmark.contestants
+    }
+    named = ("set", "prompt", "temperature", "contestant")
+    rows = [row for row in comparable(log.rows) if tuple(row[name] for name in named) in wanted]
+    summary = summarise(rows, benchmark.contestants)
+    where = environment(target.device)
+    busy = busy_elsewhere(rows)
+    load = f", other processes keeping {busy:.1f} of {where['processors']} processors busy" if busy else ""
+    facts = {"command": command(), "device": where["device"] + load, "dtype": settings["dtype"]}
+    results = {
+        "command": command(), "environment": where, "pictures": find_spec("matplotlib") is not None,
+        "settings": {
+            **settings, "temperatures": benchmark.config.temperatures,
+            "products": benchmark.assistant.setup().described_products(target),
+        },
+        "ours": [contestant.name for contestant in benchmark.contestants if contestant.ours],
+        "summary": summary, "speeds": speed_table(summary, facts),
+        "mismatches": mismatches(rows, benchmark.asked, target, load_tokenizer(config.target).decode),
+        "runs": rows,
+    }  # fmt: skip
+    report.write(results, config.output)
+    report.print_report(results, console)
+    pictures = "pictures" if results["pictures"] else "no pictures, which need matplotlib"
+    console.print(f"Written to {config.output}: {RESULTS}, report.md, {pictures}.")
+    if lossless := report.lossless(results):
+        fastest = overall(results["summary"], benchmark.config.temperatures[0])
+        console.print(f"next      {next_step(fastest, benchmark.contestants, benchmark.assistant)}", soft_wrap=True)
+    if config.card is not None:
+        save_text(json.dumps(results["speeds"], indent=2) + "\n", config.card)
+    return lossless
 
 
 class LiveBenchmark:
@@ -44,7 +100,7 @@ class LiveBenchmark:
             (question, temperature, missing)
             for temperature in self.config.temperatures
             for number, question in enumerate(questions)
-            if (missing := self._missing(question, temperature, rotated(self._able(question), number)))
+            if (missing := self._missing(question, temperature, number))
         ]
         with without_known_costs():  # as the first texts of a process
             for question in {question.batch: question for question, _, _ in reversed(todo)}.values():
@@ -61,13 +117,16 @@ class LiveBenchmark:
 
     def _able(self, question: Question) -> list[Contestant]:
         """Those that can answer a question: trees and transformers' own speculation take no batches."""
-        return [each for each in self.contestants if each.takes_batches or not question.batch]
+        alone = [each for each in self.contestants if each.speculation is None or each.speculation.draws_trees]
+        return [each for each in self.contestants if not question.batch or each in BASELINES or each not in alone]
 
-    def _missing(self, question: Question, temperature: float, order: list[Contestant]) -> list[Contestant]:
-        here = (*question.key, temperature)
+    def _missing(self, question: Question, temperature: float, number: int) -> list[Contestant]:
+        """Those without an answer yet, another one first for each number of a question."""
+        here, able = (*question.key, temperature), self._able(question)
         rows = [row for row in self.log.rows if (row["set"], row["prompt"], row["temperature"]) == here]
         done = {row["contestant"] for row in comparable(rows)}
-        missing = [contestant for contestant in order if contestant.name not in done]
+        first = number % len(able)
+        missing = [each for each in able[first:] + able[:first] if each.name not in done]
         # A speed is compared with those of plain generation in the same session.
         return [*(each for each in BASELINES if each not in missing), *missing] if missing else []
 
@@ -130,12 +189,6 @@ def neutralise(target: CausalLM) -> None:
         eos = special["eos_token_id"]
         special["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
     target.generation_config = GenerationConfig(**special)
-
-
-def rotated(contestants: Sequence[Contestant], number: int) -> list[Contestant]:
-    """The contestants, another one first for each number."""
-    first = number % len(contestants)
-    return [*contestants[first:], *contestants[:first]]
 
 
 # What happened meanwhile ---------------------------------------------------------------------------------------------

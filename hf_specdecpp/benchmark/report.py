@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,15 +11,16 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN, SAME_PASSES
-from hf_specdecpp.benchmark.summary import FIRST, best_of_families, busy_elsewhere, overall, too_close, verdict_of
+from hf_specdecpp.benchmark.loading import RESULTS
+from hf_specdecpp.benchmark.summary import FIRST, Row, best_of_families, busy_elsewhere, overall, too_close, verdict_of
 from hf_specdecpp.figures import COLOURS, new_figure, save
+from hf_specdecpp.files import save_text
 
 WIDTH = 100
 _BATCHES = (
     "Several prompts in one `generate()`, padded on the left. Both baselines are plain `generate()` on the same batch, "
     "and tokens/pass is of a row."
 )
-Row = dict[str, Any]
 
 
 def ratio(values: Sequence[float] | None) -> str:
@@ -52,6 +54,15 @@ COLUMNS = (
     Column("prompts", None, lambda row: str(row["prompts"])),
     Column("disturbed", None, lambda row: str(row["disturbed"])),
 )
+
+
+def write(results: dict[str, Any], folder: Path) -> None:
+    """The results as JSON, Markdown and, where matplotlib is installed, pictures."""
+    save_text(json.dumps(results) + "\n", folder / RESULTS)
+    save_text(markdown(results), folder / "report.md")
+    for temperature in results["settings"]["temperatures"] if results["pictures"] else ():
+        if rows := overall(results["summary"], temperature):
+            plot_speeds(rows, folder / f"speed-up-{temperature:g}.png", mode(temperature))
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:

@@ -37,8 +37,7 @@ def summarise(rows: Sequence[Row], contestants: Sequence[Contestant]) -> list[Ro
     best: dict[Moment, Row] = {}
     for temperature in {row["temperature"] for row in alone}:
         here = [{at: row for at, row in of.items() if row["temperature"] == temperature} for of in constants]
-        fastest = max(here, key=lambda rows: _gain(rows, plain), default={})
-        best |= fastest
+        best |= max(here, key=lambda rows: median(_ratios(rows.values(), plain) or [0.0]), default={})
     summary = [
         {"set": name, "batch": group[0]["batch"], "temperature": temperature, "contestant": contestant,
          "family": by_name[contestant].family, "ours": by_name[contestant].ours,
@@ -78,22 +77,20 @@ def _moment(row: Row) -> Moment:
 
 def _over(rows: Iterable[Row], others: Mapping[Moment, Row]) -> list[float] | None:
     """The median ratio of speeds at the same moments, with its interval; `None` if there are no others."""
-    ratios = [_speed(row) / _speed(others[_moment(row)]) for row in rows if _moment(row) in others]
+    ratios = _ratios(rows, others)
     return list(median_of_ratios(ratios)) if ratios else None
+
+
+def _ratios(rows: Iterable[Row], others: Mapping[Moment, Row]) -> list[float]:
+    """Of speeds at the same moments."""
+    both = [(row, others[_moment(row)]) for row in rows if _moment(row) in others]
+    return [one["tokens"] / one["seconds"] / (other["tokens"] / other["seconds"]) for one, other in both]
 
 
 def _first(rows: list[Row]) -> list[Row]:
     """The first texts of a session, where there were others, too."""
     found = [row for row in rows if row["earlier"] < FIRST and not row["batch"]]
     return found if len(found) < len(rows) else []
-
-
-def _gain(rows: Mapping[Moment, Row], plain: Mapping[Moment, Row]) -> float:
-    return median([_speed(row) / _speed(plain[moment]) for moment, row in rows.items()] or [0.0])
-
-
-def _speed(row: Row) -> float:
-    return float(row["tokens"] / row["seconds"])
 
 
 def _measures(rows: list[Row]) -> Row:

@@ -134,12 +134,13 @@ class LatestCalls:
     def note(self, stats: SpeculationStats, streamer: Any = None) -> None:
         """Take the statistics of a call that begins or ends in this thread."""
         known = known_here()
-        before, self._latest = known.get(self), Noted(next(_numbers), stats)
-        if before is not None and before.thread != self._latest.thread:
-            before.for_others = self._latest
+        before, noted = known.get(self), Noted(next(_numbers), stats)
+        self._latest = noted  # another thread may replace it at any time
+        if before is not None and before.thread != noted.thread:
+            before.for_others = noted
         if isinstance(streamer, Iterator | AsyncIterator):
-            self._streamed = self._latest
+            self._streamed = noted
         # A new dictionary, because tasks begin with that of the task that started them.
         own: Own = WeakKeyDictionary(known)
-        own[self] = self._latest
+        own[self] = noted
         _own.set(own)

@@ -39,8 +39,7 @@ def export(assistant: str | Path, output: str | Path, target: str | Path | None 
             f"{kind.served_by.replace('TARGET', named or 'TARGET')}."
         )
     if kind.unserved:
-        described = {"draft": kind.describe(config), "target": named or "TARGET", "output": output}
-        raise ValueError(kind.unserved.format(**described))
+        raise ValueError(kind.unserved.format(draft=kind.describe(config), target=named or "TARGET", output=output))
     _, parts = load_parts(repository, config)
     revision = config.target_revision if named == config.target_id else None
     # Beside its place, on the same disk, so that the finished folder only has to be renamed.

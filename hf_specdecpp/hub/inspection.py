@@ -77,7 +77,8 @@ def inspect(repository: Repository) -> Report:
         if name in promised:
             _check(report, folder, name, promised[name])
         elif (folder / name).is_file():
-            _check(report, folder, name, partial(_read_any, folder / name))
+            read: Any = files.read_json if name.endswith(".json") else files.load_tensors
+            _check(report, folder, name, partial(read, folder / name))
             if report.config is not None:
                 report.traps.append(f"{name} is there but {CONFIG} does not mention it, so it is not used. Delete it.")
     _look_for_traps(report, _list(repository, folder))
@@ -166,10 +167,6 @@ def _read_adapter(here: Repository) -> Any:
     except (ValueError, OSError):  # reported with that file
         return tensors
     return adapters.read_adapter(here.file(ADAPTER).parent).loras
-
-
-def _read_any(path: Path) -> Any:
-    return files.read_json(path) if path.suffix == ".json" else files.load_tensors(path)
 
 
 def _list(repository: Repository, folder: Path) -> list[str]:

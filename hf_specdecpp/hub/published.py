@@ -23,11 +23,6 @@ class Published:
     measured_on: str | None = None
     file: str = "safetensors"
 
-    @property
-    def is_loadable(self) -> bool:
-        """Whether `assist` takes it as it is."""
-        return self.file == "safetensors"
-
 
 @cache
 def table() -> tuple[Published, ...]:
@@ -45,7 +40,7 @@ def published(target: str) -> list[Published]:
 
 def advice(target: str) -> str | None:
     """The line that names the first draft for a model which `assist` takes as it is; `None` if there is none."""
-    best = next((each for each in published(target) if each.is_loadable), None)
+    best = next((each for each in published(target) if each.file == "safetensors"), None)
     if best is None:
         return None
     return f"{best.target} has a published {best.form}: assist(model, {best.draft!r})"

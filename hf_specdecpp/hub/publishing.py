@@ -52,8 +52,7 @@ class Contents:
         """The `config.json` of the repository."""
         config = copy.deepcopy(self.config)
         config.head = self.head.to_config() if self.head is not None else None
-        parts = self.parts
-        kind = kind_of(config)
+        parts, kind = self.parts, kind_of(config)
         if parts.module is not None and kind.has_own_file(config):
             setattr(config, kind.own_field, parts.module.to_config())
         config.adapter = parts.adapter is not None
@@ -83,13 +82,11 @@ def save(contents: Contents, folder: Path) -> None:
     if parts.draft_vocab is not None:
         save_tensors({"token_ids": parts.draft_vocab}, folder / DRAFT_VOCAB)
     if parts.adapter is not None:
-        # PEFT notes where the model was read from; a folder of this machine stays unnamed.
-        place = folder / ADAPTER_FOLDER
+        # Of the folders of this machine nothing is said.
+        place, base = folder / ADAPTER_FOLDER, getattr(config, f"{kind.rests_on}_id")
         place.mkdir(exist_ok=True)
         config_name, weights_name = ADAPTER_FILES
-        adapter = read_json(parts.adapter / config_name)
-        base = adapter.get("base_model_name_or_path")
-        adapter["base_model_name_or_path"] = public_name(base) if isinstance(base, str) else None
+        adapter = {**read_json(parts.adapter / config_name), "base_model_name_or_path": base and public_name(base)}
         if parts.adapter.resolve() != place.resolve():
             shutil.copyfile(parts.adapter / weights_name, place / weights_name)
         save_text(json.dumps(adapter, indent=2) + "\n", place / config_name)
@@ -162,9 +159,7 @@ def make_card(
         eval_results=list(_eval_results(reports)) if training else None,
     )
     config = copy.deepcopy(config)
-    for name in ("target_id", "draft_id"):
-        if (model := getattr(config, name)) is not None:
-            setattr(config, name, public_name(model))
+    config.target_id, config.draft_id = (name and public_name(name) for name in (config.target_id, config.draft_id))
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -177,7 +172,7 @@ def make_card(
         opening=opening((training or {}).get("speed")),
         unhelped=[*unhelped(training), *filter(None, [training and too_rarely_accepted(training["evaluation"])])],
         no_id=no_id,
-        tables=[(name, at, report, _rows(report)) for name, at, report in reports],
+        tables=reports,
     )
 
 
@@ -255,28 +250,12 @@ def number(value: float | None, digits: int = 3, percent: bool = False) -> str:
     return f"{100 * value:.0f} %" if percent else f"{value:,.{digits}f}"
 
 
-def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """A row for each estimator and rule: how well it judges, and what it discards beside the best fixed length."""
-    best = report["equal_verification"]["at_best"]
-    for name in dict.fromkeys((*report["estimators"], *best["discard_rate_of"])):
-        judged = report["estimators"].get(name, {})
-        fewer = best["fewer_discards"].get(name)
-        yield (
-            f"**{name}**" if name == "head" else name,
-            *(number(judged.get(metric)) for metric in ("auc", "ece", "binary_kl")),
-            number(best["discard_rate_of"].get(name)),
-            number(fewer, percent=True),
-        )
-    yield (f"fixed length {best['length']}", NONE, NONE, NONE, number(best["discard_rate"]), NONE)
-
-
 def _eval_results(reports: list[tuple[str, str, dict[str, Any]]]) -> Iterator[EvalResult]:
     """Of each set and temperature the draft's acceptance and the head's row, for the card's model-index."""
     for name, temperature, report in reports:
         measured = {"mean_acceptance": report["mean_acceptance"], **report["estimators"]["head"]}
         for metric in ("mean_acceptance", "auc", "ece", "binary_kl"):
-            value = measured[metric]
-            if math.isfinite(value):
+            if math.isfinite(value := measured[metric]):
                 yield EvalResult(
                     task_type="text-generation",
                     dataset_type="rollouts",

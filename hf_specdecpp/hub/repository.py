@@ -128,9 +128,8 @@ class DraftTokenizer(PreTrainedTokenizerFast):
         hub_kwargs = {key: kwargs[key] for key in passed_on if kwargs.get(key) is not None}
         place = {key: kwargs[key] for key in ("revision", "subfolder") if kwargs.get(key) is not None}
         config = SpecDecPPConfig.from_pretrained(name, **place, **hub_kwargs)
-        model, commit = config.draft_id, config.draft_revision
-        if model is None:
-            model, commit = config.target_id, config.target_revision
+        models = (config.draft_id, config.draft_revision), (config.target_id, config.target_revision)
+        model, commit = models[config.draft_id is None]
         if model is None:
             raise ValueError(
                 f"The config.json of {name!r} names no draft_id and no target_id, so no tokenizer is known."

@@ -27,7 +27,7 @@ from hf_specdecpp.terminal.listener import Answer, Listener, coloured, picture
 from hf_specdecpp.texts.parting import explain_parting
 from hf_specdecpp.texts.prompts import read_prompts
 
-QUESTIONS = Path(__file__).with_name("questions.jsonl")
+QUESTIONS = Path(__file__).with_name("questions.jsonl")  # three of the answers repeat text, as lookups need it
 TURNS = 2
 WARM_UP_TOKENS = 8
 COLUMNS = "tokens", "tokens per target pass", "times as fast", "by the clock"
@@ -48,11 +48,6 @@ class Comparison:
     stats: SpeculationStats
 
 
-def by_kind() -> dict[str, str]:
-    """The questions that are asked by default; three of the answers repeat text, for which lookups are made."""
-    return {each.id: each.messages[0]["content"] for each in read_prompts(str(QUESTIONS))}
-
-
 def gain(compared: list[Comparison], clock: str = "seconds") -> float:
     """How many times as fast as plain `generate()` the assistant was, by the sums of these seconds of the answers."""
     plain = sum(getattr(each, clock) for one in compared for each in one.plain)
@@ -70,14 +65,25 @@ def run(config: DemoConfig, console: Console) -> None:
         demo = Demo(model, tokenizer, assistant, config.max_new_tokens, console)
         demo.warm_up()
     console.print(facts(model, assistant, config), INTRODUCTION, sep="\n", soft_wrap=True)
-    asked = {f"question {number}": question for number, question in enumerate(config.prompt, 1)} or by_kind()
+    usual = {each.id: each.messages[0]["content"] for each in read_prompts(str(QUESTIONS))}
+    asked = {f"question {number}": question for number, question in enumerate(config.prompt, 1)} or usual
     compared = [demo.ask(kind, question) for kind, question in asked.items()]
     if config.tree:
         drawn = sum((each.stats for each in compared[1:]), compared[0].stats).branched_tree
         tree = "" if drawn is None else drawn.text(lambda token: repr(tokenizer.decode([token])))
         console.print(f"\nThe most branched tree\n{tree or 'No round was worth a tree.'}", soft_wrap=True)
     if file is not None:
-        save_text(_picture(compared[-1], model), file)
+        last, name = compared[-1], Path(str(model.config.name_or_path)).name
+        plain, assisted, per_pass = (
+            last.plain[-1],
+            last.assisted[-1],
+            f"{last.stats.tokens_per_pass:.2f} tokens a target pass",
+        )
+        notes = (
+            f"{plain.seconds / assisted.seconds:.2f} times as fast, {per_pass}",
+            f"specdecpp demo --svg, {name}, {where(model)}; at the speed of seconds of the processor",
+        )
+        save_text(picture(last.question, plain, assisted, notes), file)
         console.print(f"Picture of the last answer: {file}", soft_wrap=True)
     if demo.wrong:
         console.print(f"{demo.wrong} answers differ: please report this.", style="bold red")
@@ -150,14 +156,3 @@ class Demo:
         tied = f", nearly tied, and {str(self.model.dtype)[6:]} rounds either way" if found["near_tie"] else ""
         self.console.print(said + tied, style="yellow" if tied else "red", soft_wrap=True)
         self.wrong += not tied
-
-
-def _picture(last: Comparison, model: CausalLM) -> str:
-    """The SVG of the last answers to a question, at the speed of their seconds of the processor."""
-    plain, assisted = last.plain[-1], last.assisted[-1]
-    gains = (
-        f"{plain.seconds / assisted.seconds:.2f} times as fast, {last.stats.tokens_per_pass:.2f} tokens a target pass"
-    )
-    name = Path(str(model.config.name_or_path)).name
-    made = f"specdecpp demo --svg, {name}, {where(model)}; at the speed of seconds of the processor"
-    return picture(last.question, plain, assisted, notes=(gains, made))

@@ -34,12 +34,8 @@ class Sampling:
         """In the order of `generate()`."""
         if self.greedy:
             return []
-        warpers: list[LogitsProcessor] = []
-        if self.temperature != 1.0:
-            warpers.append(TemperatureLogitsWarper(self.temperature))
-        if self.top_k > 0:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        return warpers
+        warpers = [TemperatureLogitsWarper(self.temperature)] if self.temperature != 1.0 else []
+        return [*warpers, *([TopKLogitsWarper(self.top_k)] if self.top_k else [])]
 
     def scores(self, logits: Tensor) -> Tensor:
         """Processed logits, `[n, vocab]` float32: their softmax is the distribution that is drawn from."""

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 import transformers
 
-from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.known import describe
 from hf_specdecpp.files import read_json, save_text
 from hf_specdecpp.hub.publishing import make_card, no_id, number, too_rarely_accepted
-from hf_specdecpp.hub.repository import ADAPTER_FOLDER, CARD, CONFIG
-from hf_specdecpp.models.adapters import ADAPTER_FILES
+from hf_specdecpp.hub.repository import CARD, CONFIG
 from hf_specdecpp.provenance import command, public_name, source_commit
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import evaluation
@@ -45,12 +43,17 @@ def run(config: TrainingConfig) -> Path:
     best = min(points, key=lambda point: time_per_token(point, COST_RATIO))
     assistant.speculation = SpeculationConfig(**{"threshold": best.setting, **config.speculation})
     assistant.config.acceptance_by_rank = training["evaluation"]["acceptance_by_rank"]
-    folders = _name_models(assistant, config)
+    folders = set()
+    for role in ("target", "draft"):  # names that mean something to others
+        chosen, read_from = getattr(config, f"{role}_id"), getattr(assistant.config, f"{role}_id")
+        if chosen is not None:
+            setattr(assistant.config, f"{role}_id", chosen)
+            setattr(assistant.config, f"{role}_revision", getattr(config, f"{role}_revision"))
+        elif read_from is not None and public_name(read_from) != read_from:
+            setattr(assistant.config, f"{role}_id", public_name(read_from))
+            folders.add(public_name(read_from))
     output = Path(config.output)
     assistant.save_pretrained(output)
-    if assistant.parts.adapter is not None:
-        path, base = output / ADAPTER_FOLDER / ADAPTER_FILES[0], f"{assistant.kind.rests_on}_id"
-        save_json({**read_json(path), "base_model_name_or_path": getattr(assistant.config, base)}, path)
     card = make_card(assistant.contents().described(), assistant.head, training)
     data: Any = card.data
     data.base_model = [name for name in data.base_model or () if name not in folders] or None
@@ -91,20 +94,6 @@ def results(config: TrainingConfig) -> dict[str, Any]:
 
 def _read(path: Path) -> Any:
     return read_json(path) if path.is_file() else None
-
-
-def _name_models(assistant: SpecDecPPAssistant, config: TrainingConfig) -> set[str]:
-    """Give the published config names that mean something to others; those of them that are no Hub ids."""
-    folders = set()
-    for role in ("target", "draft"):
-        chosen, read_from = getattr(config, f"{role}_id"), getattr(assistant.config, f"{role}_id")
-        if chosen is not None:
-            setattr(assistant.config, f"{role}_id", chosen)
-            setattr(assistant.config, f"{role}_revision", getattr(config, f"{role}_revision"))
-        elif read_from is not None and public_name(read_from) != read_from:
-            setattr(assistant.config, f"{role}_id", public_name(read_from))
-            folders.add(public_name(read_from))
-    return folders
 
 
 def summary(config: TrainingConfig) -> str:

@@ -35,21 +35,16 @@ def run(config: TrainingConfig) -> dict[str, float]:
     if record.result() is None:
         with trainers.process_state().main_process_first():
             record.begin()
-            drafter, train, heldout = load_data(config)
-        head = new_head(config, drafter)
-        metrics = fit(head, train, heldout, config, drafter, folder / CHECKPOINTS)
+            made = Trained.load(config)
+            train, heldout = (features.build(made, split) for split in ("train", "heldout"))
+        head = new_head(config, made.drafter)
+        metrics = fit(head, train, heldout, config, made.drafter, folder / CHECKPOINTS)
         if trainers.process_state().is_main_process:
             save_head(head, folder)
             record.end({"texts": len(train), **metrics})
             shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         trainers.process_state().wait_for_everyone()
     return record.result() or {}
-
-
-def load_data(config: TrainingConfig) -> tuple[Drafter, features.FeatureSet, features.FeatureSet]:
-    """The draft, and the features of training and held-out texts."""
-    made = Trained.load(config)
-    return made.drafter, features.build(made, "train"), features.build(made, "heldout")
 
 
 def new_head(config: TrainingConfig, drafter: Drafter) -> AcceptanceHead:

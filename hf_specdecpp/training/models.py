@@ -93,12 +93,6 @@ def layers_of(config: TrainingConfig, target: CausalLM) -> int | list[int]:
     return [depth_of(target) - 1] if first is None else first
 
 
-def reads_of(config: TrainingConfig, target: CausalLM) -> list[int]:
-    """The layers of the target that a conditioned draft reads; of 30 layers 2, 15 and 28."""
-    depth = depth_of(target)
-    return config.reads if config.reads is not None else sorted({min(2, depth - 1), depth // 2, max(depth - 2, 0)})
-
-
 def depth_of(target: CausalLM) -> int:
     return int(target.config.get_text_config(decoder=True).num_hidden_layers)
 

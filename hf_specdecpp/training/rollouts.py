@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow
 import pyarrow.parquet
@@ -40,15 +40,8 @@ COLUMNS = {
 FEW_TOKENS = 50_000  # of answers; SmolLM2's draft learnt from 587,000
 
 # Prompts, a temperature and a seed to indices of prompts, new tokens, and whether the target ended them.
+Row: TypeAlias = tuple[Encoded, int, float]  # an answer that is wanted: its prompt, number and temperature
 Target: TypeAlias = Callable[[list[Encoded], float, int], Iterator[tuple[int, list[int], bool]]]
-
-
-class Row(NamedTuple):
-    """An answer that is wanted."""
-
-    item: Encoded
-    sample: int
-    temperature: float
 
 
 # Prompts -------------------------------------------------------------------------------------------------------------
@@ -132,7 +125,7 @@ def _plan(config: TrainingConfig, items: dict[str, list[Encoded]]) -> dict[Path,
         shuffled = random.Random(config.seed).sample(encoded, len(encoded))  # noqa: S311 - no secret
         for sample in range(config.rollouts.samples_per_prompt):
             for temperature in config.rollouts.temperatures:
-                rows = [Row(item, sample, temperature) for item in shuffled if temperature > 0 or sample == 0]
+                rows = [(item, sample, temperature) for item in shuffled if temperature > 0 or sample == 0]
                 for start in range(0, len(rows), size):
                     name = f"shard-{sample}-{temperature:g}-{start // size:05d}.parquet"
                     plan[config.work / FOLDER / split / name] = rows[start : start + size]
@@ -151,13 +144,13 @@ def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[Row]])
     with logging.tqdm(total=total, initial=total - left, desc="rollouts", unit="answer", disable=quiet) as bar:
         for path, rows in missing.items():
             finished, seed = dict[int, dict[str, Any]](), seed_of(config.seed, path.parent.name, path.name)
-            for index, answer, ended in target([row.item for row in rows], rows[0].temperature, seed):
+            for index, answer, ended in target([item for item, *_ in rows], rows[0][-1], seed):
                 bar.update()
-                prompt, ids = rows[index].item.prompt, rows[index].item.input_ids
+                item, sample, temperature = rows[index]
                 finished[index] = {
-                    "prompt_id": prompt.id, "source": prompt.source, "sample": rows[index].sample,
-                    "temperature": rows[index].temperature, "input_ids": ids + answer, "prompt_length": len(ids),
-                    "finished": ended,
+                    "prompt_id": item.prompt.id, "source": item.prompt.source, "sample": sample,
+                    "temperature": temperature, "input_ids": item.input_ids + answer,
+                    "prompt_length": len(item.input_ids), "finished": ended,
                 }  # fmt: skip
                 tokens += len(answer)
                 bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.1f} tokens/s", refresh=False)

@@ -15,7 +15,6 @@ from urllib.request import Request, urlopen
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
 from hf_specdecpp.files import parse_json
@@ -66,8 +65,6 @@ class LocalTarget:
         room = [self.codec.room(item, self.settings.max_new_tokens) for item in batch]
         answers: list[list[int]] = [[] for _ in batch]
         cache, rows = DynamicCache(config=self.model.config.get_text_config(decoder=True)), list(range(len(batch)))
-        length = max(len(item.input_ids) for item in batch) + max(room)
-        cache.layers = [_Preallocated(length) if type(layer) is DynamicLayer else layer for layer in cache.layers]
         prompts = padded([item.input_ids for item in batch])
         ids, mask = (prompts[name].to(self.model.device) for name in ("input_ids", "attention_mask"))
         writing = set(rows)
@@ -107,37 +104,6 @@ class LocalTarget:
             return draw_rows((logits.float() / sampling.temperature).softmax(-1))
         best, tokens = logits.float().topk(min(sampling.top_k, logits.shape[-1]), dim=-1)
         return tokens.gather(-1, torch.multinomial((best / sampling.temperature).softmax(-1), 1))[:, 0]
-
-
-class _Preallocated(DynamicLayer):
-    """A cache layer with room for `length` tokens from the start, since copying takes most time of long answers."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.length = length
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: Any,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            shapes = [(*new.shape[:2], self.length, new.shape[-1]) for new in (key_states, value_states)]
-            self.rooms = [key_states.new_empty(shape) for shape in shapes]
-        begin = self.get_seq_length()
-        end = begin + key_states.shape[-2]
-        for room, new in zip(self.rooms, (key_states, value_states), strict=True):
-            room[:, :, begin:end] = new
-        self.keys, self.values = (room[:, :, :end] for room in self.rooms)
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        end = self.get_seq_length()
-        self.rooms = [room[indices] for room in self.rooms]
-        self.keys, self.values = (room[:, :, :end] for room in self.rooms)
 
 
 # A server -------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from hf_specdecpp.trees.slots import SMALLEST, Growth
 from hf_specdecpp.trees.tree import DraftTree
 
 # A level that takes too little of the budget leaves it to the next one; one that takes too much cannot give it back.
-# With it, expected acceptance is 0 to 3 % below Algorithm 1's, without it up to 4 % (tests/trees/test_tree_growth.py).
+# With it, expected acceptance is 0 to 3 % below Algorithm 1's, without it up to 4 % (tests/trees/test_algorithms.py).
 CAUTION = 0.85
 LATEST = 0.1  # share of the latest round in the running means of `ThresholdSchedule`, once there are many
 

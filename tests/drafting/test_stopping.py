@@ -77,7 +77,11 @@ def two_logits(head: Any, x: Tensor) -> Tensor:
     return head.output(x)
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily(
+    "0.0-bounds0-plain", "0.0-bounds2-end of sequence", "0.0-bounds5-plain", "0.3-bounds1-end of sequence",
+    "0.3-bounds4-plain", "0.5-bounds0-end of sequence", "0.5-bounds3-plain", "0.5-bounds5-end of sequence",
+    "0.7-bounds2-plain", "0.7-bounds4-end of sequence", "1.0-bounds1-plain", "1.0-bounds3-end of sequence",
+)  # fmt: skip
 @pytest.mark.parametrize("scenario", ["plain", "end of sequence"])
 @pytest.mark.parametrize("bounds", [(1, 4), (2, 4), (3, 4), (4, 4), (1, 1), (2, 2)])
 @pytest.mark.parametrize("h", [0.0, 0.3, 0.5, 0.7, 1.0])

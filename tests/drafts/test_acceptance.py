@@ -89,6 +89,7 @@ def test_the_right_reading_agrees_best(pair: tuple[Path, Path], wrong: str) -> N
     assert (other[0] == right[0]) == (wrong == "feedback")
 
 
+@pytest.mark.takes(3)
 def test_ids_that_may_mean_either_are_settled_by_agreement(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

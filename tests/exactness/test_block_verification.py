@@ -81,14 +81,14 @@ def test_the_formulas_are_right_with_all_parts(rule: str) -> None:
     assert largest_error(rounds_of(Block, rule, 3)) < TOLERANCE
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("ResidualOfTheTokenRule-fixed", "ForgetsToCarry-threshold/draft probability", "FromTheLeft-fixed")
 @pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
 @pytest.mark.parametrize("mutant", [ResidualOfTheTokenRule, ForgetsToCarry, LastLikeTheOthers, FromTheLeft])
 def test_mutants_are_caught(mutant: type[ToyRound], rule: str) -> None:
     assert is_caught(rounds_of(mutant, rule))
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("fixed-False")
 @pytest.mark.parametrize(("rule", "thorough"), [
     *((rule, False) for rule in RULES if "throughput/" not in rule),
     *(pytest.param(rule, True, marks=pytest.mark.slow) for rule in RULES),

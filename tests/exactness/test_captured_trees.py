@@ -85,7 +85,10 @@ CASES = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily(
+    "what follows comes from p-block", "without replacement counts as with it-block", "uncapped-block",
+    "a node keeps its chance-block",
+)  # fmt: skip
 @pytest.mark.parametrize(("mutant", "how"), CASES)
 def test_mutants_of_verification_are_noticed(mutant: str, how: Verification, monkeypatch: pytest.MonkeyPatch) -> None:
     name, function = MUTANTS[mutant]
@@ -165,14 +168,14 @@ def error_of_processors(name: str, process: Process) -> float:
     return furthest(plain_texts(between.p, LEVELS + 1), ours)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("n-grams")
 @pytest.mark.takes(3)
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_processors_between_pass_and_acceptance(name: str) -> None:
     assert error_of_processors(name, rightly) < 1e-12
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("row i has the prefix of row i + 1")
 @pytest.mark.takes(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_processors_that_are_asked_wrongly_are_noticed(mistake: str) -> None:

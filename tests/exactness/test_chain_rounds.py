@@ -24,7 +24,17 @@ def test_every_rule_is_covered() -> None:
     assert {name.split("/")[0] for name in RULES} == set(RULE_NAMES)
 
 
-@pytest.mark.every(19)
+@pytest.mark.daily(
+    "False-block-fixed-plain", "False-block-threshold/draft probability-nothing to propose",
+    "False-block-threshold/after, untied-draft vocabulary", "False-block-throughput/draft probability-end of sequence",
+    "False-block-throughput/before-p almost q", "False-token-threshold/draft probability-p equals q",
+    "False-token-threshold/after, untied-one-hot rows", "False-token-throughput/draft probability-disjoint supports",
+    "False-token-throughput/before-top-k", "False-block, at once-threshold/draft probability-temperature",
+    "False-block, at once-threshold/after, untied-plain", "False-block, at once-threshold/before-nothing to propose",
+    "False-block, at once-throughput/after, untied-draft vocabulary", "False-token, at once-fixed-end of sequence",
+    "False-token, at once-threshold/after, tied-p almost q", "False-token, at once-threshold/before-p equals q",
+    "False-token, at once-throughput/after, untied-one-hot rows",
+)  # fmt: skip
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -41,13 +51,13 @@ def test_a_round_emits_exactly_p(verifier: str, rule: str, scenario: str, thorou
         assert error < TOLERANCE, f"seed {seed}: off by {error}"
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("fixed", "throughput/draft probability")
 @pytest.mark.parametrize("rule", RULES)
 def test_a_round_emits_exactly_p_with_four_tokens(rule: str) -> None:
     assert largest_error([ToyRound(Models("plain", 4, seed=0), rule)]) < TOLERANCE
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("fixed", "throughput/draft probability")
 @pytest.mark.parametrize("rule", RULES)
 def test_rounds_of_several_lengths_occur(rule: str) -> None:
     """Otherwise the tests above would say little about stopping."""
@@ -64,7 +74,7 @@ def test_rounds_of_several_lengths_occur(rule: str) -> None:
         assert lengths == {1, 2, 3}
 
 
-@pytest.mark.every(3, takes=3)
+@pytest.mark.daily("block-threshold/draft probability", takes=3)
 @pytest.mark.parametrize("rule", [
     "threshold/draft probability",
     *(pytest.param(rule, marks=pytest.mark.slow) for rule in ["threshold/after, untied", "threshold/before"]),
@@ -171,7 +181,12 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily(
+    "Withdraws-block-fixed", "ReportsAnotherTemperature-block-threshold/draft probability",
+    "DraftsGreedily-token-fixed", "AcceptsEverything-token-threshold/draft probability",
+    "DrawsTheBonusFromQ-block-fixed", "ResamplesFromP-block-threshold/draft probability",
+    "SubtractsTheFirstQ-token-fixed",
+)  # fmt: skip
 @pytest.mark.parametrize("rule", ["fixed", "threshold/draft probability"])
 @pytest.mark.parametrize(("mutant", "verifier"), [(m, v) for m in MUTANTS for v in ("block", "token")])
 def test_mutants_are_caught(mutant: type[ToyRound], verifier: str, rule: str) -> None:

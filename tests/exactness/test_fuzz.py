@@ -80,7 +80,7 @@ def share(results: list[tuple[Case, Result]], kind: str) -> float:
     return sum(result.kind == kind for _, result in results) / len(results)
 
 
-@pytest.mark.every(5, takes=7)
+@pytest.mark.daily("0", takes=7)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_cases(part: int) -> None:
     results = run(cases(part, CASES_OF_A_PART))

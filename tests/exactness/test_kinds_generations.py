@@ -90,7 +90,10 @@ def pair(name: str, **speculation: Any) -> Pair:
     return target, told(assistant, **speculation, draft_temperature=TEMPERATURES.get(name, 1.0))
 
 
-@pytest.mark.every(11, takes=5)
+@pytest.mark.daily(
+    "eagle3, all-chain, block", "eagle3, some-chain, throughput", "gemma4, all-static, block", "mtp-chain, token",
+    "mtp, hybrid target-chain, block", "early exit, colder-static, token", takes=5,
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_generate_emits_exactly_p(name: str, shape: str, enumerate_torch: Enumerate) -> None:
     assert_exactly_p(*pair(name, **SHAPES[shape]), enumerate_torch)
@@ -172,7 +175,12 @@ def test_mutants_of_trees_by_the_rule_are_caught(
     assert_caught(*pair("eagle3, all", **BY_RULE), enumerate_torch)
 
 
-@pytest.mark.every(3, takes=4)
+@pytest.mark.daily(
+    "eagle3, some-chain, block-told_another0", "eagle3, some-dyspec, block-told_another1",
+    "gemma4, clusters-dyspec, block-told_another0", "early exit, colder-chain, block-told_another",
+    "mtp-chain, token-of_the_next", "mtp, two layers-chain, token-of_the_next",
+    "mtp, hybrid target-chain, token-of_the_next", takes=4,
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "shape", "mutate"), [
     *product(("eagle3, some", "gemma4, clusters"), ("chain, block", "dyspec, block"), (AS_IF_OF_ALL, HOTTER)),
     ("mtp", "dyspec, block", HOTTER),

@@ -152,7 +152,11 @@ CASES = [(kind, rule) for kind in TOLERANCE for rule in RULES]
 CASES += [("block", "threshold/before"), ("lookup", "threshold/before")]  # the heads are of the size of tables
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily(
+    "block-block-fixed", "block-dflash-threshold/draft probability", "token-lookup-fixed",
+    "token-lookup-threshold/before", "block, at once-dflash-fixed",
+    "token, at once-block-throughput/draft probability", "token, at once-block-threshold/before",
+)  # fmt: skip
 @pytest.mark.parametrize(("kind", "rule"), CASES)
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_a_chain_emits_exactly_p(verifier: str, kind: str, rule: str) -> None:
@@ -164,7 +168,7 @@ def test_a_chain_emits_exactly_p(verifier: str, kind: str, rule: str) -> None:
     assert max(lengths) > 1
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily("block-block-dyspec", "block-token-throughput", "lookup-token-static", "dflash-token-dyspec-exact")
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "static", "throughput"])
 @pytest.mark.parametrize("verifier", ["block", "token"])
 @pytest.mark.parametrize("kind", TOLERANCE)
@@ -321,7 +325,7 @@ class LookupTree(ToyTree):
         return follow_tree(tree, path, token, lambda node: int(randomness.categorical(self.p(tree, node, prefix))))
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("block-dyspec", "block-throughput", "token-static")
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "static", "throughput"])
 @pytest.mark.parametrize("verifier", ["block", "token"])
 def test_a_tree_with_looked_up_branches_emits_exactly_p(verifier: Any, algorithm: str) -> None:

@@ -87,7 +87,10 @@ class Ear:
             self.rounds.append((self.text, candidates.tolist(), torch.stack(self.drawn), q))
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily(
+    "plain-ours", "temperature-transformers'", "top-p-ours", "min-p-transformers'", "repetition penalty-ours",
+    "no repeated n-gram-transformers'", "bad words-ours", "minimum length-transformers'", "several-ours",
+)  # fmt: skip
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_q_is_what_was_drawn_from_as_transformers_has_it(name: str, loop: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def p_value(counts: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...]
     return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2.0, dtype=torch.float64)))
 
 
-@pytest.mark.every(3, takes=6)
+@pytest.mark.daily("attached-400", takes=6)
 @pytest.mark.parametrize(("kind", "number"), [
     *((kind, 400) for kind in ("attached", "attached, as on a device", "by a call")),
     pytest.param("attached, in order", 400, marks=pytest.mark.slow),
@@ -107,7 +107,7 @@ def resamples_from_p(candidates: list[int], p: Tensor, q: Tensor, randomness: An
         return verification.verify_sampled(candidates, p, q, randomness, "token")
 
 
-@pytest.mark.every(2, takes=5)
+@pytest.mark.daily("accepts_everything", takes=5)
 @pytest.mark.parametrize("mutant", [accepts_everything, resamples_from_p])
 def test_a_wrong_verifier_is_caught(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target()

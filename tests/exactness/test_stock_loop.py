@@ -70,7 +70,7 @@ def test_another_reported_temperature_is_caught(enumerate_torch: Any) -> None:
     assert worst_error(exact_distribution(program), target_distribution(target, 0.8, 3), VOCAB) > VISIBLE
 
 
-@pytest.mark.every(5, takes=3)
+@pytest.mark.daily("ours-fixed", takes=3)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("loop", ["ours", "transformers'"])
 def test_generate_emits_exactly_p(loop: str, rule: str, enumerate_torch: Any) -> None:

@@ -84,14 +84,14 @@ def test_the_formulas_are_right_with_all_parts(algorithm: str) -> None:
     assert largest_error(rounds_of(Traversal, algorithm, 2)) < TOLERANCE
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("ForgetsToCarry-dyspec", "KeepsItsChance-dyspec-exact", "StaleQ-static", "DrawsFromP-throughput")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("mutant", [ForgetsToCarry, KeepsItsChance, StaleQ, DrawsFromP])
 def test_mutants_are_caught(mutant: type[ToyTree], algorithm: str) -> None:
     assert is_caught(rounds_of(mutant, algorithm))
 
 
-@pytest.mark.every(5, takes=3)
+@pytest.mark.daily("dyspec", takes=3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_round_accepts_no_fewer_than_with_algorithm_3(algorithm: str) -> None:
     more = 0.0

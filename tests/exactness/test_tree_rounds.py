@@ -31,7 +31,14 @@ def error_of(program: ToyTree, vocab: int = 3) -> float:
     return worst_error(probs, program.models.p, vocab)
 
 
-@pytest.mark.every(13)
+@pytest.mark.daily(
+    "False-block-dyspec-draft probability-plain", "False-block-dyspec-before-disjoint supports",
+    "False-block-dyspec-exact-draft probability-p almost q", "False-block-dyspec-exact-before-nothing to propose",
+    "False-block-throughput-draft probability-top-k", "False-block-throughput-before-p equals q",
+    "False-token-dyspec-draft probability-draft vocabulary", "False-token-dyspec-exact-draft probability-temperature",
+    "False-token-dyspec-exact-before-one-hot rows", "False-token-static-draft probability-end of sequence",
+    "False-token-throughput-before-plain",
+)  # fmt: skip
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize(
     ("algorithm", "estimator"), [(a, e) for a in EVERY for e in ESTIMATORS if a != "static" or e == ESTIMATORS[0]]
@@ -48,7 +55,7 @@ def test_a_round_emits_exactly_p(verifier: Any, algorithm: str, estimator: str, 
             assert error < TOLERANCE, f"seed {seed}, budget {budget}: off by {error}"
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("dyspec", "throughput")
 @pytest.mark.parametrize("algorithm", EVERY)
 def test_many_kinds_of_trees_and_outcomes_occur(algorithm: str) -> None:
     """Otherwise the test above would say little. What was drawn decides how much more the throughput rule draws."""
@@ -90,7 +97,7 @@ def test_two_rounds_emit_exactly_p(algorithm: str) -> None:
     assert worst_error(probs, models.p, 3) < TOLERANCE
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("dyspec")
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact"])
 def test_two_rounds_emit_exactly_p_when_one_calibrates_another(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
@@ -155,7 +162,7 @@ class ByTheRule(ToyTree):
         return list(range(1, accepted + 1)), token
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("*-plain", "*-p equals q")
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("verifier", ["block", "token"])
@@ -252,7 +259,11 @@ MUTANTS = [PrunesAfterDrawing, KeepsTheBetterOfTwo, StaleQ, ForgetsTheRejected, 
 WALKS = [StaleQ, ForgetsTheRejected]  # of Algorithm 3; `test_tree_blocks.py` has those of the other
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily(
+    "PrunesAfterDrawing-token-dyspec", "KeepsTheBetterOfTwo-token-dyspec-exact", "StaleQ-token-static",
+    "ForgetsTheRejected-token-throughput", "ReusesTheUniform-token-dyspec", "PrunesAfterDrawing-block-dyspec-exact",
+    "KeepsTheBetterOfTwo-block-static", "BonusFromQ-block-throughput",
+)  # fmt: skip
 @pytest.mark.parametrize("algorithm", EVERY)
 @pytest.mark.parametrize(
     ("mutant", "verifier"), [(m, "token") for m in MUTANTS] + [(m, "block") for m in MUTANTS if m not in WALKS]
@@ -269,7 +280,7 @@ def test_siblings_that_were_drawn_are_not_cut(verifier: Any) -> None:
     assert is_caught(CutsSiblings(models[s], "throughput", ESTIMATORS[0], 4, seed=s, verifier=verifier) for s in models)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("dyspec")
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact", "throughput"])
 def test_what_is_drawn_must_not_decide(algorithm: str) -> None:
     models = {seed: Models("plain", 3, seed) for seed in range(6)}

@@ -128,7 +128,7 @@ CASES = [
 ]
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("plain-2-fixed", "plain-2-adaedl", "end of sequence-3-confidence")
 @pytest.mark.parametrize(("scenario", "vocab", "rule"), CASES)
 def test_law_of_text_and_rounds(scenario: str, vocab: int, rule: str) -> None:
     models = Models(scenario, vocab, seed=3)
@@ -203,7 +203,7 @@ def head(inputs: str, hidden_size: int = 32) -> AcceptanceHead:
     return made
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("llama-q", "gemma3_text-q")
 @pytest.mark.parametrize("judged_by", ["q", "before", "after"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_greedy_replays_are_the_live_runs(family: str, judged_by: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def text_of(target: Any, **sampling: Any) -> Text:
     return Text(ids, LENGTH, LENGTH + NEW_TOKENS)
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("dyspec-False", "static-True")
 @pytest.mark.parametrize("with_head", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_replays_are_the_live_rounds(kind: str, with_head: bool) -> None:

@@ -28,7 +28,7 @@ def generate(target: Any, assistant: SpecDecPPAssistant | None, seed: int | None
     return text
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("threshold")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_from_generation_to_generation_and_the_greedy_text_is_the_same(kind: str) -> None:
     target = tiny("llama")
@@ -108,7 +108,7 @@ def said(target: CausalLM, assistant: Any, ids: Tensor, seed: int) -> list[list[
     return text.tolist()
 
 
-@pytest.mark.every(11)
+@pytest.mark.daily("chain-1", "lookup-2")
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_seed_repeats_a_text_whatever_was_before(target: CausalLM, way: str, rows: int) -> None:

@@ -1,6 +1,6 @@
 """On Apple's devices, pretended: no float64, and the operations alone that torch has kernels for there. Texts are those
 of plain generation, and what training computes is what the host computes. Every kind of draft is tried in
-`tests/drafts/test_contract.py`."""
+`tests/drafts/test_draft_kind.py`."""
 
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,12 @@ def early_exit(**settings: Any) -> Any:
     return lambda target: told(SpecDecPPAssistant.from_early_exit(target, [0, 2]), **settings)
 
 
-@pytest.mark.every(7, takes=2)
+@pytest.mark.daily(
+    "{'rule': 'fixed', 'num_tokens': 4}-greedy",
+    "{'rule': 'throughput', 'costs': {'draft': 0.1, 'branch': 0.02, 'verify': [1.0]}}-sampled",
+    "{'tree': 'dyspec-exact', 'tree_budget': 6}-penalty",
+    "{'rule': 'fixed', 'num_tokens': 4, 'verification': 'token'}-greedy", takes=2,
+)  # fmt: skip
 @pytest.mark.parametrize(
     "options", [OPTIONS, SAMPLED, {**SAMPLED, "repetition_penalty": 1.2}], ids=["greedy", "sampled", "penalty"]
 )
@@ -76,7 +81,7 @@ def test_every_rule_and_tree(settings: dict[str, Any], options: dict[str, Any]) 
     assert stats.drafted > 0
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("before", "tree")
 @pytest.mark.parametrize(
     ("inputs", "settings"),
     [("before", CHAINS["threshold"]), ("after", CHAINS["threshold"]), ("before", TREES["dyspec"])],
@@ -92,7 +97,7 @@ def test_an_acceptance_head(inputs: Any, settings: dict[str, Any]) -> None:
     assert stats.uncaptured == "there are no CUDA graphs on mps"
 
 
-@pytest.mark.every(2, takes=2)
+@pytest.mark.daily("throughput-greedy", "threshold-greedy", takes=2)
 @pytest.mark.parametrize("options", [OPTIONS, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("settings", [CHAINS["throughput"], CHAINS["threshold"]], ids=["throughput", "threshold"])
 def test_a_padded_batch(settings: dict[str, Any], options: dict[str, Any]) -> None:
@@ -104,7 +109,7 @@ def test_a_padded_batch(settings: dict[str, Any], options: dict[str, Any]) -> No
     assert stats.accepted > 0
 
 
-@pytest.mark.every(2, takes=5)
+@pytest.mark.daily("['lookup']", takes=5)
 @pytest.mark.parametrize("draft", [["lookup"], []], ids=str)
 def test_a_hybrid_target_and_lookups(draft: list[Any]) -> None:
     """Whether its states can be taken back is tried there, the first time an assistant is made for it."""
@@ -151,7 +156,7 @@ def check_numbers(kind: str, what: str) -> None:
     assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.every(3, takes=3)
+@pytest.mark.daily("before-independent", "after-conditioned", "fusion-independent", takes=3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", ["before", "after", "chains", "fusion"])
 def test_what_training_computes(kind: str, what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +172,7 @@ def stage(name: str, folder: Path) -> None:
         distillation.run(prepare(folder, name, answers=4, epochs=1))
 
 
-@pytest.mark.every(2, takes=4)
+@pytest.mark.daily("head", takes=4)
 @pytest.mark.parametrize("name", ["head", "independent", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_a_training_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, real = [], Trainer.training_step
@@ -247,7 +252,7 @@ WIDE = {  # where float64 on the device is a fault, and what finds it
 }
 
 
-@pytest.mark.every(3, takes=3)
+@pytest.mark.daily("caches.states", "trees.attention", takes=3)
 @pytest.mark.parametrize("where", WIDE)
 def test_mutants_with_float64(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same everywhere: what is computed in `widest` is put in float64."""

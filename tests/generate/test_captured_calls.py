@@ -47,7 +47,7 @@ def assert_captured(assistant: SpecDecPPAssistant) -> None:
     assert stats.accepted > 0
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("llama-chain", "gemma3_text-tree")
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_records_and_a_cache_to_go_on_with(family: str, settings: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ def test_images_and_positions_in_three_dimensions() -> None:
     assert (assistant.stats.uncaptured, assistant.stats.graphs > 0) == (None, True)
 
 
-@pytest.mark.every(3, takes=2)
+@pytest.mark.daily("llama-chain", "gemma3_text-tree", takes=2)
 @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_static_cache_that_generate_makes(family: str, settings: dict[str, Any]) -> None:
@@ -285,7 +285,7 @@ KINDS = ("independent", "early_exit", "conditioned", "eagle3")
 SEEDS = {("gemma3_text", "conditioned"): 4, ("granite", "eagle3"): 1}  # else their random drafts are never right
 
 
-@pytest.mark.every(61, takes=4)
+@pytest.mark.daily("llama-independent-fixed", "gpt2-independent-threshold", takes=4)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -66,13 +66,13 @@ def with_draft(device: str = "cuda:0", attached: bool = True, head: bool = False
 ORIGINAL = tiny("llama")
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("{'rule': 'fixed', 'num_tokens': 4}", "{'tree': 'dyspec-exact', 'tree_budget': 6, 'tree_depth': 3}")
 @pytest.mark.parametrize("speculation", [*RULES, *TREES], ids=str)
 def test_every_rule_and_tree(speculation: dict[str, Any]) -> None:
     assert_plain(tiny("llama"), with_draft(**speculation))
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("{'rule': 'fixed', 'num_tokens': 4}", "{'tree': 'dyspec', 'tree_budget': 12, 'tree_depth': 4}")
 @pytest.mark.parametrize("speculation", [RULES[0], RULES[1], TREES[0]], ids=str)
 def test_a_draft_on_another_device(speculation: dict[str, Any]) -> None:
     assert_plain(tiny("llama"), with_draft("cuda:1", **speculation), ("cuda:0", "cuda:1"))
@@ -84,7 +84,10 @@ PLACES = {
 }
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily(
+    "{'rule': 'threshold', 'threshold': 0.6, 'max_tokens': 6}-independent",
+    "{'tree': 'dyspec', 'tree_budget': 12, 'tree_depth': 4}-early exit",
+)  # fmt: skip
 @pytest.mark.parametrize("kind", ["independent", "early exit", "head", "conditioned", "eagle3", "vocabulary"])
 @pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
 def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None:
@@ -114,7 +117,9 @@ def test_a_target_on_two_devices(kind: str, speculation: dict[str, Any]) -> None
         target.generate(on_device(prompt()), do_sample=True, assistant_model=assistant, **OPTIONS)
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily(
+    "greedy-{'rule': 'fixed', 'num_tokens': 4}", "sampled-{'rule': 'threshold', 'threshold': 0.6, 'max_tokens': 6}",
+)  # fmt: skip
 @pytest.mark.parametrize("speculation", [*RULES[:2], TREES[0], TREES[3]], ids=str)
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True}], ids=["greedy", "sampled"])
 def test_a_device_without_float64(speculation: dict[str, Any], sampling: dict[str, Any]) -> None:
@@ -128,7 +133,7 @@ def test_a_device_without_float64(speculation: dict[str, Any], sampling: dict[st
         assert 0 < assistant.stats.accepted < assistant.stats.drafted
 
 
-@pytest.mark.every(2, takes=3)
+@pytest.mark.daily("{'rule': 'threshold', 'threshold': 0.6, 'max_tokens': 6}", takes=3)
 @pytest.mark.parametrize("speculation", [RULES[1], TREES[0]], ids=str)
 def test_what_goes_with_a_text(speculation: dict[str, Any]) -> None:
     """Records, streaming, stop strings, criteria that see every token, chunks, and processors that see the text."""
@@ -196,7 +201,10 @@ SAMPLING: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily(
+    "{'rule': 'fixed', 'num_tokens': 4}-greedy", "{'rule': 'threshold', 'threshold': 0.6, 'max_tokens': 6}-penalty",
+    "{'rule': 'fixed', 'num_tokens': 4, 'verification': 'token'}-sampled",
+)  # fmt: skip
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled", "penalty"])
 @pytest.mark.parametrize("speculation", [*RULES, {**RULES[0], "verification": "token"}], ids=str)
 def test_what_a_chain_costs(speculation: dict[str, Any], sampling: dict[str, Any]) -> None:
@@ -207,7 +215,7 @@ def test_what_a_chain_costs(speculation: dict[str, Any], sampling: dict[str, Any
         assert cost["sync"] == 0
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("{'tree': 'dyspec', 'tree_budget': 12, 'tree_depth': 4}-greedy", "{'tree': [2, 2, 1]}-greedy")
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled", "penalty"])
 @pytest.mark.parametrize("speculation", [TREES[0], TREES[3]], ids=str)
 def test_what_a_tree_costs(speculation: dict[str, Any], sampling: dict[str, Any]) -> None:

@@ -90,7 +90,7 @@ def test_bad_draft_vocab(target: PreTrainedModel, draft: str, ids: list[int], fo
         SpecDecPPAssistant.from_early_exit(target, 2, draft_vocab=ids)
 
 
-@pytest.mark.every(5, takes=2)
+@pytest.mark.daily("72-64", takes=2)
 @pytest.mark.parametrize(("ours", "theirs"), [(72, 64), (64, 72), (72, 48), (48, 72)])
 def test_padded_vocabularies(ours: int, theirs: int, tmp_path: Path) -> None:
     """Rows beyond the tokenizer's are padding, of which models of one family have different amounts."""

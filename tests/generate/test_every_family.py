@@ -145,7 +145,7 @@ CAUTIOUS = {
 }  # fmt: skip
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("llama", "gemma2", "smollm3", "falcon")
 @pytest.mark.parametrize("family", MUST_WORK)
 def test_trees_are_read_as_their_paths(family: str) -> None:
     for attention in ("eager",) if family in EAGER_ONLY else ("sdpa", "eager"):
@@ -166,7 +166,7 @@ def test_trees_are_read_as_their_paths_in_chunks() -> None:
         assert max(gaps.values()) < TOLERANCE, gaps
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("1-gemma3_text", "10-gpt_oss", "12-mistral")
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "mistral", "llama"])
 @pytest.mark.parametrize("num_prefix", [1, WINDOW - 2, WINDOW])
 def test_trees_are_read_as_their_paths_across_the_window(family: str, num_prefix: int) -> None:

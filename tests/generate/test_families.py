@@ -97,7 +97,7 @@ def assert_refused(target: CausalLM, door: str, message: str, **inputs: Any) -> 
         target.generate(assistant_model=assistant, **{**ARGUMENTS, **inputs})
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("gemma3n-chain", "gemma4-tree", "llama4-chain", "ettin-tree")
 @pytest.mark.parametrize("door", ["chain", "tree"])
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4", "granite4 of attention", "llama4", "ettin"])
 def test_text(family: str, door: str) -> None:
@@ -235,7 +235,7 @@ def assert_as_plain(target: Any, inputs: Any, assistant: SpecDecPPAssistant, pla
     assert_same_cache(ours.past_key_values, plain.past_key_values)
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily("gemma3", "qwen2.5 vl")
 @pytest.mark.parametrize("name", MODELS)
 def test_images_and_sound(name: str) -> None:
     """With a draft of text, in chains and trees, with an early exit of the language model and with an EAGLE-3 layer."""

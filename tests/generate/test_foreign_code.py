@@ -250,7 +250,15 @@ def _classes_are_as_before() -> Any:
     every_module._global_forward_hooks.clear()
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily(
+    "last row-chain", "last row-early exit", "first row-lookup", "only passes of one token-tree",
+    "only passes of several-chain", "only passes of several-early exit", "only passes of four or more-lookup",
+    "lm_head-tree", "mean over the rows-chain", "mean over the rows-early exit", "pre-hook-lookup", "forward-tree",
+    "class-chain", "class-early exit", "layer-lookup", "all modules-tree", "evicting-chain", "evicting-early exit",
+    "evicting later-lookup", "evicting in one layer-tree", "evicting from the prompt on-chain",
+    "evicting from the prompt on-early exit", "scaling the cache-lookup", "function of transformers-tree",
+    "function of PyTorch-chain", "function of PyTorch-early exit",
+)  # fmt: skip
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_what_treats_several_tokens_otherwise(name: str, draft: str) -> None:
@@ -271,7 +279,7 @@ def test_what_treats_several_tokens_otherwise(name: str, draft: str) -> None:
     assert assistant.stats.rounds > 0
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("*-chain", "*-lookup")
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_treats_every_token_alike(name: str, draft: str) -> None:
@@ -283,7 +291,7 @@ def test_what_treats_every_token_alike(name: str, draft: str) -> None:
     assert assistant.stats.accepted > 0
 
 
-@pytest.mark.every(6)
+@pytest.mark.daily("last row", "mean over the rows", "evicting", "function of PyTorch")
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_without_looking_at_it_the_text_is_another_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: these tests can fail."""
@@ -393,7 +401,7 @@ class OnAnObject:
 REMEMBERING = [in_a_cell, in_a_global, in_a_list, in_an_iterator, on_the_module, OnAnObject]
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("*-chain", "*-lookup")
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("kept", REMEMBERING)
 def test_what_counts_its_calls(kept: Any, draft: str) -> None:

@@ -50,7 +50,7 @@ def test_criteria_are_asked_token_by_token(assistant: Any, scores: bool) -> None
     assert ours.scores == plain.scores
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("1", "4", "7", "10")
 @pytest.mark.parametrize("index", range(1, 12))
 def test_a_criterion_stops_anywhere_in_a_block(assistant: Any, index: int) -> None:
     """A user's, and transformers' own that a user passes."""
@@ -80,7 +80,7 @@ def test_ids_of_another_type(assistant: Any) -> None:
     assert torch.equal(text, plain)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("gpt2")
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_up_to_the_end_of_position_tables(family: str) -> None:
     """The target's, and the draft's own: where that is shorter, the target goes on alone."""

@@ -69,7 +69,7 @@ def two_texts(rule: str, rows: int, rounds: list[Any], **how: Any) -> tuple[Any,
     return assistant, found, plain
 
 
-@pytest.mark.every(13, takes=8)
+@pytest.mark.daily("fixed-greedy-1", "throughput-greedy-3", takes=8)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("rule", RULES)
@@ -90,7 +90,7 @@ def test_two_launches_and_one_read(rule: str, how: str, rows: int, rounds: list[
         assert launched - replayed <= 3 * rows + 1
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("fixed-greedy-1", "fixed-sampled-3", "tree-sampled-1")
 @pytest.mark.takes(8)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

@@ -80,7 +80,7 @@ def by_name(name: str | Path) -> tuple[Any, Any]:
     return pipeline("text-generation", model="org/target", tokenizer="org/target", assistant_model=str(name)), plain
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("True")
 @pytest.mark.parametrize("local", [True, False])
 def test_name_of_an_early_exit(hub: HubServer, tmp_path: Path, local: bool) -> None:
     name = publish(hub, tmp_path, "early exit")

@@ -80,7 +80,10 @@ def raised(target: Any, ids: Tensor, **how: Any) -> tuple[list[int], int]:
     return [token for put in seen.puts for token in put], cache.get_seq_length()
 
 
-@pytest.mark.every(5, takes=3)
+@pytest.mark.daily(
+    "chain-True-nan-head", "chain-False-nan-processor", "threshold-True--inf-head", "threshold-False--inf-processor",
+    "throughput-False-nan-head", "tree-True-nan-processor", "tree-False--inf-head", takes=3,
+)  # fmt: skip
 @pytest.mark.parametrize("where", ["head", "processor"])
 @pytest.mark.parametrize("value", [NAN, NEVER])
 @pytest.mark.parametrize("captured", [True, False])
@@ -101,7 +104,10 @@ def test_sampling_raises_as_plain_sampling_does(name: str, captured: bool, value
     assert held == len(text) - 1
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily(
+    "chain-True-nan", "chain-False--inf", "threshold-False-nan", "throughput-True--inf", "tree-True-nan",
+    "tree-False--inf",
+)  # fmt: skip
 @pytest.mark.parametrize("value", [NAN, NEVER])
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("name", SETTINGS)
@@ -152,7 +158,9 @@ def is_finite(rates: AcceptanceRates) -> bool:
     return bool(np.isfinite(rates.transitions).all() and np.isfinite(rates.estimated).all())
 
 
-@pytest.mark.every(3, takes=3)
+@pytest.mark.daily(
+    "chain-True-True", "threshold-True-False", "tree-True-True", "chain-False-False", "tree-False-True", takes=3,
+)  # fmt: skip
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize(("name", "captured"), [
     *((name, True) for name in SETTINGS), *((name, False) for name in SETTINGS if name != "throughput"),

@@ -50,7 +50,7 @@ def with_small_vocabulary(target: Any, way: str, attached: bool = True) -> SpecD
     return SpecDecPPAssistant.from_draft(draft, attach, draft_vocab=COMMON, speculation=speculation)
 
 
-@pytest.mark.every(11)
+@pytest.mark.daily("fixed-greedy", "static-top 1")
 @pytest.mark.parametrize("arguments", [{"do_sample": False}, {"do_sample": True, "top_k": 1}], ids=["greedy", "top 1"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_grammar_gives_the_plain_text(target: Any, way: str, arguments: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ def test_a_grammar_gives_the_plain_text(target: Any, way: str, arguments: dict[s
     assert assistant.stats.accepted > 3
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("fixed", "static")
 @pytest.mark.parametrize("way", ["fixed", "dyspec", "dyspec-exact", "static", "dyspec throughput"])
 def test_sampled_texts_follow_the_grammar(target: Any, way: str) -> None:
     assistant = with_small_vocabulary(target, way)
@@ -123,7 +123,7 @@ def generate(target: CausalLM, processor: LogitsProcessor, **arguments: Any) -> 
     return target.generate(IDS, logits_processor=[processor], **arguments)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("chain-greedy", "tree-sampled")
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_call_for_each_token(shape: str, sampling: dict[str, Any]) -> None:

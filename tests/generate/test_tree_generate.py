@@ -12,7 +12,7 @@ from support.tree_generation import ARGUMENTS, TREES, generate, plain_text, targ
 from hf_specdecpp import SpecDecPPAssistant
 
 
-@pytest.mark.every(2, takes=2)
+@pytest.mark.daily("dyspec", "[[0], [1], [0, 0]]", takes=2)
 @pytest.mark.parametrize("kind", ["dyspec", "dyspec-exact", [[0], [1], [0, 0]]], ids=str)
 def test_generate_emits_exactly_p(kind: Any, enumerate_torch: Any) -> None:
     """The distribution of a whole `generate()`, by enumeration: rounds, caches, processors on each node's own path."""

@@ -50,7 +50,7 @@ def logits_along(model: Any, text: Tensor) -> Tensor:
         return model(text).logits
 
 
-@pytest.mark.every(5)
+@pytest.mark.daily("llama tied", "gpt2")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_early_exit_is_the_same_model(shape: str, tmp_path: Path) -> None:
     target = save_target(tmp_path / "target", shape)

@@ -92,7 +92,10 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
-@pytest.mark.every(7)
+@pytest.mark.daily(
+    "acceptance_head.safetensors-truncated", "adapter/adapter_config.json-empty",
+    "adapter/adapter_model.safetensors-zero", "config.json-text", "draft_vocab.safetensors-bytes",
+)  # fmt: skip
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file(folder: Path, name: str, damage: str) -> None:

@@ -141,7 +141,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("kasa", "olora", "mica", "dora", "trainable tokens", "target_parameters", "velora")
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_adapter_cannot_change_the_target(tmp_path: Path, kind: str) -> None:
     target = tiny("qwen2").float()

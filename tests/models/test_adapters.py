@@ -20,7 +20,7 @@ from hf_specdecpp.models.early_exit import early_exit
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("folder")
 @pytest.mark.parametrize("source", ["folder", "id", "object"])
 def test_adapter(hub: HubServer, target: PreTrainedModel, draft: str, tmp_path: Path, source: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(draft)
@@ -52,7 +52,7 @@ def test_peft_model(target: PreTrainedModel, draft: str, tmp_path: Path) -> None
         SpecDecPPAssistant.from_draft(wrapped, target, adapter=folder)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("llama-True", "gemma2-False")
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_adapter_on_an_early_exit(family: str, merge: bool, tmp_path: Path) -> None:
@@ -90,7 +90,9 @@ def test_adapter_that_does_not_fit(target: PreTrainedModel, draft: str, tmp_path
     assert torch.equal(logits(target), before)
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily(
+    "use_rslora-True", "target_modules0-False", "target_modules2-True", "rank_pattern-False", "exclude_modules-True",
+)  # fmt: skip
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("lora", [
     {"use_rslora": True, "lora_alpha": 12},

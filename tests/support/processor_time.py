@@ -34,11 +34,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def _limit(item: pytest.Item) -> float:
-    """What the nearest of the marks `takes(3)` and `every(5, takes=3)` says."""
+    """What the nearest of the marks `takes(3)` and `daily("llama-tree", takes=3)` says."""
     for mark in item.iter_markers():
         if mark.name == "takes":
             return mark.args[0]
-        if mark.name == "every" and "takes" in mark.kwargs:
+        if mark.name == "daily" and "takes" in mark.kwargs:
             return mark.kwargs["takes"]
     return LIMIT
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from hf_specdecpp.assistant_model import AssistantModel
 from hf_specdecpp.cli import app
 from hf_specdecpp.terminal import demo
+from hf_specdecpp.texts.prompts import read_prompts
 from hf_specdecpp.throughput.memory import LearnedOfLookups
 
 ARGUMENTS = ["--layers", "1", "--max-new-tokens", "12", "--prompt", "w1 w2 w3", "--prompt", "w4"]
@@ -51,9 +52,9 @@ def test_demo_compares_and_reports(target: str) -> None:
 def test_without_an_assistant_candidates_are_looked_up(target: str) -> None:
     output = show(target, "--max-new-tokens", "4").output
     assert "assistant  text that was seen before\n" in output
-    for kind, question in demo.by_kind().items():
-        assert f"{kind}: {question}\n" in output
-        assert re.search(rf"^ *{kind} +4( +\d+\.\d\d){{3}} *$", output, flags=re.MULTILINE)
+    for each in read_prompts(str(demo.QUESTIONS)):
+        assert f"{each.id}: {each.messages[0]['content']}\n" in output
+        assert re.search(rf"^ *{each.id} +4( +\d+\.\d\d){{3}} *$", output, flags=re.MULTILINE)
 
 
 def spending(monkeypatch: pytest.MonkeyPatch, *, plain: float, assisted: float, waiting: float) -> list[Any]:

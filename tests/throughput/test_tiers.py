@@ -78,7 +78,7 @@ def throughput(step: float = 0.55) -> MostTokens:
     return most
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("0.1-(0.8, 0.12)", "0.1-(0.5, 0.02)", "0.55-(0.8, 0.02)", "0.55-(0.02, 0.01)", "3.0-(0.5, 0.3)")
 @pytest.mark.parametrize("chances", [(0.8, 0.12), (0.8, 0.02), (0.5, 0.3), (0.5, 0.02), (0.02, 0.01)], ids=str)
 @pytest.mark.parametrize("step", [0.1, 0.55, 3.0])
 def test_not_far_from_the_best_shape(chances: tuple[float, float], step: float) -> None:

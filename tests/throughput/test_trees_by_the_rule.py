@@ -26,7 +26,10 @@ FLAT: dict[str, Any] = {"rule": "throughput", "costs": {"draft": 0.05, "verify":
 OPTIONS: dict[str, Any] = {"max_new_tokens": 100, "do_sample": False, "pad_token_id": 0}
 
 
-@pytest.mark.every(4, takes=5)
+@pytest.mark.daily(
+    "costs0-mixed-greedy", "costs0-unsure-greedy", "costs1-sharp-greedy", "costs2-mixed-greedy",
+    "costs2-unsure-greedy", "costs3-sharp-greedy", takes=5,
+)  # fmt: skip
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["mixed", "sharp", "unsure"])
 @pytest.mark.parametrize("costs", [CPU, STEEP, LINE, DIP])

@@ -92,7 +92,7 @@ def test_each_mode_has_its_calibration(fitted: Any) -> None:
         torch.testing.assert_close(ours, expected.clamp(1e-6, 1 - 1e-6))
 
 
-@pytest.mark.every(3)
+@pytest.mark.daily("before-head-0.95", "after-draft probability-0.99")
 @pytest.mark.parametrize(("judge", "threshold"), [("head", 0.95), ("draft probability", 0.99)])
 def test_chains_stop_where_generation_would(fitted: Any, judge: str, threshold: float) -> None:
     """Greedy drafts of both: same tokens, so the lengths must agree."""
@@ -286,7 +286,7 @@ def test_chains_end_with_the_text(tmp_path: Path) -> None:
     assert (rows["token"][~ends] % 2 == 1).all()
 
 
-@pytest.mark.every(2)
+@pytest.mark.daily("before")
 @pytest.mark.parametrize("inputs", ["before", "after"])
 def test_the_stage_calibrates_the_head_on_disk(tmp_path: Path, inputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "MIN_CANDIDATES", 20)

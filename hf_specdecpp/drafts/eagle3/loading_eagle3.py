@@ -27,7 +27,7 @@ from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Drafter, Eagle3Mode
 from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model_config, outside, tokenizer_of
-from hf_specdecpp.serving import Destination, Exported, eagle3_commands
+from hf_specdecpp.serving import AS_EAGLE3, Destination, Exported, commands_for
 
 logger = logging.get_logger("hf_specdecpp")
 
@@ -152,7 +152,7 @@ class Eagle3(PublishedKind):
         described = flat_config(module.settings, reads, target)
         save_tensors(self.own_tensors(module, dtype=torch.bfloat16), to.folder / CHECKPOINT)
         save_text(json.dumps(described, indent=2) + "\n", to.folder / "config.json")
-        return Exported(eagle3_commands(to), notes(module.settings, reads, depth))
+        return Exported(commands_for(to, AS_EAGLE3), notes(module.settings, reads, depth))
 
 
 # Tensors. -------------------------------------------------------------------------------------------------------------

@@ -135,9 +135,11 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
         return OwnLayersDraft(Eagle3Drafter(model, target), distill.unroll, distill.loss)
     fusion = None
     if config.trains_module:
-        fusion = Fusion.untrained(target, models.reads_of(config, target), distill.fusion_rank)
+        depth = models.depth_of(target)
+        usual = sorted({min(2, depth - 1), depth // 2, max(depth - 2, 0)})  # of 30 layers 2, 15 and 28
+        fusion = Fusion.untrained(target, usual if config.reads is None else config.reads, distill.fusion_rank)
         if distill.start_from is None:
-            first = check_layers(models.layers_of(config, target), models.depth_of(target))[0]
+            first = check_layers(models.layers_of(config, target), depth)[0]
             first_weights.fit_fusion(fusion, target, first, inputs.texts_to_fit_on("the fusion"))
     lora = LoraConfig(
         r=distill.rank,

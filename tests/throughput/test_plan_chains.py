@@ -1,0 +1,300 @@
+"""`rule="throughput"`: how far chains are drafted, in simulated rounds, in exact ones and in generations."""
+
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
+from support.models import assistant_for, prompt, tiny, told
+from support.plans import chain_plan, tell
+from support.toy_rounds import Models, ToyRound
+
+from hf_specdecpp import SpeculationConfig
+from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates
+from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.generation.target import MOST_PENDING
+from hf_specdecpp.throughput.plan import ChainPlan, Throughput, seconds_ahead
+
+STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU
+
+
+Stream = Callable[[np.random.Generator], Iterator[tuple[float, float]]]
+
+
+def independent(quality: Callable[[float], float]) -> Stream:
+    """Estimates from beta(0.5, 0.125), which come true with probability `quality(estimate)`."""
+
+    def stream(rng: np.random.Generator) -> Iterator[tuple[float, float]]:
+        while True:
+            estimate = rng.beta(0.5, 0.125)
+            yield estimate, quality(estimate)
+
+    return stream
+
+
+class Simulation:
+    """Rounds of the rule itself, with made-up candidates and seconds by the cost model."""
+
+    def __init__(self, plan: ChainPlan, stream: Stream) -> None:
+        self.plan, self.stream = plan, stream
+        self.rng = np.random.default_rng(0)
+        self.tokens, self.seconds, self.speculated, self.unread = 0, 0.0, 0, 1
+
+    def run(self, rounds: int) -> float:
+        """Tokens a second of these rounds, which are one generation with a short prompt."""
+        self.unread = 20
+        rule = Throughput(DraftProbability(), self.plan)
+        before = self.tokens, self.seconds
+        for _ in range(rounds):
+            rule.begin_round()
+            drafted = self._draft(rule) if rule.starts(self.unread) else []
+            accepted = 0
+            while accepted < len(drafted) and self.rng.random() < drafted[accepted]:
+                accepted += 1
+            tell(rule, len(drafted), accepted)
+            self.tokens += accepted + 1
+            self.seconds += float(self.plan.seconds[len(drafted)])
+            self.seconds += self.plan.costs.read * self.unread if drafted else 0.0
+            self.unread = 1 if drafted else self.unread + 1
+            self.speculated += bool(drafted)
+        return (self.tokens - before[0]) / (self.seconds - before[1])
+
+    def _draft(self, rule: Throughput) -> list[float]:
+        lag, estimates, chances = self.plan.lag, [], []
+        for estimate, chance in self.stream(self.rng):
+            estimates.append(estimate)
+            chances.append(chance)
+            late = len(estimates) - 1 - lag
+            if rule.stops(estimates[late] if late >= 0 else None) or len(estimates) == rule.max_tokens:
+                break
+        return chances
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("verify", [[1.0], STEPS], ids=["flat", "steps"])
+def test_it_reaches_the_rate_that_it_promises(verify: list[float], lag: int) -> None:
+    simulation = Simulation(chain_plan(Costs(0.19, tuple(verify)), 20, lag), independent(lambda e: e))
+    simulation.run(300)
+    rate = simulation.run(1500)
+    assert rate == pytest.approx(simulation.plan.rate, rel=0.08)
+    assert rate > (1.6 if len(verify) > 1 else 2.0)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("costs", [Costs(0.19, (1.0,), read=0.03), Costs(0.19, tuple(STEPS)), Costs(1.2, (1.0,))])
+def test_a_useless_draft_costs_little(costs: Costs, lag: int) -> None:
+    simulation = Simulation(chain_plan(costs, 20, lag), independent(lambda _: 0.02))
+    assert simulation.run(1000) > 0.97
+    assert simulation.run(1000) > 0.985
+    assert 0 < simulation.speculated < 400
+    assert not simulation.plan.pays
+
+
+@pytest.mark.daily(
+    "throughput/draft probability-0.2-[]", "throughput/draft probability-0.9-[1, 2]",
+    "throughput/after, untied-0.9-[2]",
+)  # fmt: skip
+@pytest.mark.parametrize("trials", [[], [2], [1, 2]], ids=str)
+@pytest.mark.parametrize("draft_cost", [0.2, 0.9])
+@pytest.mark.parametrize("rule", ["throughput/draft probability", "throughput/after, untied"])
+def test_two_rounds_emit_p(rule: str, draft_cost: float, trials: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round decides whether and how far the second one speculates: also not at all. Rounds may also have a
+    length that is tried."""
+    monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
+    monkeypatch.setattr("hf_specdecpp.throughput.plan.MOST_CREDIT", 1.0)
+    second = set()
+    for seed in range(2):
+        models = Models("top-k", 3, seed)
+        toy = ToyRound(models, rule, (1, 2), seed)
+        toy.config.costs = {"draft": draft_cost, "verify": [1.0]}
+
+        def two_rounds(randomness: Replay, toy: ToyRound = toy) -> Tokens:
+            stopping = toy.new_rule()
+            assert isinstance(stopping, Throughput)
+            stopping.plan.trials = list(trials)
+            emitted = toy.run(randomness, stopping)
+            tell(stopping, toy.drafted, toy.accepted)
+            emitted = toy.run(randomness, stopping, emitted)
+            second.add(toy.drafted)
+            return emitted
+
+        assert worst_error(exact_distribution(two_rounds), models.p, 3) < 1e-12
+    assert len(second) > 1 or len(trials) == 2, "the outcome of the first round must matter"
+    assert draft_cost < 0.5 or 0 in second or len(trials) == 2
+
+
+def test_a_trial_has_its_length_whatever_the_estimates_say() -> None:
+    plan = chain_plan(Costs(9.0, (1.0,)), 8)
+    plan.trials = [3, 5]
+    rule, lengths = Throughput(DraftProbability(), plan), []
+    for _ in range(2):
+        rule.begin_round()
+        assert rule.starts(1), "drafting does not pay, and is tried all the same"
+        lengths.append(1)
+        while not rule.stops(0.01):
+            lengths[-1] += 1
+        tell(rule, lengths[-1], 0)
+    assert lengths == [3, 5]
+    rule.begin_round()
+    assert not rule.starts(1)
+
+
+def cheap() -> dict[str, Any]:
+    return {"rule": "throughput", "tree": False, "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.5]}}
+
+
+@pytest.mark.takes(2)
+def test_it_remembers_between_generations_and_forgets_when_told() -> None:
+    target = tiny("llama")
+    assistant, lengths = assistant_for(target, **cheap()), []
+
+    def generate(seed: int, do_sample: bool = True) -> list[int]:
+        torch.manual_seed(seed)
+        text = target.generate(prompt(), assistant_model=assistant, max_new_tokens=60, do_sample=do_sample)
+        lengths.append(assistant.stats.drafted)
+        return text[0].tolist()
+
+    first, second = generate(0), generate(1)
+    (learned,) = assistant.memory.learned[target].values()
+    assert learned.rates.rounds > assistant.stats.rounds, "it knows both generations"
+    assistant.memory.clear()
+    assert ([generate(0), generate(1)], lengths[:2]) == ([first, second], lengths[2:])
+    generate(0, do_sample=False)
+    assert len(assistant.memory.learned[target]) == 2, "greedy decoding has rates of its own"
+
+    rates = next(iter(assistant.memory.learned[target].values())).rates
+    told(assistant, **{**cheap(), "max_tokens": 3})
+    generate(0)
+    *_, learned = assistant.memory.learned[target].values()  # the latest
+    assert learned.rates is rates
+    assert isinstance(learned.plan, ChainPlan)
+    assert len(learned.plan.seconds) == 4
+    told(assistant, **{**cheap(), "tree": "dyspec"})
+    generate(0)
+    assert len(assistant.memory.learned[target]) == 3, "trees have states of their own, too"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("size", ["64x28", "576x8", "1536x4"])
+def test_a_useless_draft_costs_next_to_nothing(size: str, copies: bool) -> None:
+    """By the share of the target's own passes in a call's seconds: whatever else the machine does slows all of a call
+    alike, and two calls by 20 % either way. The example compares calls, which takes an idle machine."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "useless_draft.py"))
+    hidden, layers = map(int, size.split("x"))
+    calls = [stats for *_, stats in example["answers"](hidden, layers, copies)]
+    shares = [each.target_seconds / (each.call_seconds - each.prompt_seconds) for each in calls]
+    assert median(shares) > 0.94
+    assert sum(each.drafted for each in calls) < 0.1 * sum(each.generated for each in calls)
+
+
+# Looking ahead by the prices of candidates. ---------------------------------------------------------------------------
+
+
+def rates_of(acceptance: float) -> AcceptanceRates:
+    """Estimates that are all alike, and come true with this probability."""
+    rates = AcceptanceRates()
+    rates.acceptance = np.full(NO_VERDICT, acceptance)
+    return rates
+
+
+def test_the_example_of_the_docstring() -> None:
+    found = [row[0] for row in seconds_ahead(rates_of(0.5), np.array([1.0, 1.1, 1.5]), 0)]
+    assert found == pytest.approx([0.2, 0.4 / 0.5, np.inf])
+
+
+def test_it_looks_across_a_step_and_into_a_dip() -> None:
+    """The fourth token costs more than it brings, but once it is paid the next ones are cheap."""
+    seconds = Costs(0.02, (1.0, 1.0, 1.0, 1.5, 1.5, 1.5, 1.5, 1.5)).round_seconds(7)
+    ahead, alone = seconds_ahead(rates_of(0.9), seconds, 0)[2][0], (seconds[3] - seconds[2]) / 0.9
+    assert ahead < 0.5 * alone
+    assert seconds_ahead(rates_of(0.9), Costs(0.02, (1.0, 1.2, 1.4, 0.9, 0.95)).round_seconds(4), 0)[1][0] < 0.0
+
+
+def test_a_late_verdict_is_one_that_is_missing() -> None:
+    """After k candidates, the last of which is not judged, a further one stands if that one does, too."""
+    seconds = Costs(0.1, (1.0,)).round_seconds(4)
+    early, late = (np.array(seconds_ahead(rates_of(0.8), seconds, lag)) for lag in (0, 1))
+    assert late[0] == pytest.approx(early[0])
+    assert late[1:4] == pytest.approx(early[1:4] / 0.8)
+
+
+def test_independent_estimates_without_steps_have_one_threshold() -> None:
+    """SpecDec++'s rule, h computed: one survival whatever the position and the last estimate."""
+    plan = chain_plan(Costs(0.19, (1.0,)), 20)
+    plan.rates.following[:] = plan.rates.following[NO_VERDICT]
+    plan._fit()
+    critical = np.array([[plan.critical(k, b) for b in range(NO_VERDICT + 1)] for k in range(20)])
+    assert critical == pytest.approx(plan.rate * 0.19 / float(plan.rates.following[0] @ plan.rates.acceptance))
+
+
+def test_seconds_of_a_round() -> None:
+    costs = Costs(0.1, (1.0, 0.9, 2.0), overhead=0.5)
+    expected = [1.5, 0.9 + 0.6, 2.0 + 0.7, 2.5 + 0.8, 3.0 + 0.9]  # of any form; then a straight line
+    assert costs.round_seconds(4) == pytest.approx(expected)
+    assert costs.round_seconds(1) == pytest.approx(expected[:2])
+    assert Costs(0.1, (1.0,)).round_seconds(3) == pytest.approx([1.0, 1.1, 1.2, 1.3])
+
+
+@pytest.mark.parametrize(("costs", "message"), [
+    ({"draft": 0.1}, "must look like"),
+    ({"draft": 0.1, "verify": [1.0], "speed": 2}, "must look like"),
+    ({"draft": -0.1, "verify": [1.0]}, "none negative"),
+    ({"draft": 0.1, "verify": ["1"]}, "none negative"),
+    ({"draft": 0.1, "verify": []}, "must list"),
+    ({"draft": 0.1, "verify": [1.0, 0.0]}, "must be positive"),
+])  # fmt: skip
+def test_bad_costs_are_refused(costs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpeculationConfig(rule="throughput", costs=costs)
+
+
+# A target that reads tokens again after a rejection. -----------------------------------------------------------------
+
+
+def rate_read_again(acceptance: float, length: int, draft: float, slope: float) -> float:
+    """Tokens a second of `length` candidates a round, each accepted with the same chance, on a target whose pass over n
+    tokens takes 1 + slope (n - 1): after a rejection those that stand are read with the next pass, until one without
+    candidates settles `MOST_PENDING` of them. Exact: pending tokens are a Markov chain."""
+    most = MOST_PENDING + length + 2
+    steps, tokens, seconds = np.zeros((most, most)), np.zeros(most), np.zeros(most)
+    for pending in range(most):
+        drafted = 0 if pending >= MOST_PENDING else length
+        outcomes = [(kept, acceptance**kept * (1.0 - acceptance)) for kept in range(drafted)]
+        for kept, chance in outcomes:
+            steps[pending, min(pending + kept + 1, most - 1)] += chance
+            tokens[pending] += chance * (kept + 1)
+        steps[pending, 0] += acceptance**drafted
+        tokens[pending] += acceptance**drafted * (drafted + 1)
+        seconds[pending] = 1.0 + slope * (pending + drafted) + draft * drafted
+    often = np.linalg.matrix_power(steps, 4096)[0]
+    return float(often @ tokens / (often @ seconds))
+
+
+def share_of_the_best(acceptance: float, draft: float, slope: float, twice: bool) -> float:
+    """Tokens a second at the length that the rule chooses, beside the best length in hindsight."""
+    most = 12
+    costs = Costs(draft, tuple(1.0 + slope * np.arange(most + 1)))
+    seconds, rates = (costs.read_twice(most) if twice else costs).round_seconds(most), rates_of(acceptance)
+    rate, ahead = float((rates.expected_tokens(most) / seconds).max()), seconds_ahead(rates, seconds, 0)
+    chosen = next((k for k in range(most) if acceptance**k <= rate * ahead[k][0]), most)
+    found = [rate_read_again(acceptance, length, draft, slope) for length in range(most + 1)]
+    return found[chosen] / max(found)
+
+
+@pytest.mark.parametrize("slope", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("draft", [0.05, 0.2])
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.85, 0.95])
+def test_the_price_of_reading_twice_leads_to_good_lengths(acceptance: float, draft: float, slope: float) -> None:
+    """`Costs.read_twice` is an estimate: at most 5 % are lost to the best length in hindsight."""
+    assert share_of_the_best(acceptance, draft, slope, twice=True) >= 0.95
+
+
+def test_another_price_does_not() -> None:
+    assert share_of_the_best(0.5, 0.05, 0.1, twice=False) < 0.9
