@@ -172,11 +172,12 @@ def _copy_weights(draft: AdaptedDraft, work: Path, kind: DraftKind) -> None:
     for name, (a, b) in halves.items():
         a.copy_(theirs[name].a)
         b.copy_(theirs[name].b)
-    if draft.fusion is not None:
+    own: Any = draft.fusion
+    if own is not None:
         fusion = models.load_own(kind, work)
-        if fusion.to_config() != draft.fusion.to_config():
+        if fusion.to_config() != own.to_config():
             raise ValueError(
-                f"The fusion in {work} is of {fusion.to_config()}, this draft's of {draft.fusion.to_config()}. Set "
+                f"The fusion in {work} is of {fusion.to_config()}, this draft's of {own.to_config()}. Set "
                 "reads and distill.fusion_rank as in that run."
             )
-        draft.fusion.load_state_dict(fusion.state_dict())
+        own.load_state_dict(fusion.state_dict())
