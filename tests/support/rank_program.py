@@ -97,7 +97,7 @@ def _error(target: Any, assistant: Any) -> dict[str, Any]:
 
 def main(folder: Path, what: str) -> None:
     rank = int(os.environ["RANK"])
-    meeting = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": 2}
+    meeting: dict[str, Any] = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": 2}
     # A busy machine may start the other rank minutes later.
     dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=20), **meeting)
     config = DistributedConfig(tp_size=2, tp_plan="auto")
