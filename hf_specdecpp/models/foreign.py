@@ -240,8 +240,7 @@ def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
         inner = {name: code for name, code in known.items() if not isinstance(code, BuiltinFunctionType | type)}
         others = [name for name, code in inner.items() if package_of(code) not in IMPORTED]
         if others := [name for name in others if not name.startswith(BETWEEN_PASSES)]:
-            for name in others:
-                yield ForeignCode(known[name], f"another {name} of {home.__name__}, {_name(known[name])}")
+            yield from (ForeignCode(known[n], f"another {n} of {home.__name__}, {_name(known[n])}") for n in others)
         else:
             _unchanged[home] = len(held), list(known), list(known.values())
 
