@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.capturing import pretended  # noqa: F401 - a fixture
-from support.hub_server import HubServer, point_client_at
-from support.models import partly_agreeing, tiny
-from support.processor_time import pytest_runtest_call  # noqa: F401 - a hook
-from support.repos import save_model
-from support.stock_rounds import enumerate_torch  # noqa: F401 - a fixture
+from support.devices.capturing import pretended  # noqa: F401 - a fixture
+from support.devices.processor_time import pytest_runtest_call  # noqa: F401 - a hook
+from support.enumeration.stock_rounds import enumerate_torch  # noqa: F401 - a fixture
+from support.files.repos import save_model
+from support.runs.hub_server import HubServer, point_client_at
+from support.targets.models import partly_agreeing, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specdecpp.models import loading

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import dflash_files, gemma4_files, mtp_files
-from support.eagle3_files import VARIANTS as EAGLE3
-from support.models import assistant_of, partly_agreeing, prompt, tiny, told
-from support.pretend_devices import on_device, pretend_devices
-from support.repos import save_model
-from support.rounds_anew import Ear
-from support.snapshots import hash_of, hooks_of
-from support.watchers import Collector, tokenizer
+from support.devices.pretend_devices import on_device, pretend_devices
+from support.files import dflash_files, gemma4_files, mtp_files
+from support.files.eagle3_files import VARIANTS as EAGLE3
+from support.files.repos import save_model
+from support.targets.models import assistant_of, partly_agreeing, prompt, tiny, told
+from support.targets.rounds_anew import Ear
+from support.targets.snapshots import hash_of, hooks_of
+from support.targets.watchers import Collector, tokenizer
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
