@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices.pretend_graph import pretend_graphs
-from support.targets.models import Rounds, assistant_of, prompt
-from support.targets.watchers import heard, unnoticed
 from torch import Tensor, nn
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
+from support.devices.pretend_graph import pretend_graphs
+from support.targets.models import Rounds, assistant_of, prompt
+from support.targets.watchers import heard, unnoticed
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import pretend_devices
-from support.devices.pretend_graph import PretendGraph
 
 from hf_specdecpp.cuda_graphs import captured_target as target
+from support.devices import pretend_devices
+from support.devices.pretend_graph import PretendGraph
 
 
 class Stream:

@@ -20,13 +20,13 @@ import pytest
 import torch
 import torch.mps
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from support.devices.apple_operations import is_missing
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdecpp.sampling.randomness import widest
+from support.devices.apple_operations import is_missing
 
 Placed = TypeVar("Placed", bound=Tensor | nn.Module)
 CPU = torch.device("cpu")

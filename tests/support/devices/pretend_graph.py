@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import pretend_devices
-from support.devices.pretend_devices import host_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from hf_specdecpp.cuda_graphs import graphs
+from support.devices import pretend_devices
+from support.devices.pretend_devices import host_of
 
 
 class PretendGraph(TorchDispatchMode):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
-from support.enumeration.next_tokens import Path
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -17,6 +16,7 @@ from hf_specdecpp.generation.text import Text
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.trees.tree import DraftTree, TreePass
+from support.enumeration.next_tokens import Path
 
 PROMPT = torch.tensor([[0, 1, 0, 1]])
 Process: TypeAlias = Callable[[Text, TreePass, Tensor], Tensor]

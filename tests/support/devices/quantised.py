@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.targets.models import quiet_later_layers, tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.targets.models import quiet_later_layers, tiny
 
 # bitsandbytes packs 64 numbers at a time, and 32 rows.
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.targets.models import partly_agreeing, prompt, random_layer
-from support.targets.watchers import unnoticed
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from support.targets.models import partly_agreeing, prompt, random_layer
+from support.targets.watchers import unnoticed
 
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 3},

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.files.dflash_files import VARIANTS, Checkpoint, assisted, target_for
-from support.files.gemma4_files import VARIANTS as GEMMA4
-from support.files.gemma4_files import target_for as gemma4_target
-from support.files.mtp_files import dense
-from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN
+from support.files.dflash_files import VARIANTS, Checkpoint, assisted, target_for
+from support.files.gemma4_files import VARIANTS as GEMMA4
+from support.files.gemma4_files import target_for as gemma4_target
+from support.files.mtp_files import dense
+from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
 
 Made = tuple[CausalLM, SpecDecPPAssistant]
 TREE: dict[str, Any] = {"rule": "fixed", "tree": "dyspec", "tree_budget": 15}

@@ -5,13 +5,13 @@ import random
 from collections.abc import Callable, Iterator
 
 import torch
-from support.enumeration.next_tokens import VOCAB, Path
 from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.on_device import best_slots, slot_values
 from hf_specdecpp.sampling.verification import Verification
+from support.enumeration.next_tokens import VOCAB, Path
 
 LEVELS, WIDTH = 2, 2
 NODES = LEVELS * WIDTH

@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from support.enumeration.toy_trees import RandomDraft
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
@@ -12,6 +11,7 @@ from hf_specdecpp.throughput.trees import TreePlan
 from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level
 from hf_specdecpp.trees.slots import Growth, Slots, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
+from support.enumeration.toy_trees import RandomDraft
 
 
 def verify(points: dict[int, float]) -> tuple[float, ...]:

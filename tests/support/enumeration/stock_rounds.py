@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.enumeration.exact_distribution import Replay, Tokens
-from support.targets.models import tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.generation import candidate_generator
+from support.enumeration.exact_distribution import Replay, Tokens
+from support.targets.models import tiny
 
 PROMPT, VOCAB = torch.tensor([[1, 0, 2]]), 4
 

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from support.enumeration.exact_distribution import Tokens
 from torch import Tensor, nn
 
 from hf_specdecpp import AcceptanceHead, SpeculationConfig
@@ -17,6 +16,7 @@ from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.sampling.verification import Verification, outcomes, verify_sampled
 from hf_specdecpp.trees.tree import DraftTree
+from support.enumeration.exact_distribution import Tokens
 
 HIDDEN_SIZE, EOS, IMPOSSIBLE = 4, 0, float("-inf")
 BOUNDS = [(1, 3), (1, 1), (2, 3), (3, 3), (1, 2), (2, 2)]  # (min_tokens, max_tokens)

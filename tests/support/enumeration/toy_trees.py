@@ -4,9 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from support.enumeration.exact_distribution import Tokens
-from support.enumeration.plans import tree_plan
-from support.enumeration.toy_rounds import Models, make_estimator
 from torch import Tensor
 
 from hf_specdecpp.config.costs import Costs
@@ -17,6 +14,9 @@ from hf_specdecpp.trees.algorithms import ThresholdSchedule, from_nodes, grow_by
 from hf_specdecpp.trees.slots import Growth, Level, Slots, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import verify_tree
+from support.enumeration.exact_distribution import Tokens
+from support.enumeration.plans import tree_plan
+from support.enumeration.toy_rounds import Models, make_estimator
 
 # Of rounds whose trees grow by the throughput rule.
 COSTS = Costs(0.3, (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4))

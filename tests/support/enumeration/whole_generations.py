@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.enumeration.exact_distribution import VISIBLE, Probs, Replay, Tokens, exact_distribution, worst_error
-from support.enumeration.stock_rounds import PROMPT, VOCAB, target_distribution
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.enumeration.exact_distribution import VISIBLE, Probs, Replay, Tokens, exact_distribution, worst_error
+from support.enumeration.stock_rounds import PROMPT, VOCAB, target_distribution
 
 TOLERANCE = 1e-6  # logits become float32 before anything else
 NEW_TOKENS = 4  # the prompt's own, a round of up to two candidates, and more rounds where they are rejected

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.targets.formulas import EPSILON
 from torch import Tensor
+
+from support.targets.formulas import EPSILON
 
 WEIGHTS = "model.safetensors"
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP = 32, 4, 2, 8, 48  # of the layers of drafts

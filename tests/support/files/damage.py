@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.files import dflash_files, eagle3_files, gemma4_files, mtp_files
-from support.files.repos import greedy, head_for, save_adapter, save_model
-from support.targets.models import random_fusion, random_layer, tiny
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, assist
@@ -29,6 +26,9 @@ from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
+from support.files import dflash_files, eagle3_files, gemma4_files, mtp_files
+from support.files.repos import greedy, head_for, save_adapter, save_model
+from support.targets.models import random_fusion, random_layer, tiny
 
 MOST_SECONDS, MOST_MEGABYTES = 2.0, 300
 TEXT = torch.arange(1, 9)[None]

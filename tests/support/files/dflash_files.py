@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.files.checkpoints import HIDDEN, Numbers, layer_config, written
-from support.targets.models import tiny, told
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant
@@ -14,6 +12,8 @@ from hf_specdecpp.drafts.draft_kind import Parts
 from hf_specdecpp.drafts.known import DFLASH, read_config
 from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.files.checkpoints import HIDDEN, Numbers, layer_config, written
+from support.targets.models import tiny, told
 
 VOCAB, DEPTH = 12, 4
 MASK = 11

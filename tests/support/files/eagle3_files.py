@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.files.checkpoints import HEAD_DIM, HIDDEN, Numbers, layer_config, written
 from torch import Tensor
+
+from support.files.checkpoints import HEAD_DIM, HIDDEN, Numbers, layer_config, written
 
 VOCAB, DRAFT_VOCAB = 48, 20
 READS = [1, 0, 2]  # not in order: it is kept

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.drafting.session import DraftSession
 from support.files.eagle3_files import VARIANTS
 from support.files.repos import PROMPT, files_of
 from support.runs.hub_server import HubServer
 from support.targets.formulas import states_of
 from support.targets.models import tiny
-from torch import Tensor
-
-from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.drafting.session import DraftSession
 
 PLAIN = VARIANTS["plain"]
 DIALECTS = pytest.mark.parametrize("dialect", ["original", "speculators"])

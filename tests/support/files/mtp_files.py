@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from support.targets.models import COMMON, ROTARY
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.targets.models import COMMON, ROTARY
 
 HIDDEN, VOCAB, DEPTH = 32, 12, 3
 LOUD = 3.0  # by which embeddings are larger than usual

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from support.runs.hub_server import HubServer
-from support.targets.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, tiny, told
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -20,6 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpecDecPPConfig
+from support.runs.hub_server import HubServer
+from support.targets.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, tiny, told
 
 WORDS = ["<unk>", *(f"w{i}" for i in range(1, VOCAB_SIZE))]
 PROMPT = prompt(12)

@@ -10,9 +10,6 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from support.files.repos import save_model
-from support.targets.formulas import states_of
-from support.targets.models import VOCAB_SIZE, quiet_later_layers, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +20,9 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.training import models
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
 from hf_specdecpp.training.distillation import distill as distillation
+from support.files.repos import save_model
+from support.targets.formulas import states_of
+from support.targets.models import VOCAB_SIZE, quiet_later_layers, tiny
 
 PROMPT_LENGTH = 4
 

@@ -7,12 +7,12 @@ from threading import Lock
 from typing import Any
 
 import torch
-from support.files.repos import WORDS
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training.configuration import RolloutConfig, TrainingConfig
+from support.files.repos import WORDS
 
 NUM_PROMPTS, EOS = 14, 7
 SPLITS, LENGTHS = ("train", "heldout"), [1 + 5 * n % 9 for n in range(NUM_PROMPTS)]

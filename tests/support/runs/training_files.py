@@ -11,13 +11,13 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from support.files.repos import save_model
-from support.targets.models import VOCAB_SIZE, partly_agreeing, tiny
 
 from hf_specdecpp.training import calibration, chains, evaluation
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig, EvalConfig, HeadConfig, RolloutConfig, TrainingConfig
 from hf_specdecpp.training.distillation import distill as distillation
+from support.files.repos import save_model
+from support.targets.models import VOCAB_SIZE, partly_agreeing, tiny
 
 KEPT = tempfile.TemporaryDirectory(prefix="training-run-")  # removed when the process ends
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.targets.models import VOCAB_SIZE
-from support.targets.zoo import KINDS, LAYERS, tiny_of
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.targets.models import VOCAB_SIZE
+from support.targets.zoo import KINDS, LAYERS, tiny_of
 
 IMAGE = VOCAB_SIZE - 1  # the token that stands for a place in an image
 WINDOW = 8

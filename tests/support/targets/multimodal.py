@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 import transformers
-from support.targets.families import IMAGE, WINDOW
-from support.targets.models import COMMON, ROTARY, prompt
-from support.targets.zoo import LAYERS, MIXED
 from torch import Tensor
 
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.targets.families import IMAGE, WINDOW
+from support.targets.models import COMMON, ROTARY, prompt
+from support.targets.zoo import LAYERS, MIXED
 
 SIZES: dict[str, Any] = {**COMMON, **ROTARY, "num_hidden_layers": LAYERS, "max_position_embeddings": 512}
 VISION = {**dict.fromkeys(("hidden_size", "intermediate_size"), 32), "num_hidden_layers": 1, "num_attention_heads": 4}

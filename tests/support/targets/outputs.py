@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-from support.targets.models import VOCAB_SIZE
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.targets.models import VOCAB_SIZE
 
 RECORDS = ("scores", "logits", "hidden_states", "attentions")
 

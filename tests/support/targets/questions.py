@@ -9,15 +9,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from support.devices.pretend_graph import pretend_graphs
-from support.targets.models import VOCAB_SIZE, assistant_of, quiet_later_layers, tiny
-from support.targets.watchers import tokenizer
 from torch import Tensor
 from torch.nn import functional
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.devices.pretend_graph import pretend_graphs
+from support.targets.models import VOCAB_SIZE, assistant_of, quiet_later_layers, tiny
+from support.targets.watchers import tokenizer
 
 PAD = 0
 WAYS: dict[str, dict[str, Any]] = {

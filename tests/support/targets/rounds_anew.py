@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.files.gemma4_files import read_by
 from torch import Tensor
 
 from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import TargetStates
+from support.files.gemma4_files import read_by
 
 
 class Ear:

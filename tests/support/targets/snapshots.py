@@ -5,11 +5,11 @@ from inspect import unwrap
 from typing import Any
 
 import torch
-from support.targets.models import prompt
 
 from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.generation.doors.attached import Method
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.targets.models import prompt
 
 PROMPT, FIXED = prompt(12), SpeculationConfig("fixed", num_tokens=4)
 

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from support.targets.models import assistant_of
-from support.targets.outputs import assert_same, prefill
-from support.targets.tree_generation import TREES
 from torch import Tensor
 from transformers import StaticCache
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.targets.models import assistant_of
+from support.targets.outputs import assert_same, prefill
+from support.targets.tree_generation import TREES
 
 # Without repetitions, in which rows could be mistaken for one another.
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "no_repeat_ngram_size": 2}

@@ -4,10 +4,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from support.targets.models import prompt, tiny
 from torch import Tensor
 
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.targets.models import prompt, tiny
 
 PROMPT = prompt(20)  # longer than every sliding window
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 150, "no_repeat_ngram_size": 6, "do_sample": False}

@@ -7,12 +7,12 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-from support.files.repos import letter_tokenizer
 from torch import Tensor, nn
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdecpp.generation import decoding
+from support.files.repos import letter_tokenizer
 
 
 @lru_cache

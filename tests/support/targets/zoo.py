@@ -4,12 +4,12 @@ knows and that generic sizes suffice to build."""
 from typing import Any
 
 import torch
-from support.targets.models import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_specdecpp.models.causal_lm import CausalLM
+from support.targets.models import VOCAB_SIZE
 
 LAYERS, MOST_PARAMETERS = 4, 20_000_000
 FLOAT32 = {"kosmos-2", "xglm", "xlnet", "xlstm"}  # which do not compute in float64
