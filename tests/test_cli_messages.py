@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 import pytest
-from support.models import partly_agreeing
-from support.repos import chat_tokenizer, save_chat_model, save_model
+from support.files.repos import chat_tokenizer, save_chat_model, save_model
+from support.targets.models import partly_agreeing
 from transformers import AutoModelForCausalLM
 from typer.main import get_command
 from typer.testing import CliRunner

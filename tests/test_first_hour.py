@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import mtp_files
-from support.hub_server import HubServer, point_client_at
-from support.models import assistant_for, partly_agreeing, prompt, random_layer, tiny
-from support.repos import save_model, tokenizer
+from support.files import mtp_files
+from support.files.repos import save_model, tokenizer
+from support.runs.hub_server import HubServer, point_client_at
+from support.targets.models import assistant_for, partly_agreeing, prompt, random_layer, tiny
 from transformers import AutoModelForCausalLM, pipeline
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist

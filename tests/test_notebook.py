@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import partly_agreeing, tiny
-from support.repos import save_model, tokenizer
+from support.files.repos import save_model, tokenizer
+from support.targets.models import partly_agreeing, tiny
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 

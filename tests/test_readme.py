@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.repos import save_chat_model
+from support.files.repos import save_chat_model
 from typer.main import get_command
 
 from hf_specdecpp import SpecDecPPAssistant, provenance

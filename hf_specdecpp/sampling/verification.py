@@ -3,7 +3,7 @@
 p is the target's distribution, q the one that a candidate was really drawn from, both after all logits processors.
 `docs/verification.md` explains the formulas. The same functions of tensors run on every device and inside CUDA graphs:
 a host asks them about one row after the other, a device about all rows at once, so that a round has one read.
-`tests/support/readable_verification.py` has the loops of the papers, which the tests compare with these functions.
+`tests/support/enumeration/readable_verification.py` has the loops of the papers, and the tests compare both.
 """
 
 from __future__ import annotations

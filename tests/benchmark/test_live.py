@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
-from support.mutants import accept_everything
+from support.enumeration.mutants import accept_everything
+from support.targets.models import assistant_for, prompt, tiny
 
 from hf_specdecpp import SpecDecPPAssistant
 from hf_specdecpp.benchmark import live as live_module

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import tiny
-from support.mutants import accept_everything
-from support.repos import TEXT, save_model
+from support.enumeration.mutants import accept_everything
+from support.files.repos import TEXT, save_model
+from support.targets.models import tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 

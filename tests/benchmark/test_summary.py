@@ -4,8 +4,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from support.models import tiny
-from support.repos import head_for
+from support.files.repos import head_for
+from support.targets.models import tiny
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
 from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import informed_draft
-from support.models import VOCAB_SIZE, partly_agreeing, prompt, random_fusion, random_layer, tiny
-from support.outputs import RECORDS, assert_same, assert_same_cache
-from support.watchers import unnoticed
-from support.zoo import families, tiny_of
+from support.targets.families import informed_draft
+from support.targets.models import VOCAB_SIZE, partly_agreeing, prompt, random_fusion, random_layer, tiny
+from support.targets.outputs import RECORDS, assert_same, assert_same_cache
+from support.targets.watchers import unnoticed
+from support.targets.zoo import families, tiny_of
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer

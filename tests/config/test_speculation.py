@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
+from support.targets.models import assistant_for, prompt, tiny
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
 from hf_specdecpp.config.speculation import Decisions

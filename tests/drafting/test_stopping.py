@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact_distribution import Replay, Tokens, exact_distribution
-from support.stopping_rules import decides, make_step
-from support.toy_rounds import Models, ToyRound, draft_chain, make_estimator
+from support.enumeration.exact_distribution import Replay, Tokens, exact_distribution
+from support.enumeration.stopping_rules import decides, make_step
+from support.enumeration.toy_rounds import Models, ToyRound, draft_chain, make_estimator
 from torch import Tensor
 
 from hf_specdecpp import AcceptanceHead, SpeculationConfig

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.formulas import states_of
-from support.models import assistant_of, prompt, quiet_later_layers, random_fusion, tiny
+from support.targets.formulas import states_of
+from support.targets.models import assistant_of, prompt, quiet_later_layers, random_fusion, tiny
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor
 

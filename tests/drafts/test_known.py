@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.models import prompt, tiny
-from support.stand_ins import BLOCK, BlockDraft
+from support.files.stand_ins import BLOCK, BlockDraft
+from support.targets.models import prompt, tiny
 
 import hf_specdecpp
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig

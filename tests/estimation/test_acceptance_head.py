@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.released_heads import ReleasedHead
+from support.files.released_heads import ReleasedHead
 from torch import Tensor, nn
 from torch.testing import assert_close
 

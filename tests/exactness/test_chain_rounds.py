@@ -5,9 +5,25 @@ fail by chance. Several seeds, because some pairs of p and q cannot tell a mutan
 
 import pytest
 import torch
-from support.exact_distribution import Replay, Tokens, exact_distribution, is_caught, largest_error, worst_error
-from support.plans import tell
-from support.toy_rounds import BOUNDS, RULES, SCENARIOS, VERIFIERS, Models, OneUniform, ToyRound, draft_chain
+from support.enumeration.exact_distribution import (
+    Replay,
+    Tokens,
+    exact_distribution,
+    is_caught,
+    largest_error,
+    worst_error,
+)
+from support.enumeration.plans import tell
+from support.enumeration.toy_rounds import (
+    BOUNDS,
+    RULES,
+    SCENARIOS,
+    VERIFIERS,
+    Models,
+    OneUniform,
+    ToyRound,
+    draft_chain,
+)
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import RULES as RULE_NAMES

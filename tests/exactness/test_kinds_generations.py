@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.gemma4_files import FULL, SLIDING, Variant, target_for
-from support.models import random_layer, tiny, told
-from support.mtp_files import Files
-from support.stock_rounds import VOCAB
-from support.whole_generations import NEW_TOKENS, Enumerate, assert_caught, assert_exactly_p, change_drafts
+from support.enumeration.stock_rounds import VOCAB
+from support.enumeration.whole_generations import NEW_TOKENS, Enumerate, assert_caught, assert_exactly_p, change_drafts
+from support.files.gemma4_files import FULL, SLIDING, Variant, target_for
+from support.files.mtp_files import Files
+from support.targets.models import random_layer, tiny, told
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, assist

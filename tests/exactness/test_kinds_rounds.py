@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.dflash_files import DEPTH, Checkpoint
-from support.exact_distribution import Tokens, exact_distribution, is_caught, worst_error
-from support.models import tiny
-from support.stand_ins import TextReading
-from support.toy_rounds import VERIFIERS, Models, ToyRound, draft_chain
-from support.toy_trees import ToyTree
+from support.enumeration.exact_distribution import Tokens, exact_distribution, is_caught, worst_error
+from support.enumeration.toy_rounds import VERIFIERS, Models, ToyRound, draft_chain
+from support.enumeration.toy_trees import ToyTree
+from support.files.dflash_files import DEPTH, Checkpoint
+from support.files.stand_ins import TextReading
+from support.targets.models import tiny
 from torch import Tensor
 from transformers import LogitsProcessor
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact_distribution import VISIBLE, Replay, exact_distribution
-from support.grown_trees import Grown, trees
-from support.next_tokens import VOCAB, Path, distributions
-from support.readable_verification import weights_of
-from support.toy_rounds import VERIFIERS
+from support.enumeration.exact_distribution import VISIBLE, Replay, exact_distribution
+from support.enumeration.grown_trees import Grown, trees
+from support.enumeration.next_tokens import VOCAB, Path, distributions
+from support.enumeration.readable_verification import weights_of
+from support.enumeration.toy_rounds import VERIFIERS
 from torch import Tensor
 
 from hf_specdecpp.cuda_graphs import on_device

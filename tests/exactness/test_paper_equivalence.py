@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import partly_agreeing, prompt, tiny
+from support.targets.models import partly_agreeing, prompt, tiny
 from torch import Tensor
 from transformers import TrainingArguments
 

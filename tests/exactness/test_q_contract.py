@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.models import partly_agreeing, tiny
-from support.stock_rounds import in_their_loop
-from support.watchers import heard
+from support.enumeration.stock_rounds import in_their_loop
+from support.targets.models import partly_agreeing, tiny
+from support.targets.watchers import heard
 from torch import Tensor
 from torch.testing import assert_close
 from transformers.generation import utils as transformers_generation

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import partly_agreeing, tiny
+from support.targets.models import partly_agreeing, tiny
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact_distribution import VISIBLE, Replay, Tokens, exact_distribution, worst_error
-from support.stock_rounds import PROMPT, VOCAB, in_their_loop, small, target_distribution
-from support.whole_generations import assert_exactly_p
+from support.enumeration.exact_distribution import VISIBLE, Replay, Tokens, exact_distribution, worst_error
+from support.enumeration.stock_rounds import PROMPT, VOCAB, in_their_loop, small, target_distribution
+from support.enumeration.whole_generations import assert_exactly_p
 from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers.generation.utils import _speculative_sampling
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, partly_agreeing, tiny, told
-from support.stand_ins import BlockDraft
-from support.stock_rounds import VOCAB
-from support.watchers import heard
-from support.whole_generations import Enumerate, assert_caught, assert_exactly_p
+from support.enumeration.stock_rounds import VOCAB
+from support.enumeration.whole_generations import Enumerate, assert_caught, assert_exactly_p
+from support.files.stand_ins import BlockDraft
+from support.targets.models import assistant_for, assistant_of, partly_agreeing, tiny, told
+from support.targets.watchers import heard
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpecDecPPConfig

@@ -7,10 +7,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support import readable_verification as readable
-from support.exact_distribution import Probs, Replay, Tokens, accepted_in, exact_distribution, is_caught, largest_error
-from support.toy_rounds import SCENARIOS, Models
-from support.toy_trees import ToyTree
+from support.enumeration import readable_verification as readable
+from support.enumeration.exact_distribution import (
+    Probs,
+    Replay,
+    Tokens,
+    accepted_in,
+    exact_distribution,
+    is_caught,
+    largest_error,
+)
+from support.enumeration.toy_rounds import SCENARIOS, Models
+from support.enumeration.toy_trees import ToyTree
 
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
 from hf_specdecpp.sampling.verification import Verification

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import readable_verification
-from support.exact_distribution import Answering, Replay, Tokens, exact_distribution, is_caught, worst_error
-from support.plans import tree_plan
-from support.toy_rounds import SCENARIOS, Models, OneUniform
-from support.toy_trees import ToyTree
+from support.enumeration import readable_verification
+from support.enumeration.exact_distribution import Answering, Replay, Tokens, exact_distribution, is_caught, worst_error
+from support.enumeration.plans import tree_plan
+from support.enumeration.toy_rounds import SCENARIOS, Models, OneUniform
+from support.enumeration.toy_trees import ToyTree
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates

@@ -12,11 +12,11 @@ import pytest
 import torch
 from chains import BASELINES, AdaEDL, ChainReplay, Outcomes, Seen, oracle, recorded_estimator
 from record import KNOWN, Record, coupling, known_of, record
-from support.exact_distribution import Probs, Replay, Tokens, exact_distribution
-from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny, told
-from support.plans import tell
-from support.stopping_rules import decides, distribution_of, make_step
-from support.toy_rounds import RULES, Models, ToyRound, draft_chain
+from support.enumeration.exact_distribution import Probs, Replay, Tokens, exact_distribution
+from support.enumeration.plans import tell
+from support.enumeration.stopping_rules import decides, distribution_of, make_step
+from support.enumeration.toy_rounds import RULES, Models, ToyRound, draft_chain
+from support.targets.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny, told
 from sweep import PAPER, sweep
 from texts import Text
 from torch import Tensor

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from rounds import RoundReplay, ends_at, replay_rounds, round_table
-from support.exact_distribution import Replay, exact_distribution
-from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny, told
-from support.repos import head_for
-from support.toy_rounds import Models
-from support.toy_trees import ToyTree
-from support.tree_generation import sharp
+from support.enumeration.exact_distribution import Replay, exact_distribution
+from support.enumeration.toy_rounds import Models
+from support.enumeration.toy_trees import ToyTree
+from support.files.repos import head_for
+from support.targets.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny, told
+from support.targets.tree_generation import sharp
 from texts import Text
 
 from hf_specdecpp import SpeculationConfig

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, prompt, tiny, told
+from support.targets.models import assistant_for, assistant_of, prompt, tiny, told
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant

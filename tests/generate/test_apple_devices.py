@@ -8,13 +8,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.apple_operations import AsOnApple
-from support.distillation_files import prepare
-from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny, told
-from support.pretend_devices import DeviceTensor, on_device, pretend_devices
-from support.repos import head_for
-from support.training_files import training_run
-from support.zoo import tiny_of
+from support.devices.apple_operations import AsOnApple
+from support.devices.pretend_devices import DeviceTensor, on_device, pretend_devices
+from support.files.repos import head_for
+from support.runs.distillation_files import prepare
+from support.runs.training_files import training_run
+from support.targets.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny, told
+from support.targets.zoo import tiny_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.models import VOCAB_SIZE, assistant_of, prompt, tiny
+from support.targets.models import VOCAB_SIZE, assistant_of, prompt, tiny
 from torch import Tensor
 from transformers import Qwen3Config
 

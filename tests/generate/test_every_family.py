@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import informed_draft
-from support.models import partly_agreeing, prompt
-from support.pretend_graph import pretend_graphs
-from support.token_trees import all_gaps
-from support.zoo import KINDS, NOT_BUILT, WINDOW, families, tiny_of
+from support.devices.pretend_graph import pretend_graphs
+from support.enumeration.token_trees import all_gaps
+from support.targets.families import informed_draft
+from support.targets.models import partly_agreeing, prompt
+from support.targets.zoo import KINDS, NOT_BUILT, WINDOW, families, tiny_of
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.families import informed_draft
-from support.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, tiny, told
-from support.pretend_graph import pretend_graphs
-from support.watchers import Collector
-from support.zoo import tiny_of
+from support.devices.pretend_graph import pretend_graphs
+from support.targets.families import informed_draft
+from support.targets.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, tiny, told
+from support.targets.watchers import Collector
+from support.targets.zoo import tiny_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as every_module

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, partly_agreeing, prompt, tiny
-from support.watchers import Recorder
+from support.targets.models import assistant_for, partly_agreeing, prompt, tiny
+from support.targets.watchers import Recorder
 from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria

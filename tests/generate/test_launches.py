@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.calls import our_calls
-from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny
-from support.pretend_cuda import pretend_graphs_on_devices
-from support.pretend_devices import on_device
+from support.devices.pretend_cuda import pretend_graphs_on_devices
+from support.devices.pretend_devices import on_device
+from support.targets.calls import our_calls
+from support.targets.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig

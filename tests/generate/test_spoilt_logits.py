@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.capturing import CHAIN
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
-from support.pretend_graph import pretend_graphs
-from support.watchers import Collector
-from support.whole_rounds import TREE, batch, together
+from support.devices.capturing import CHAIN
+from support.devices.pretend_graph import pretend_graphs
+from support.devices.whole_rounds import TREE, batch, together
+from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.watchers import Collector
 from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessor
 

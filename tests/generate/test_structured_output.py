@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
-from support.tree_generation import PROMPT, sharp
+from support.targets.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
+from support.targets.tree_generation import PROMPT, sharp
 from torch import Tensor
 from transformers import LogitsProcessor
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from support.exact_distribution import exact_distribution, worst_error
-from support.models import assistant_for, told
-from support.stock_rounds import PROMPT as SHORT
-from support.stock_rounds import small, target_distribution
-from support.tree_generation import ARGUMENTS, TREES, generate, plain_text, target_of
+from support.enumeration.exact_distribution import exact_distribution, worst_error
+from support.enumeration.stock_rounds import PROMPT as SHORT
+from support.enumeration.stock_rounds import small, target_distribution
+from support.targets.models import assistant_for, told
+from support.targets.tree_generation import ARGUMENTS, TREES, generate, plain_text, target_of
 
 from hf_specdecpp import SpecDecPPAssistant
 

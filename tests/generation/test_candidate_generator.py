@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Rounds, assistant_of, partly_agreeing, prompt, tiny
-from support.stock_rounds import in_their_loop
+from support.enumeration.stock_rounds import in_their_loop
+from support.targets.models import Rounds, assistant_of, partly_agreeing, prompt, tiny
 
 from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
 

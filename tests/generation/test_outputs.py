@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
-from support.outputs import NoRepeat, assert_same
-from support.tree_generation import TREES, target_of
+from support.targets.models import assistant_for, prompt, tiny
+from support.targets.outputs import NoRepeat, assert_same
+from support.targets.tree_generation import TREES, target_of
 from torch import Tensor
 from transformers import DynamicCache
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
+from support.targets.models import assistant_for, prompt, tiny
 from transformers import GenerationConfig
 from transformers.utils.logging import warning_once
 

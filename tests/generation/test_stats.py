@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.eagle3_files import VARIANTS
-from support.models import Rounds, assistant_for, prompt, random_layer, tiny
-from support.watchers import heard
+from support.files.eagle3_files import VARIANTS
+from support.targets.models import Rounds, assistant_for, prompt, random_layer, tiny
+from support.targets.watchers import heard
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
 from hf_specdecpp.generation.setup import DraftSetup

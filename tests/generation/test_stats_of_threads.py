@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support.models import assistant_for, prompt, tiny
-from support.repos import tokenizer
+from support.files.repos import tokenizer
+from support.targets.models import assistant_for, prompt, tiny
 from transformers import TextIteratorStreamer, TextStreamer, pipeline
 
 from hf_specdecpp import SpecDecPPAssistant

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.hub_server import HubServer
-from support.models import VOCAB_SIZE, partly_agreeing, prompt, random_fusion, tiny
-from support.repos import WORDS, change_json, files_of, greedy, head_for, publish_pair, save_adapter, save_model
+from support.files.repos import WORDS, change_json, files_of, greedy, head_for, publish_pair, save_adapter, save_model
+from support.runs.hub_server import HubServer
+from support.targets.models import VOCAB_SIZE, partly_agreeing, prompt, random_fusion, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -12,9 +12,9 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import get_session, hf_raise_for_status
-from support import repos
-from support.hub_server import HubServer, hub_env
-from support.models import partly_agreeing, tiny
+from support.files import repos
+from support.runs.hub_server import HubServer, hub_env
+from support.targets.models import partly_agreeing, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from support.models import partly_agreeing, tiny
+from support.targets.models import partly_agreeing, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from typer.testing import CliRunner
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
-from support import repos
-from support.hub_server import HubServer
-from support.models import prompt, tiny
-from support.released_heads import Payload
-from support.snapshots import hash_of
+from support.files import repos
+from support.files.released_heads import Payload
+from support.runs.hub_server import HubServer
+from support.targets.models import prompt, tiny
+from support.targets.snapshots import hash_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import hf_specdecpp

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import dflash_files, eagle3_files, gemma4_files
-from support.hub_server import HubServer, point_client_at
-from support.models import partly_agreeing, prompt, tiny
-from support.repos import change_json, save_model, tokenizer
+from support.files import dflash_files, eagle3_files, gemma4_files
+from support.files.repos import change_json, save_model, tokenizer
+from support.runs.hub_server import HubServer, point_client_at
+from support.targets.models import partly_agreeing, prompt, tiny
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist, files

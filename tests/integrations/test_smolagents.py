@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.mutants import accept_everything
-from support.repos import save_chat_model
+from support.enumeration.mutants import accept_everything
+from support.files.repos import save_chat_model
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig

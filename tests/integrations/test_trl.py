@@ -17,9 +17,9 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
-from support.mutants import accept_everything
-from support.repos import WORDS, ending_tokenizer
+from support.enumeration.mutants import accept_everything
+from support.files.repos import WORDS, ending_tokenizer
+from support.targets.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
-from support.watchers import heard
+from support.targets.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
+from support.targets.watchers import heard
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.hub_server import HubServer
-from support.models import tiny
-from support.repos import change_json, check_round_trip, estimates, files_of, greedy, logits, save_adapter
+from support.files.repos import change_json, check_round_trip, estimates, files_of, greedy, logits, save_adapter
+from support.runs.hub_server import HubServer
+from support.targets.models import tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

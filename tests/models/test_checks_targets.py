@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.families import informed_draft
-from support.models import partly_agreeing, prompt, tiny
-from support.snapshots import has_our_methods, of_own_class
-from support.zoo import WINDOW, tiny_config, tiny_of
+from support.targets.families import informed_draft
+from support.targets.models import partly_agreeing, prompt, tiny
+from support.targets.snapshots import has_our_methods, of_own_class
+from support.targets.zoo import WINDOW, tiny_config, tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import model_of
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
-from support.outputs import assert_same
-from support.zoo import tiny_of
+from support.targets.families import model_of
+from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.outputs import assert_same
+from support.targets.zoo import tiny_of
 from torch import Tensor
 
 from hf_specdecpp.models import target_states

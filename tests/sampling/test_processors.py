@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, assistant_for, assistant_of, prompt, quiet_later_layers, tiny
-from support.outputs import PROCESSORS, RECORDS, assert_same, only_neighbours
-from support.pretend_graph import pretend_graphs
-from support.questions import (
+from support.devices.pretend_graph import pretend_graphs
+from support.devices.whole_rounds import TREE, batch
+from support.targets.models import VOCAB_SIZE, assistant_for, assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.outputs import PROCESSORS, RECORDS, assert_same, only_neighbours
+from support.targets.questions import (
     CAPTURED,
     PAD,
     TOYS,
@@ -26,8 +27,7 @@ from support.questions import (
     is_part,
     same,
 )
-from support.watchers import unnoticed
-from support.whole_rounds import TREE, batch
+from support.targets.watchers import unnoticed
 from torch import Tensor
 from torch.nn import functional
 from transformers import (

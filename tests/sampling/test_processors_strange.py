@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, assistant_of, prompt, quiet_later_layers, tiny
-from support.outputs import assert_same
-from support.pretend_graph import pretend_graphs
-from support.questions import CAPTURED, PAD, WAYS
+from support.devices.pretend_graph import pretend_graphs
+from support.targets.models import VOCAB_SIZE, assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.outputs import assert_same
+from support.targets.questions import CAPTURED, PAD, WAYS
 from torch import Tensor
 from torch.nn import functional
 from transformers import LogitsProcessor, StoppingCriteria

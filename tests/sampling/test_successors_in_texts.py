@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny, told
+from support.targets.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny, told
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import LogitsProcessor, LogitsProcessorList

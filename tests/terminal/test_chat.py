@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from support.models import quiet_later_layers, tiny
-from support.mutants import accept_everything
-from support.repos import chat_tokenizer, save_chat_model, tokenizer
-from support.zoo import tiny_of
+from support.enumeration.mutants import accept_everything
+from support.files.repos import chat_tokenizer, save_chat_model, tokenizer
+from support.targets.models import quiet_later_layers, tiny
+from support.targets.zoo import tiny_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import informed_draft
-from support.models import tiny
-from support.repos import PROMPT, letter_tokenizer, tokenizer
-from support.watchers import Collector, heard
+from support.files.repos import PROMPT, letter_tokenizer, tokenizer
+from support.targets.families import informed_draft
+from support.targets.models import tiny
+from support.targets.watchers import Collector, heard
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as Decoder
 from tokenizers.models import BPE

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.targets.models import assistant_for, partly_agreeing, prompt, tiny
 from torch import Tensor
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_of, prompt, tiny
-from support.products import use_copies
+from support.devices.products import use_copies
+from support.targets.models import assistant_of, prompt, tiny
 
 from hf_specdecpp import SpecDecPPAssistant, assist
 from hf_specdecpp.clocks import first_sensible, typical

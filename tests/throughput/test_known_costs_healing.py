@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import assistant_of, prompt, tiny
-from support.plans import chain_plan, tell
-from support.watchers import heard
+from support.enumeration.plans import chain_plan, tell
+from support.targets.models import assistant_of, prompt, tiny
+from support.targets.watchers import heard
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.session import ModelReading

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from support.models import assistant_for, prompt, tiny
-from support.products import needs_float16, use_copies
-from support.watchers import unnoticed
+from support.devices.products import needs_float16, use_copies
+from support.targets.models import assistant_for, prompt, tiny
+from support.targets.watchers import unnoticed
 
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.weight_copies import background

@@ -4,7 +4,7 @@ from statistics import mean
 
 import numpy as np
 import pytest
-from support.plans import tell
+from support.enumeration.plans import tell
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.stopping import pays_to_go_on

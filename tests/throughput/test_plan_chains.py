@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
-from support.models import assistant_for, prompt, tiny, told
-from support.plans import chain_plan, tell
-from support.toy_rounds import Models, ToyRound
+from support.enumeration.exact_distribution import Replay, Tokens, exact_distribution, worst_error
+from support.enumeration.plans import chain_plan, tell
+from support.enumeration.toy_rounds import Models, ToyRound
+from support.targets.models import assistant_for, prompt, tiny, told
 
 from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.config.costs import Costs

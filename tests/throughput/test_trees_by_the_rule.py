@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
-from support.plans import chain_plan, tree_plan
-from support.simulated_trees import DIP, LINE, Simulation, verify
-from support.zoo import tiny_of
+from support.enumeration.plans import chain_plan, tree_plan
+from support.enumeration.simulated_trees import DIP, LINE, Simulation, verify
+from support.targets.models import assistant_for, prompt, tiny
+from support.targets.zoo import tiny_of
 from torch import Tensor
 from transformers import LogitsProcessor
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from support.hub_server import HubServer, point_client_at
-from support.models import tiny
-from support.repos import greedy, logits
-from support.training_files import evaluated, training_run
+from support.files.repos import greedy, logits
+from support.runs.hub_server import HubServer, point_client_at
+from support.runs.training_files import evaluated, training_run
+from support.targets.models import tiny
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp import SpecDecPPAssistant

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from support.models import VOCAB_SIZE
-from support.toy_rounds import draft_chain
-from support.training_files import evaluated, training_run
+from support.enumeration.toy_rounds import draft_chain
+from support.runs.training_files import evaluated, training_run
+from support.targets.models import VOCAB_SIZE
 from torch import Tensor
 from torch.testing import assert_close
 

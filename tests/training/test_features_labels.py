@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
-from support.models import VOCAB_SIZE, tiny
-from support.repos import WORDS, tokenizer
+from support.enumeration.exact_distribution import Replay, Tokens, exact_distribution, worst_error
+from support.files.repos import WORDS, tokenizer
+from support.targets.models import VOCAB_SIZE, tiny
 from torch import Tensor
 from torch.testing import assert_close
 

@@ -11,10 +11,10 @@ import torch
 import yaml
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from support.distillation_files import prepare, report_of
-from support.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
-from support.pretend_devices import DeviceTensor, on_device, pretend_devices
-from support.training_files import training_run
+from support.devices.pretend_devices import DeviceTensor, on_device, pretend_devices
+from support.runs.distillation_files import prepare, report_of
+from support.runs.training_files import training_run
+from support.targets.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments

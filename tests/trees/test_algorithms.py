@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.toy_rounds import make_estimator
-from support.toy_trees import KINDS, VOCAB, RandomDraft
+from support.enumeration.toy_rounds import make_estimator
+from support.enumeration.toy_trees import KINDS, VOCAB, RandomDraft
 from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, scalar_features

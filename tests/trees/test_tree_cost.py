@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.toy_trees import RandomDraft
+from support.enumeration.toy_trees import RandomDraft
 from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftProbability

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import edited
-from support.dflash_files import FULL, HIDDEN, MASK, VARIANTS, VOCAB, Checkpoint, target_for
-from support.models import prompt
+from support.files.checkpoints import edited
+from support.files.dflash_files import FULL, HIDDEN, MASK, VARIANTS, VOCAB, Checkpoint, target_for
+from support.targets.models import prompt
 from torch import Tensor
 
 from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.capturing import CHAIN, Drawn, generate
-from support.models import assistant_of, quiet_later_layers, tiny
-from support.outputs import PROCESSORS
-from support.watchers import heard
-from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
+from support.devices.capturing import CHAIN, Drawn, generate
+from support.devices.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
+from support.targets.models import assistant_of, quiet_later_layers, tiny
+from support.targets.outputs import PROCESSORS
+from support.targets.watchers import heard
 from torch import Tensor
 
 from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpecDecPPCandidateGenerator

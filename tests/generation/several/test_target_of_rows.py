@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import models
-from support.exact_distribution import Replay, Tokens, exact_distribution
-from support.families import model_of
+from support.enumeration.exact_distribution import Replay, Tokens, exact_distribution
+from support.enumeration.stock_rounds import small, target_distribution
 from support.fuzz.arguments import Counting
-from support.stock_rounds import small, target_distribution
-from support.watchers import Collector, heard
-from support.zoo import tiny_of
+from support.targets import models
+from support.targets.families import model_of
+from support.targets.watchers import Collector, heard
+from support.targets.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 

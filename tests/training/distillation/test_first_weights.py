@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.distillation_files import check_that_training_helps, prepare, report_of, states_of
-from support.eagle3_files import Checkpoint
-from support.models import prompt, tiny
-from support.zoo import families, tiny_of
+from support.files.eagle3_files import Checkpoint
+from support.runs.distillation_files import check_that_training_helps, prepare, report_of, states_of
+from support.targets.models import prompt, tiny
+from support.targets.zoo import families, tiny_of
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
