@@ -20,7 +20,7 @@ from support.pretend_graph import pretend_graphs
 from support.repos import save_model
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.trees.tree import DraftTree
 
 pytestmark = pytest.mark.apart

@@ -100,6 +100,38 @@ def text_in(cache: Any) -> CachedText:
     return text
 
 
+# Arguments of a forward that grow with a text. ------------------------------------------------------------------------
+
+
+GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+
+
+def without_last(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+    """`model_kwargs` without the last `count` columns of what grows with the text: views, nothing is copied."""
+    shorter = dict(model_kwargs)
+    for name in GROWING:
+        if (each := model_kwargs.get(name)) is not None:
+            shorter[name] = each[..., : each.shape[-1] - count]
+    return shorter
+
+
+def extended(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+    """`model_kwargs` for `count` more tokens: the mask, positions and token types that grow with the text."""
+    if count == 0:
+        return model_kwargs
+    longer = dict(model_kwargs)
+    if (mask := model_kwargs.get("attention_mask")) is not None:
+        longer["attention_mask"] = torch.cat((mask, mask.new_ones((len(mask), count))), dim=-1)
+    if (positions := model_kwargs.get("position_ids")) is not None:
+        steps = torch.arange(1, count + 1, device=positions.device, dtype=positions.dtype)
+        longer["position_ids"] = torch.cat((positions, positions[..., -1:] + steps), dim=-1)
+    if (types := model_kwargs.get("token_type_ids")) is not None:
+        longer["token_type_ids"] = torch.cat((types, types[:, -1:].expand(-1, count)), dim=-1)
+    if (types := model_kwargs.get("mm_token_type_ids")) is not None:
+        longer["mm_token_type_ids"] = torch.cat((types, types.new_zeros((len(types), count))), dim=-1)
+    return longer
+
+
 # Rows that are dropped or moved. --------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,8 @@ from support.models import partly_agreeing, prompt, quiet_later_layers, random_f
 from support.pretend_devices import DeviceTensor, on_device, pretend_devices, spread
 from support.watchers import Collector, Recorder, tokenizer, unnoticed
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.decoding import AssistedDecoding
 
 LEVELS = 4

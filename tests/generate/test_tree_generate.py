@@ -9,7 +9,7 @@ from support.stock_rounds import PROMPT as SHORT
 from support.stock_rounds import small, target_distribution
 from support.tree_generation import ARGUMENTS, TREES, generate, plain_text, target_of
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 
 
 @pytest.mark.daily("dyspec", "[[0], [1], [0, 0]]", takes=2)

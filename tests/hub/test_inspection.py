@@ -13,7 +13,7 @@ from support.hub_server import HubServer, point_client_at
 from support.released_heads import Payload
 from support.repos import files_of
 
-from hf_specdecpp import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository, save_tensors
 from hf_specdecpp.hub.inspection import Report, inspect
 

@@ -14,7 +14,10 @@ from support.models import partly_agreeing, prompt, tiny
 from support.repos import change_json, save_model, tokenizer
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist, files
+from hf_specdecpp import files
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models import loading
 
 OTHER_WORDS = ["<unk>", *(f"v{i}" for i in range(1, 48))]

@@ -13,7 +13,8 @@ from support.repos import change_json, check_round_trip, estimates, files_of, gr
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.adapters import LoraLinear, add_adapter
 from hf_specdecpp.models.early_exit import early_exit
 
