@@ -117,18 +117,15 @@ def without_last(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
 
 def extended(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
     """`model_kwargs` for `count` more tokens: the mask, positions and token types that grow with the text."""
-    if count == 0:
-        return model_kwargs
     longer = dict(model_kwargs)
-    if (mask := model_kwargs.get("attention_mask")) is not None:
-        longer["attention_mask"] = torch.cat((mask, mask.new_ones((len(mask), count))), dim=-1)
-    if (positions := model_kwargs.get("position_ids")) is not None:
-        steps = torch.arange(1, count + 1, device=positions.device, dtype=positions.dtype)
-        longer["position_ids"] = torch.cat((positions, positions[..., -1:] + steps), dim=-1)
-    if (types := model_kwargs.get("token_type_ids")) is not None:
-        longer["token_type_ids"] = torch.cat((types, types[:, -1:].expand(-1, count)), dim=-1)
-    if (types := model_kwargs.get("mm_token_type_ids")) is not None:
-        longer["mm_token_type_ids"] = torch.cat((types, types.new_zeros((len(types), count))), dim=-1)
+    for name in GROWING if count else ():
+        if (each := model_kwargs.get(name)) is not None:
+            further = each[..., -1:].expand(*each.shape[:-1], count)
+            if name == "position_ids":
+                further = further + torch.arange(1, count + 1, device=each.device, dtype=each.dtype)
+            elif name != "token_type_ids":  # what follows is shown, and no image
+                further = torch.full_like(further, name == "attention_mask")
+            longer[name] = torch.cat((each, further), dim=-1)
     return longer
 
 

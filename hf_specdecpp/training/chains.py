@@ -231,13 +231,9 @@ def target_states(target: CausalLM, drafter: Draft, ids: list[int]) -> Tensor | 
 
 @torch.no_grad()
 def target_probabilities(
-    reader: DraftModel,
-    ids: list[int],
-    starts: Tensor,
-    tokens: Tensor,
-    to_p: Callable[[Tensor], Tensor],
+    reader: DraftModel, ids: list[int], starts: Tensor, tokens: Tensor, to_p: Callable[[Tensor], Tensor],
     vocab_size: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """p of every candidate `[c, k]` given those before it in its chain; `reader` wraps the target as if it were a
     draft. `ids` and `starts` are as in `draft_chains`; `to_p` makes p of logits `[n, vocab]`."""
     device = reader.device
