@@ -14,11 +14,13 @@ from support.runs.hub_server import HubServer, point_client_at
 from support.targets.models import tiny
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp import SpecDecPPAssistant, __version__, cli_options
+from hf_specdecpp import cli_options
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli import app
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.terminal import demo
+from hf_specdecpp.version import __version__
 
 
 def run(*arguments: object) -> Result:

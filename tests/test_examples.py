@@ -20,7 +20,7 @@ from support.files.repos import save_model
 from support.targets.models import tiny
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.trees.tree import DraftTree
 
 pytestmark = pytest.mark.apart

@@ -28,7 +28,8 @@ from support.targets.models import assistant_of, quiet_later_layers, tiny
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_specdecpp import SpecDecPPAssistant, figures, files
+from hf_specdecpp import figures, files
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark import loading
 from hf_specdecpp.cli import _Commands, app
 from hf_specdecpp.cli_options import BenchmarkConfig

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
-from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.estimation.estimators import AcceptanceRates
 from hf_specdecpp.estimation.ledger import RECENT, Ledger
 from hf_specdecpp.trees.tree import DraftTree
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.caches.states import Mark, no_way_back
 from hf_specdecpp.caches.text import GrowingText
-from hf_specdecpp.generation.prefix import Prefix
-from hf_specdecpp.generation.target import MOST_PENDING
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation.target import MOST_PENDING, Prefix
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 
 FAMILIES = ["granitemoehybrid", "zaya", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "falcon_h1",

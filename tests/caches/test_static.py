@@ -26,7 +26,8 @@ from support.targets.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.doors import calls
 from hf_specdecpp.models.causal_lm import CausalLM
 

@@ -16,16 +16,16 @@ from support.enumeration.toy_rounds import HIDDEN_SIZE, make_estimator
 from support.targets.models import assistant_for, assistant_of, quiet_later_layers, tiny
 from torch import Tensor, nn
 
+from hf_specdecpp.caches.masks import inputs_in_place
 from hf_specdecpp.cuda_graphs import captured_draft
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules
-from hf_specdecpp.drafting import model_steps
+from hf_specdecpp.drafting import drafter as model_steps
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
-from hf_specdecpp.estimation.estimators import DraftStep, Estimator
+from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep, Estimator
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Ranked
-from hf_specdecpp.trees.attention import inputs_in_place
-from hf_specdecpp.trees.slots import Growth, Level, Slots, SlotValuation
+from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation
+from hf_specdecpp.trees.head_siblings import Level
 
 VOCAB, WIDTH, SEEDS = 30, 3, 12
 

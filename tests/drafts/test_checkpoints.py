@@ -14,7 +14,7 @@ from support.files.checkpoints import WEIGHTS, edited, in_shards
 from support.files.eagle3_files import VARIANTS as EAGLE3
 from support.targets.models import tiny
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.drafts.known import BY_NAME, PUBLISHED, ready_made, recognise
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.exporting import export

@@ -21,7 +21,7 @@ from support.enumeration.toy_rounds import RULES, SCENARIOS, VERIFIERS, Models, 
 from torch import Tensor
 
 from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
-from hf_specdecpp.sampling.verification import as_tests, verify_sampled
+from hf_specdecpp.trees.verification import as_tests, verify_sampled
 
 TOLERANCE = 1e-12
 

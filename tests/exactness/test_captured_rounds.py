@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.on_device import count_until, first_passing
-from hf_specdecpp.sampling.verification import Verification, outcomes
+from hf_specdecpp.trees.verification import Verification, outcomes
 
 K = 3
 Stop = Callable[[Path], int]

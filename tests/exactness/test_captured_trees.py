@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.on_device import best_slots
-from hf_specdecpp.sampling.verification import Verification, acceptance_of, sibling_tests
 from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.verification import Verification, acceptance_of, sibling_tests
 
 
 def texts_of_rounds(

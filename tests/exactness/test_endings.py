@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import StoppingCriteria
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.generation.captured.parts import RoundGraphs
 from hf_specdecpp.generation.several.target import TargetOfRows
 from hf_specdecpp.generation.text import Text

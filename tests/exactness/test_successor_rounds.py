@@ -17,8 +17,10 @@ from support.targets.models import assistant_for, assistant_of, partly_agreeing,
 from support.targets.watchers import heard
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpecDecPPConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import Decisions
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling import successors
 from hf_specdecpp.sampling.processors import Processing

@@ -21,9 +21,8 @@ from support.enumeration.toy_rounds import SCENARIOS, Models
 from support.enumeration.toy_trees import ToyTree
 
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
-from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.verification import verify_tree
+from hf_specdecpp.trees.verification import Verification, verify_tree
 
 VERIFICATIONS: tuple[Verification, ...] = ("block", "token")
 TOLERANCE, ALGORITHMS = 1e-12, ["dyspec", "dyspec-exact", "static", "throughput"]

@@ -12,7 +12,7 @@ from support.files.repos import TEXT, head_for, tokenizer
 from support.runs.training_files import training_run
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 
 
 @pytest.fixture

@@ -15,14 +15,14 @@ from support.targets.models import assistant_for, assistant_of, prompt, quiet_la
 from support.targets.tree_generation import sharp
 from texts import Text
 
-from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.benchmark.contestants import Contestant
 from hf_specdecpp.benchmark.loading import Benchmark, RunLog
 from hf_specdecpp.cli_options import BenchmarkConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.verification import Verification
 
 LENGTH, NEW_TOKENS = 12, 60
 KINDS: dict[str, dict[str, Any]] = {

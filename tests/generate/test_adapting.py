@@ -8,7 +8,7 @@ import torch
 from support.targets.models import assistant_for, assistant_of, prompt, tiny, told
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu import faster_products

@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 from transformers import Trainer
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.randomness import draw_rows, widest
 from hf_specdecpp.texts.sampling import Sampling
@@ -246,13 +247,13 @@ def test_the_generators_of_a_device_are_kept(kind: str, monkeypatch: pytest.Monk
 WIDE = {  # where float64 on the device is a fault, and what finds it
     "caches.states": lambda: test_a_hybrid_target_and_lookups(["lookup"]),
     "drafting.chain": lambda: test_every_rule_and_tree(CHAINS["threshold"], SAMPLED),
-    "sampling.verification": lambda: test_every_rule_and_tree(FIXED, SAMPLED),
-    "trees.attention": lambda: test_every_rule_and_tree(TREES["dyspec"], OPTIONS),
+    "trees.verification": lambda: test_every_rule_and_tree(FIXED, SAMPLED),
+    "caches.masks": lambda: test_every_rule_and_tree(TREES["dyspec"], OPTIONS),
     "sampling.randomness": lambda: check_numbers("independent", "before"),
 }
 
 
-@pytest.mark.daily("caches.states", "trees.attention", takes=3)
+@pytest.mark.daily("caches.states", "caches.masks", takes=3)
 @pytest.mark.parametrize("where", WIDE)
 def test_mutants_with_float64(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same everywhere: what is computed in `widest` is put in float64."""

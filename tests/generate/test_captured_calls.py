@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cuda_graphs import captured_target
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs

@@ -17,7 +17,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 

@@ -20,7 +20,7 @@ from transformers import DynamicCache, LogitsProcessor
 
 from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft
-from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.estimation.estimators import AcceptanceRates
 
 MESSAGE = "probability tensor contains either `inf`, `nan` or element < 0"
 NAN, NEVER = float("nan"), float("-inf")

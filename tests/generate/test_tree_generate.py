@@ -9,7 +9,7 @@ from support.enumeration.stock_rounds import small, target_distribution
 from support.targets.models import assistant_for, told
 from support.targets.tree_generation import ARGUMENTS, TREES, generate, plain_text, target_of
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 
 
 @pytest.mark.daily("dyspec", "[[0], [1], [0, 0]]", takes=2)

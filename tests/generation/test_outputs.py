@@ -10,9 +10,10 @@ from support.targets.tree_generation import TREES, target_of
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.caches.text import roll_back
-from hf_specdecpp.generation.prefix import Prefix
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation.target import Prefix
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 
 PROMPT = prompt(12)  # longer than the sliding window

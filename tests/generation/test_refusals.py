@@ -9,7 +9,7 @@ from support.targets.models import assistant_for, prompt, tiny
 from support.targets.watchers import no_work
 from transformers.cache_utils import QuantizedCache
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT = prompt(6)

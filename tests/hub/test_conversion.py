@@ -15,7 +15,7 @@ from support.targets.models import assistant_for, tiny
 from torch import Tensor
 from torch.testing import assert_close
 
-from hf_specdecpp import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.conversion import convert, read_released_head
 from hf_specdecpp.hub.repository import load_config, load_head

@@ -13,7 +13,7 @@ from support.files.released_heads import Payload
 from support.files.repos import files_of
 from support.runs.hub_server import HubServer, point_client_at
 
-from hf_specdecpp import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository, save_tensors
 from hf_specdecpp.hub.inspection import Report, inspect
 

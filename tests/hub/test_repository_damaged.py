@@ -14,7 +14,7 @@ from support.files.repos import change_json, save_assistant, save_model
 from support.targets.models import tiny
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.files import read_json
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")

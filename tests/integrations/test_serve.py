@@ -14,7 +14,8 @@ from support.files.repos import save_chat_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.doors import attached
 
 pytest.importorskip("fastapi", reason="`transformers serve` needs pip install transformers[serving]")

@@ -8,7 +8,9 @@ from support.targets.models import VOCAB_SIZE, assistant_for, partly_agreeing, p
 from support.targets.watchers import heard
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp, by_estimate
 from hf_specdecpp.lookup.text import LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -13,7 +13,8 @@ from support.targets.models import tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.adapters import LoraLinear, add_adapter
 from hf_specdecpp.models.early_exit import early_exit
 

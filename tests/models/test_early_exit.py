@@ -14,7 +14,7 @@ from support.targets.models import assistant_for, assistant_of, partly_agreeing,
 from support.targets.snapshots import FIXED, generate, has_our_methods, of_own_class, snapshot
 from torch import Tensor, nn
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
 

@@ -18,7 +18,7 @@ from transformers.generation import EosTokenCriteria, logits_process
 
 from hf_specdecpp.generation.doors import calls
 from hf_specdecpp.sampling.processors import in_order
-from hf_specdecpp.sampling.verification import as_float32
+from hf_specdecpp.trees.verification import as_float32
 
 
 def graphs_of(way: str) -> AbstractContextManager[Any]:

@@ -13,7 +13,8 @@ import torch
 from support.devices.products import use_copies
 from support.targets.models import assistant_of, prompt, tiny
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.clocks import first_sensible, typical
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.models.causal_lm import CausalLM

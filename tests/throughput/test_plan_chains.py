@@ -14,10 +14,9 @@ from support.enumeration.plans import chain_plan, tell
 from support.enumeration.toy_rounds import Models, ToyRound
 from support.targets.models import assistant_for, prompt, tiny, told
 
-from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates
-from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.estimation.estimators import NO_VERDICT, AcceptanceRates, DraftProbability
 from hf_specdecpp.generation.target import MOST_PENDING
 from hf_specdecpp.throughput.plan import ChainPlan, Throughput, seconds_ahead
 
@@ -106,7 +105,7 @@ def test_a_useless_draft_costs_little(costs: Costs, lag: int) -> None:
 def test_two_rounds_emit_p(rule: str, draft_cost: float, trials: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round decides whether and how far the second one speculates: also not at all. Rounds may also have a
     length that is tried."""
-    monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
+    monkeypatch.setattr("hf_specdecpp.estimation.estimators.FIRST_FITS", (1,))
     monkeypatch.setattr("hf_specdecpp.throughput.plan.MOST_CREDIT", 1.0)
     second = set()
     for seed in range(2):

@@ -13,7 +13,7 @@ from support.targets.tree_generation import PROMPT, sharp
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.trees.slots import Growth, Slots
+from hf_specdecpp.trees.growth import Growth, Slots
 
 
 @pytest.mark.daily("mixed-seconds0-1.0-greedy", "mixed-seconds1-1.0-sampled", takes=2)

@@ -16,7 +16,7 @@ from support.runs.training_files import evaluated, training_run
 from support.targets.models import tiny
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import inspection
 from hf_specdecpp.hub.publishing import make_card, no_id, opening, unhelped

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.drafting.draft_model import DraftSession
 from hf_specdecpp.estimation.acceptance_head import Calibration
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.estimation.metrics import ece

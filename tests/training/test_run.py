@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from typer.testing import CliRunner
 
 import hf_specdecpp
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli import app
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import chains, trainers

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
+from hf_specdecpp.caches.masks import Prompt, inputs_in_place, tree_inputs, tree_mask
 from hf_specdecpp.cuda_graphs.room_cache import RoomCache, num_room_layers
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.trees.attention import Prompt, check_tree, inputs_in_place, tree_inputs, tree_mask
+from hf_specdecpp.trees.attention import check_tree
 from hf_specdecpp.trees.tree import relations
 
 PREFIX = 2 * WINDOW

@@ -11,7 +11,8 @@ from support.files.dflash_files import FULL, HIDDEN, MASK, VARIANTS, VOCAB, Chec
 from support.targets.models import prompt
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.dflash.config_dflash import DFlashSettings, read_settings, usual_reads
 from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashModel
 from hf_specdecpp.drafts.known import DFLASH, recognise

@@ -27,7 +27,8 @@ from support.targets.zoo import tiny_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.unrolling import in_blocks
 from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashDraft, DFlashModel

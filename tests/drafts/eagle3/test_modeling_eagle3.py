@@ -12,8 +12,8 @@ from support.targets.models import prompt, tiny
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.drafting.draft_model import DraftSession
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import FINAL

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import unrolled
 
 pytestmark = pytest.mark.takes(60)

@@ -18,13 +18,15 @@ from support.targets.outputs import PROCESSORS
 from support.targets.watchers import heard
 from torch import Tensor
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpecDecPPCandidateGenerator
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cuda_graphs import captured_rounds, captured_target, on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundShape
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.cuda_graphs.room_cache import RoomCache
-from hf_specdecpp.drafting import model_steps
+from hf_specdecpp.drafting import drafter as model_steps
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation import text as generation_text
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.parts import GraphDrafts
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing

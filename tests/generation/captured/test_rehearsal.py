@@ -9,7 +9,7 @@ import torch
 from support.devices.capturing import generate
 from support.targets.models import assistant_of, quiet_later_layers, tiny
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.generation.captured import rehearsal
 from hf_specdecpp.models.causal_lm import CausalLM
 

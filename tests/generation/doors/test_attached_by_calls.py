@@ -17,7 +17,7 @@ from support.targets.snapshots import has_our_methods, of_own_class, snapshot
 from support.targets.watchers import heard
 from transformers import GenerationMixin
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.generation.doors.attached import Method
 from hf_specdecpp.models.causal_lm import CausalLM

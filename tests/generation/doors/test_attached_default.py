@@ -17,8 +17,10 @@ from support.targets.models import assistant_for, assistant_of, partly_agreeing,
 from support.targets.watchers import Recorder
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.doors import attached
+from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT = prompt(12)

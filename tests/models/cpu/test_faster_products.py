@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu import products
 from hf_specdecpp.models.cpu.faster_products import FasterProducts

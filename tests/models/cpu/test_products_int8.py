@@ -11,7 +11,7 @@ from support.targets.watchers import heard
 from torch import nn
 from torch.nn import functional
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.generation import setup
 from hf_specdecpp.models.cpu import faster_products

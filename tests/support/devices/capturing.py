@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree import Chain, DraftTree
 from support.devices.pretend_graph import pretend_graphs
 from support.targets.models import Rounds, assistant_of, prompt
 from support.targets.watchers import heard, unnoticed
@@ -66,7 +67,7 @@ class Drawn(Rounds):
         heard(monkeypatch, SpecDecPPCandidateGenerator, "saw", self.note)
 
     def note(self, _: Any, tree: DraftTree, path: list[int], length: int) -> None:
-        if not tree.is_chain:
+        if not isinstance(tree, Chain):
             self.trees.append((list(tree.tokens), list(tree.parents), list(path)))
 
 

@@ -15,7 +15,7 @@ from transformers import (
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.trees.tree import DraftTree, TreePass
+from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 from support.enumeration.next_tokens import Path
 
 PROMPT = torch.tensor([[0, 1, 0, 1]])
@@ -59,7 +59,7 @@ class Between:
         return process(self.text, TreePass(tree, range(len(tree) + 1)), scores).softmax(-1)
 
     def chain(self, tokens: Sequence[int]) -> DraftTree:
-        return DraftTree.chain(list(tokens), [torch.empty(0)] * len(tokens))
+        return Chain(list(tokens), [torch.empty(0)] * len(tokens))
 
 
 def rightly(text: Text, tree_pass: TreePass, scores: Tensor) -> Tensor:

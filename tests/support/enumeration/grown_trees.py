@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.on_device import best_slots, slot_values
-from hf_specdecpp.sampling.verification import Verification
+from hf_specdecpp.trees.verification import Verification
 from support.enumeration.next_tokens import VOCAB, Path
 
 LEVELS, WIDTH = 2, 2

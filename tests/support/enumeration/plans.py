@@ -1,23 +1,15 @@
 """What `rule="throughput"` reckons with in tests."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import torch
 
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.drafting.chain import StoppingRule
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.plan import ChainPlan
 from hf_specdecpp.throughput.trees import TreePlan
+from hf_specdecpp.trees.tree import Chain
 
-
-@dataclass
-class Drawn:
-    """A round's candidates, of which only the number is known."""
-
-    num_drawn: int
-
-    def drawn(self, path: Sequence[int]) -> Sequence[int]:
-        return path
+NO_SCORES = torch.empty(0)
 
 
 def chain_plan(costs: Costs, most: int, lag: int = 0) -> ChainPlan:
@@ -31,4 +23,4 @@ def tree_plan(costs: Costs, most: int) -> TreePlan:
 
 def tell(rule: StoppingRule, drafted: int, accepted: int) -> None:
     """The round is over."""
-    rule.saw(Drawn(drafted), range(accepted))
+    rule.saw(Chain([0] * drafted, [NO_SCORES] * drafted), range(accepted))

@@ -1,5 +1,5 @@
 """Verification as the papers have it, with loops over numbers, which the tensor functions of the package are compared
-with. Nothing here is shared with `hf_specdecpp.sampling.verification` and
+with. Nothing here is shared with `hf_specdecpp.trees.verification` and
 `hf_specdecpp.trees.verification`.
 """
 

@@ -8,9 +8,8 @@ from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.throughput.plan import ChainPlan
 from hf_specdecpp.throughput.trees import TreePlan
-from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level
-from hf_specdecpp.trees.slots import Growth, Slots, SlotValuation
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation, ThresholdSchedule, grow_by_level
+from hf_specdecpp.trees.tree import Chain, DraftTree
 from support.enumeration.toy_trees import RandomDraft
 
 
@@ -73,7 +72,7 @@ class Simulation:
                 tokens.append(int(q.argmax()) if self.greedy else int(q.multinomial(1)))
                 if rule.stops(float(q[tokens[-1]])):
                     break
-            self._finish(tree := DraftTree.chain(tokens, scores), draft, None)
+            self._finish(tree := Chain(tokens, scores), draft, None)
             says = {node: self._says(draft, tree, node) for node in range(len(tokens))}
             rule.saw(tree, self._accepted(tree, says))
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.drafting.chain import StoppingRule
 from hf_specdecpp.estimation.estimators import DraftStep
 
 

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_specdecpp import AcceptanceHead, SpeculationConfig
-from hf_specdecpp.drafting.chain import Step, drafted_alone, drafting
-from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep, Estimator
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.chain import Step, StoppingRule, draft_chains, drafting
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability, DraftStep, Estimator
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.randomness import Randomness
-from hf_specdecpp.sampling.verification import Verification, outcomes, verify_sampled
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree import Chain
+from hf_specdecpp.trees.verification import Verification, outcomes, verify_sampled
 from support.enumeration.exact_distribution import Tokens
 
 HIDDEN_SIZE, EOS, IMPOSSIBLE = 4, 0, float("-inf")
@@ -56,9 +55,10 @@ def draft_chain(
     max_tokens: int,
     eos_token_ids: Collection[int] = (),
     unread: int = 1,
-) -> DraftTree:
+) -> Chain:
     """Draft one chain, alone: the arguments are those of `drafting`."""
-    return drafted_alone(drafting(step, rule, randomness, max_tokens, eos_token_ids, unread))
+    rows = [drafting(step, rule, randomness, max_tokens, eos_token_ids, unread)]
+    return draft_chains(rows, lambda _: True)[0]
 
 
 def top_2(scores: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class ToyRound:
 
     # Mutants override these two.
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         return draft_chain(self.stepper(prefix), rule, randomness, max_tokens=3, eos_token_ids=self.models.eos)
 
     def verify(

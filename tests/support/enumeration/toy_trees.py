@@ -7,13 +7,21 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.estimation.estimators import AcceptanceRates
 from hf_specdecpp.sampling.randomness import TreeRandomness
-from hf_specdecpp.sampling.verification import Verification
-from hf_specdecpp.trees.algorithms import ThresholdSchedule, from_nodes, grow_by_level, grow_exactly, grow_shape
-from hf_specdecpp.trees.slots import Growth, Level, Slots, SlotValuation
+from hf_specdecpp.trees.growth import (
+    Growth,
+    Slots,
+    SlotValuation,
+    ThresholdSchedule,
+    grow_by_level,
+    grow_exactly,
+    grow_shape,
+)
+from hf_specdecpp.trees.head_siblings import Level
+from hf_specdecpp.trees.shapes import from_nodes
 from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.verification import verify_tree
+from hf_specdecpp.trees.verification import Verification, verify_tree
 from support.enumeration.exact_distribution import Tokens
 from support.enumeration.plans import tree_plan
 from support.enumeration.toy_rounds import Models, make_estimator

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPConfig, __version__
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import save_tensors
+from hf_specdecpp.version import __version__
 
 FILES = [
     "acceptance_head.safetensors", "adapter/adapter_config.json", "adapter/adapter_model.safetensors", "config.json",

@@ -18,7 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.drafts.draft_kind import Parts
 from hf_specdecpp.drafts.known import DFLASH
 from hf_specdecpp.drafts.mtp.loading_mtp import FIELDS

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.drafting.draft_model import DraftSession
 from support.files.eagle3_files import VARIANTS
 from support.files.repos import PROMPT, files_of
 from support.runs.hub_server import HubServer

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.files import save_text
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
-from hf_specdecpp.config.speculation import Decisions
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training.distillation import first_weights
+from hf_specdecpp.trees.tree import Chain
 
 VOCAB_SIZE = 48
 WINDOW = 8  # of the models with sliding-window attention
@@ -219,7 +220,7 @@ class Rounds:
         told = SpecDecPPCandidateGenerator.saw
 
         def saw(generator: Any, tree: Any, path: list[int], length: int) -> None:
-            if tree.is_chain and not generator.rests:
+            if isinstance(tree, Chain) and not generator.rests:
                 self.outcomes.append((len(tree), len(path)))
             told(generator, tree, path, length)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.devices.pretend_graph import pretend_graphs
 from support.targets.models import VOCAB_SIZE, assistant_of, quiet_later_layers, tiny

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from transformers import StaticCache
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.targets.models import assistant_of
 from support.targets.outputs import assert_same, prefill

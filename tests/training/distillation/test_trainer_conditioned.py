@@ -15,7 +15,7 @@ from support.targets.models import VOCAB_SIZE, prompt, quiet_later_layers, rando
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import in_rounds, unrolled
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -1,28 +1,139 @@
-"""A growing token tree, its open slots and the siblings drawn there: what `algorithms` decides about. No models."""
+"""How a token tree grows: DySpec (arXiv 2410.11744), Algorithms 1 and 2, and given shapes. No model inside.
+
+Explained with an example in `docs/dyspec.md`.
+
+In the paper's notation: Tr the tree, D(.|x) the draft's distribution after x, R what is left of it once siblings have
+been drawn, v the value of a slot, t the threshold. A node whose D is known has one open slot, its next child. A slot of
+value v where y is drawn, y having the chance a(y) of acceptance, opens two: y's first child, v * a(y), and y's next
+sibling, v * (1 - a(y)). With a(y) = R(y) this is DySpec.
+
+Losslessness: whether to draw at a slot depends on its value, which is known before the draw. What was drawn stays.
+For a greedy target nothing is drawn: the next sibling is the next likeliest token, known before it is taken. So there
+the slots compete with v * a(y), the chance that taking y adds a token, instead of the paper's v.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
-from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import NUM_SCALARS, Estimator
+from hf_specdecpp.estimation.estimators import AcceptanceRates, Estimator
 from hf_specdecpp.sampling.randomness import Siblings, TreeRandomness, likeliest
+from hf_specdecpp.trees.head_siblings import AHEAD, HeadJudgedSiblings, Level
+from hf_specdecpp.trees.shapes import Shape
 from hf_specdecpp.trees.tree import DraftTree
+
+# A level that takes too little of the budget leaves it to the next one; one that takes too much cannot give it back.
+# With it, expected acceptance is 0 to 3 % below Algorithm 1's, without it up to 4 % (tests/trees/test_growth.py).
+CAUTION = 0.85
+LATEST = 0.1  # share of the latest round in the running means of `ThresholdSchedule`, once there are many
+
+
+def grow_exactly(growth: Growth, budget: int, threshold: float = 0.0) -> None:
+    """Algorithm 1: always draw at the slot of the highest value. A draft pass for every node that gets a child."""
+    leaves = [(-v, node) for node, v in growth.leaves.items()]
+    while len(growth.tree) < budget:
+        promised = -leaves[0][0] if leaves else -1.0  # no child of a leaf competes with more
+        if max(promised, growth.best) < max(threshold, 0.0):
+            break
+        if promised >= growth.best:
+            growth.expand([heappop(leaves)[1]])
+        elif (child := growth.draw_best()) in growth.leaves:
+            heappush(leaves, (-growth.leaves[child], child))
+
+
+def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshold: float = 0.0) -> None:
+    """Algorithm 2: one draft pass a level, then a draw at every slot above t, best first.
+
+    The paper fixes t, and where the draft is unsure most of the budget stays unused. Here `pace` chooses t anew for
+    each level, above `threshold`, and what is left in the end goes to the best open slots above that; 0 uses it all.
+    """
+    tree, done = growth.tree, False
+    usual = pace.estimate if growth.greedy else 1.0  # a(y) of a leaf's child, which is not known yet
+    while not done and len(tree) < budget:
+        level = {node: v * usual for node, v in growth.leaves.items() if tree.depths[node] == tree.levels}
+        t = max(threshold, pace.threshold([*level.values(), *growth.open.values()], budget - len(tree)))
+        worth = [node for node, v in level.items() if v >= t]
+        if worth:
+            growth.expand(worth)
+            values = {node: growth.open.get(node, -1.0) for node in worth}
+            growth.draw(max(values, key=values.__getitem__))  # so that no pass is in vain
+        done = not worth and growth.best < t
+        while len(tree) < budget and growth.best >= t:
+            growth.draw_best()
+    while len(tree) < budget and growth.best >= max(threshold, SMALLEST):
+        growth.draw_best()
+    pace.learn(tree)
+
+
+class ThresholdSchedule:
+    """Chooses the thresholds of `grow_by_level` so that the budget is used up, and used well.
+
+    The best tree of a budget holds every slot above one threshold t, the one that Algorithm 1 ends at. Level by level,
+    t must be known before the deeper slots are. A slot of value v is split by a draw, v = v a + v (1 - a), so it takes
+    about 1 + (v / t - 1) / h draws until all its parts are below t, h being the mean entropy of a split (renewal
+    theory: exact in the limit of small t where a does not depend on v). t is where these add up to the budget. For
+    greedy targets the same holds with v times the mean a in the place of v.
+
+    Attributes:
+        split_entropy: h in nats, a running mean over the draws of all rounds. What it begins with counts as a round.
+        estimate: the mean a, likewise.
+    """
+
+    def __init__(self, split_entropy: float = 0.3, estimate: float = 0.7) -> None:
+        self.split_entropy, self.estimate, self.rounds = split_entropy, estimate, 1
+
+    def threshold(self, values: list[float], budget: int) -> float:
+        """t, given the values of the slots and what is left of the budget. The best slot always passes."""
+        ranked = sorted(values, reverse=True)[:budget]
+        h = CAUTION * self.split_entropy
+        total, t = 0.0, math.inf
+        for k, v in enumerate(ranked, 1):
+            if v < t and k > 1:
+                break
+            total += v
+            t = min(total / (h * (budget - k) + k), ranked[0])
+        return t
+
+    def learn(self, tree: DraftTree) -> None:
+        """Take note of a finished tree."""
+        if len(tree):
+            self.rounds += 1
+            share = max(1.0 / self.rounds, LATEST)
+            entropy = 0.0
+            for a in tree.estimates[1:]:
+                for x in (a, 1.0 - a):
+                    entropy -= x * math.log(x) if x > 0.0 else 0.0
+            self.split_entropy += share * (entropy / len(tree) - self.split_entropy)
+            self.estimate += share * (sum(tree.estimates[1:]) / len(tree) - self.estimate)
+
+
+def grow_shape(growth: Growth, shape: Shape) -> None:
+    """A given shape, one draft pass a level, as far as depth, ends of sequences and the supports of D allow."""
+    tree = growth.tree
+    ranks: dict[int, tuple[int, ...]] = {0: ()}
+    while level := [node for node in growth.leaves if tree.depths[node] == tree.levels and shape.get(ranks[node])]:
+        growth.expand(level)
+        for node in level:
+            for rank in range(shape[ranks[node]]):
+                if (child := growth.draw(node)) is None:
+                    break
+                ranks[child] = (*ranks[node], rank)
+
+
+# The tree, its open slots and the siblings drawn there. --------------------------------------------------------------
+
 
 # Nobody gets to a slot of a smaller value: q has no token left but for rounding.
 SMALLEST = 1e-12
-# How many siblings of a node a head judges at once. A forward of the head costs the same for one as for a few.
-AHEAD = 4
 
 Draw = Callable[[Tensor], Siblings]
 Expand = Callable[[DraftTree, list[int]], "Level"]
@@ -60,7 +171,14 @@ class Growth:
         self.tree.passes += level.passes
         self.tree.levels += 1
         q = self._how.buffer.softmax(level.scores)
-        judged = self._how.judged(q, level, [self.tree.depths[node] for node in nodes])
+        how = self._how
+        judged: JudgedSiblings | HeadJudgedSiblings
+        draw = likeliest if how.randomness is None else how.randomness.siblings
+        if isinstance(how.estimator, AcceptanceHead):
+            depths = [self.tree.depths[node] for node in nodes]
+            judged = HeadJudgedSiblings(q, draw, how.estimator, level, depths, how.ahead)
+        else:
+            judged = JudgedSiblings(draw(q), [0.0] * len(nodes))
         for row, node in enumerate(nodes):
             self.tree.scores[node] = level.scores[row]
             self._next[node] = partial(judged.next, row)
@@ -178,36 +296,20 @@ class Slots:
     ahead: int = AHEAD
     branches: bool = True
 
-    def judged(self, q: Tensor, level: Level, depths: list[int]) -> JudgedSiblings | HeadJudgedSiblings:
-        """The siblings below nodes of these depths, drawn by q `[n, vocab]` and judged one after another."""
-        draw = likeliest if self.randomness is None else self.randomness.siblings
-        if isinstance(self.estimator, AcceptanceHead):
-            return HeadJudgedSiblings(q, draw, self.estimator, self, level, depths)
-        return JudgedSiblings(draw(q), len(depths))
-
 
 # The siblings of a level. --------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Level:
-    """What the draft says after some nodes of a tree: scores `[n, vocab]` float32 after all processors, whose softmax
-    is q; for a head the hidden states `[n, hidden_size]` that they are of and the map from token ids to input
-    embeddings; and the passes of the draft that this took: none where an earlier one has answered for these places,
-    too."""
-
-    scores: Tensor
-    hidden: Tensor
-    embed: Callable[[Tensor], Tensor]
-    passes: int = 1
-
-
 class JudgedSiblings:
-    """The siblings of each node of a level, drawn one by one, judged by the draft: a(y) = q(y) / (1 - q of earlier)."""
+    """The siblings of each node of a level, drawn one by one, judged by the draft: a(y) = q(y) / (1 - q of earlier).
 
-    def __init__(self, siblings: Siblings, num_rows: int) -> None:
-        self.siblings = siblings
-        self.mass = [0.0] * num_rows
+    Attributes:
+        mass: of the siblings drawn so far, by node.
+    """
+
+    siblings: Siblings
+    mass: list[float]
 
     def next(self, row: int) -> tuple[int, float] | None:
         """The next sibling and its estimate, `None` when no token is left."""
@@ -218,104 +320,6 @@ class JudgedSiblings:
         left = 1.0 - self.mass[row]
         self.mass[row] += q
         return token, min(q / left, 1.0) if left > 0.0 else 1.0
-
-
-class HeadJudgedSiblings:
-    """The same, judged by a head with `inputs="before"`.
-
-    A few siblings are drawn ahead for every node, so that one pass of the head serves a level. That is harmless: the
-    growth does not see a sibling before it has decided to take it, and those that it does not take are forgotten.
-    """
-
-    def __init__(
-        self, q: Tensor, draw: Draw, head: AcceptanceHead, how: Slots, level: Level, depths: Sequence[int]
-    ) -> None:
-        greedy, ahead = how.randomness is None, how.ahead
-        self.head, self.level, self.greedy = head, level, greedy
-        self.depths = torch.tensor(depths, device=q.device)
-        self.left = [SiblingDistribution(entropy, greedy) for entropy in _entropies(q, level.scores).tolist()]
-        self.tops = _likeliest(q, ahead + 1)
-        self.siblings = draw(q)  # from here on q may be overwritten
-        self.ahead = [ahead] * len(depths)
-        self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]
-        self.taken = [0] * len(depths)
-
-    def next(self, row: int) -> tuple[int, float] | None:
-        place = self.taken[row]
-        if place == len(self.judged[row]):
-            self._judge(range(len(self.judged)) if place == 0 else range(row, row + 1))
-        if place == len(self.judged[row]):
-            return None
-        self.taken[row] += 1
-        return self.judged[row][place]
-
-    @torch.inference_mode()
-    def _judge(self, rows: range) -> None:
-        """Draw and judge some siblings in each of `rows`, all of which have as many already."""
-        ahead, span = self.ahead[rows[0]], slice(rows.start, rows.stop)
-        tops = self.tops
-        if (num_judged := len(self.judged[rows[0]])) > 0:
-            tops = _likeliest(self.level.scores[span].softmax(dim=-1), num_judged + ahead + 1)
-        scalars = torch.zeros((len(rows), ahead, NUM_SCALARS))
-        tokens = torch.zeros((len(rows), ahead), dtype=torch.long)
-        drawn: list[list[int]] = []
-        for place, row in enumerate(rows):
-            found = [each for each in (self.siblings.next(row) for _ in range(ahead)) if each is not None]
-            drawn.append([token for token, _ in found])
-            if found:
-                tokens[place, : len(found)] = torch.tensor(drawn[-1])
-                scalars[place, : len(found)] = torch.tensor(self.left[row].scalars_of(found, tops[place]))
-            self.ahead[row] = 2 * ahead
-        hidden = self.level.hidden[span, None]
-        log_odds = self.head(hidden, self.level.embed(tokens.to(hidden.device)), scalars.to(hidden.device))
-        judged = self.head.probability(log_odds, self.depths[span, None], self.greedy)
-        for row, row_tokens, estimates in zip(rows, drawn, judged.tolist(), strict=True):
-            self.judged[row] += zip(row_tokens, estimates, strict=False)
-
-
-class SiblingDistribution:
-    """What a head is told about q without the siblings drawn so far, kept up to date; `entropy`: of q, in nats."""
-
-    def __init__(self, entropy: float, greedy: bool) -> None:
-        self.entropy, self.greedy = entropy, float(greedy)
-        self.gone: set[int] = set()
-        self.mass, self.part = 0.0, 0.0  # of the drawn siblings: the sums of q and of -q log q
-
-    def scalars_of(
-        self, drawn: list[tuple[int, float]], likeliest: Sequence[tuple[float, float]]
-    ) -> list[tuple[float, ...]]:
-        """`scalar_features` of further siblings, each for the q without those before it, of tokens with their q:
-        `drawn`, in order, and the `likeliest` first, two more than will have been drawn by the last sibling."""
-        rows: list[tuple[float, ...]] = []
-        place = 0
-        for token, q in drawn:
-            while place < len(likeliest) and likeliest[place][0] in self.gone:
-                place += 1
-            left = list(islice((q_of for other, q_of in islice(likeliest, place, None) if other not in self.gone), 2))
-            margin = sum(left[:1]) - sum(left[1:])  # the only token left has no rival
-            rest = max(1.0 - self.mass, 1e-12)
-            entropy = max((self.entropy - self.part) / rest + math.log(rest), 0.0)
-            log_q = math.log(min(max(q / rest, 1e-30), 1.0))
-            rows.append((log_q, entropy, margin / rest, self.mass, float(len(self.gone)), self.greedy))
-            self.gone.add(token)
-            self.mass += q
-            self.part -= q * math.log(q)
-        return rows
-
-
-def _entropies(q: Tensor, scores: Tensor) -> Tensor:
-    """`[n]`, of each row in nats, q being the softmax of `scores`: log of the normaliser, less the mean score."""
-    log_normaliser = scores.amax(-1) - q.amax(-1).log()
-    # Scores of -inf have q = 0 and add nothing, but 0 * -inf would be nan.
-    finite = scores.clamp_min(torch.finfo(scores.dtype).min)
-    return log_normaliser - torch.linalg.vecdot(q, finite)
-
-
-def _likeliest(q: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """For each row of `q`, the likeliest tokens and their q, as `SiblingDistribution.scalars_of` takes them."""
-    ranked = likeliest(q.clone())
-    rows = [[ranked.next(row) for _ in range(count)] for row in range(q.shape[0])]
-    return [[each for each in row if each is not None] for row in rows]
 
 
 def check_estimator(estimator: Estimator) -> None:

@@ -9,9 +9,9 @@ from support.enumeration.stopping_rules import decides, make_step
 from support.enumeration.toy_rounds import Models, ToyRound, draft_chain, make_estimator
 from torch import Tensor
 
-from hf_specdecpp import AcceptanceHead, SpeculationConfig
-from hf_specdecpp.drafting.chain import Step
-from hf_specdecpp.drafting.stopping import StoppingRule
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.chain import Step, StoppingRule
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.generation.setup import make_rule
 

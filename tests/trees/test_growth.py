@@ -21,9 +21,11 @@ from hf_specdecpp.sampling.randomness import (
     TorchRandomness,
     TreeRandomness,
 )
-from hf_specdecpp.trees import algorithms
+from hf_specdecpp.trees import growth as algorithms
+from hf_specdecpp.trees import shapes as of_trees
 from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.trees.slots import Growth, SiblingDistribution, Slots, SoftmaxBuffer, _entropies
+from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer
+from hf_specdecpp.trees.head_siblings import SiblingDistribution, _entropies
 from hf_specdecpp.trees.tree import DraftTree
 
 
@@ -142,31 +144,31 @@ def test_a_shape_larger_than_the_support(support: list[int], randomness: TreeRan
     row = torch.full((VOCAB,), float("-inf")).index_fill(0, torch.tensor(support, dtype=torch.long), 0.0)
     draft.at = lambda path: row  # type: ignore[method-assign]
     tree_growth = growth(draft, randomness=randomness)
-    algorithms.grow_shape(tree_growth, algorithms.from_expansions([3, 3]))
+    algorithms.grow_shape(tree_growth, of_trees.from_expansions([3, 3]))
     assert sorted(tree_growth.tree.tokens[1:]) == sorted(3 * support)
 
 
 def test_shapes() -> None:
-    shape = algorithms.from_expansions([2, 1, 2])
-    assert algorithms.size(shape) == 2 + 2 + 4
-    assert algorithms.from_nodes([[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [1, 0, 1]]) == shape
+    shape = of_trees.from_expansions([2, 1, 2])
+    assert of_trees.size(shape) == 2 + 2 + 4
+    assert of_trees.from_nodes([[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [1, 0, 1]]) == shape
     tree_growth = growth(RandomDraft("mixed", seed=0), randomness=TorchRandomness())
     algorithms.grow_shape(tree_growth, shape)
     assert [len(children) for children in tree_growth.tree.children] == [2, 1, 1, 2, 2, 0, 0, 0, 0]
     assert tree_growth.tree.passes == 3
     with pytest.raises(ValueError, match=r"node \[1\] without its parent or the sibling"):
-        algorithms.from_nodes([[1]])
+        of_trees.from_nodes([[1]])
     with pytest.raises(ValueError, match="at least 1"):
-        algorithms.from_expansions([2, 0])
+        of_trees.from_expansions([2, 0])
 
 
 @pytest.mark.parametrize("rates", [[0.6, 0.2, 0.1], [0.9, 0.05], [0.3, 0.35, 0.1]])
 @pytest.mark.parametrize("budget", [1, 2, 4, 6])
 def test_the_best_shape_is_the_best_of_all(rates: list[float], budget: int) -> None:
-    def value(shape: algorithms.Shape, node: tuple[int, ...] = ()) -> float:
+    def value(shape: of_trees.Shape, node: tuple[int, ...] = ()) -> float:
         return sum(rates[k] * (1.0 + value(shape, (*node, k))) for k in range(shape.get(node, 0)))
 
-    def shapes(count: int, depth: int) -> list[algorithms.Shape]:
+    def shapes(count: int, depth: int) -> list[of_trees.Shape]:
         """All shapes of `count` candidates."""
         if depth == 0 or count == 0:
             return [{}] if count == 0 else []
@@ -175,14 +177,14 @@ def test_the_best_shape_is_the_best_of_all(rates: list[float], budget: int) -> N
             for sizes in itertools.product(range(count), repeat=children):
                 if sum(sizes) + children == count:
                     for parts in itertools.product(*(shapes(n, depth - 1) for n in sizes)):
-                        whole: algorithms.Shape = {(): children}
+                        whole: of_trees.Shape = {(): children}
                         for rank, part in enumerate(parts):
                             whole |= {(rank, *node): n for node, n in part.items()}
                         found.append(whole)
         return found
 
-    best = algorithms.best_shape(rates, budget, max_depth=3)
-    assert algorithms.size(best) <= budget
+    best = of_trees.best_shape(rates, budget, max_depth=3)
+    assert of_trees.size(best) <= budget
     assert value(best) == pytest.approx(max(value(shape) for n in range(1, budget + 1) for shape in shapes(n, 3)))
 
 
