@@ -80,9 +80,10 @@ class Followed:
 
     def note(self, shape: RoundShape, reports: Sequence[Any]) -> None:
         """Told of a round: for each text a `cuda_graphs.captured_rounds.Report`."""
-        submitted = max(len(each.tree) for each in reports)
-        reached = submitted + 1 if submitted == shape.levels else submitted
-        self._expected += FOLLOWS * (reached - self._expected)
+        if len(self.shapes) > 1:
+            submitted = max(len(each.tree) for each in reports)
+            reached = submitted + 1 if submitted == shape.levels else submitted
+            self._expected += FOLLOWS * (reached - self._expected)
 
 
 class MostTokens:
