@@ -17,6 +17,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from hf_specdecpp.caches.trial import Held, Trial
+from hf_specdecpp.clocks import working_clock
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.prefix import Prefix, reading_again
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt
@@ -115,7 +116,7 @@ class TargetSide(RoundTarget):
         self.model, self.config, self.device = model, config, input_device(model)
         self.generator, setup = texts[0].generator, texts[0].generator.setup
         self.states = TargetStates(model, None if self.generator.rests else setup.drafter.reads)
-        self.passes = pass_times_of(model)
+        self.passes, self.work_clock = pass_times_of(model), working_clock()
 
     def attention(self) -> AbstractContextManager[None]:
         return without_cudnn(self.device)
@@ -127,6 +128,14 @@ class TargetSide(RoundTarget):
     def begin(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
         """Told once, before the first round."""
         self.passes.begin(self.generator.products)
+
+    def forward(self, inputs: dict[str, Any], tokens: int) -> Any:
+        """The outputs of a pass over so many tokens; on a CPU, where it is over when the call returns, it is timed."""
+        work, clock = self.work_clock(), time.perf_counter()
+        outputs = self.states.catch(self.model, **inputs, return_dict=True)
+        if self.device.type == "cpu":
+            self.passes.note(tokens, self.work_clock() - work, time.perf_counter() - clock)
+        return outputs
 
     # What captured passes ask of it. ---------------------------------------------------------------------------------
 
@@ -258,7 +267,7 @@ class OneTarget(TargetSide):
             inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
         else:
             inputs = self.prefix.tree_inputs(input_ids, each.rows)
-        each.outputs, each.width = self._forward(inputs), self.prefix.width
+        each.outputs, each.width = self.forward(inputs, self.prefix.width), self.prefix.width
         if (mark := self.prefix.text.mark) is not None:
             self.stats.state_bytes = mark.num_bytes
         if held is not None and self.trial is not None and not held.grew_by(each.width):
@@ -267,16 +276,6 @@ class OneTarget(TargetSide):
                 held.back()
                 each.tree, each.rows = (alone := DraftTree.chain()), TreePass(alone)
                 self.read(rounds)
-
-    def _forward(self, inputs: dict[str, Any]) -> Any:
-        work, clock = time.process_time(), time.perf_counter()
-        if self.states.are_read:
-            outputs: Any = self.states.catch(self.model, **inputs, return_dict=True)
-        else:
-            outputs = self.model(**inputs, return_dict=True)
-        if self.device.type == "cpu":
-            self.passes.note(self.prefix.width, time.process_time() - work, time.perf_counter() - clock)
-        return outputs
 
     def keep(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds

@@ -6,7 +6,6 @@ all rows have ended, and so do we (`stays`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -108,11 +107,7 @@ class TargetOfRows(TargetSide):
 
     def read(self, rounds: Sequence[Round]) -> None:
         is_token = _is_token(rounds)
-        inputs = self._inputs(rounds, is_token)
-        work, clock = time.process_time(), time.perf_counter()
-        outputs = self.states.catch(self.model, **inputs, return_dict=True)
-        if self.device.type == "cpu":
-            self.passes.note(is_token.numel(), time.process_time() - work, time.perf_counter() - clock)
+        outputs = self.forward(self._inputs(rounds, is_token), is_token.numel())
         self.text.note(is_token)
         self._hand_out(rounds, outputs)
         for each in rounds:
