@@ -170,7 +170,8 @@ class Plan:
         seconds = self.costs.tree_seconds(passes, read, float(self.verify[candidates])) + self.costs.read * unread
         if self.known.is_assumed:  # and may be far more: a probe is charged a whole pass
             seconds = max(seconds, 2.0 * self.plain)
-        saved = PROBE_SHARE if self.pays else tokens / self.least_gain - seconds / self.plain
+        is_probe = not self.pays or self.known.is_assumed  # whether it pays is a guess in the first text
+        saved = tokens / self.least_gain - seconds / self.plain if is_probe else PROBE_SHARE
         self.credit = min(self.credit + saved, MOST_CREDIT)
         taken = np.zeros(self.most + 3)
         taken[[candidates, -2, -1]] = 1.0, passes, read - passes
