@@ -50,7 +50,7 @@ class Counters:
         overhead_seconds: everything else between the first token and the last: verification, processors, streaming.
         plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, by what was measured;
             `None` if nothing was.
-        same_pass_seconds: the same pass on the CPU products that the assistant's passes run on.
+        same_pass_seconds: the same pass on the CPU products that the passes of the call ran on.
         compared_passes: target passes over one token beside those of the rounds, where nothing else says what such a
             pass takes: on a GPU, and on a CPU without large layers.
         preparing_seconds: these, and making or checking copies of weights.

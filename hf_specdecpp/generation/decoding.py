@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from hf_specdecpp.clocks import working_clock
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
@@ -116,7 +117,7 @@ class TargetSide(RoundTarget):
         self.model, self.config, self.device = model, config, input_device(model)
         self.generator, setup = texts[0].generator, texts[0].generator.setup
         self.states = TargetStates(model, None if self.generator.rests else setup.drafter.reads)
-        self.passes = pass_times_of(model)
+        self.passes, self.work_clock = pass_times_of(model), working_clock()
 
     def attention(self) -> AbstractContextManager[None]:
         return without_cudnn(self.device)

@@ -325,14 +325,14 @@ class OneTarget(TargetSide):
             inputs = prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
         else:
             inputs = prefix.tree_inputs(input_ids, each.rows)
-        work, clock = time.process_time(), time.perf_counter()
+        work, clock = self.work_clock(), time.perf_counter()
         if self.states.are_read:
             each.outputs = self.states.catch(self.model, **inputs, return_dict=True)
         else:
             each.outputs = self.model(**inputs, return_dict=True)
         each.width = prefix.width
         if self.device.type == "cpu":
-            self.took = each.width, time.process_time() - work, time.perf_counter() - clock
+            self.took = each.width, self.work_clock() - work, time.perf_counter() - clock
         if (mark := prefix.text.mark) is not None:
             self.stats.state_bytes = mark.num_bytes
         if held is not None and self.trial is not None and not held.grew_by(each.width):

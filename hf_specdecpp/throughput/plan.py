@@ -170,7 +170,10 @@ class Plan:
         seconds = self.costs.tree_seconds(passes, read, float(self.verify[candidates])) + self.costs.read * unread
         if self.known.is_assumed:  # and may be far more: a probe is charged a whole pass
             seconds = max(seconds, 2.0 * self.plain)
-        saved = PROBE_SHARE if self.pays else tokens / self.least_gain - seconds / self.plain
+        if self.pays and (tokens > 1 or not self.known.is_assumed):
+            saved = MOST_CREDIT if self.known.is_assumed else PROBE_SHARE
+        else:  # in the first text, whether drafting pays is a guess until a candidate has stood
+            saved = tokens / self.least_gain - seconds / self.plain
         self.credit = min(self.credit + saved, MOST_CREDIT)
         taken = np.zeros(self.most + 3)
         taken[[candidates, -2, -1]] = 1.0, passes, read - passes

@@ -95,6 +95,18 @@ def test_a_useless_draft_costs_little(costs: Costs, lag: int) -> None:
     assert not simulation.plan.pays
 
 
+@pytest.mark.parametrize("of_draft", [0.1, 0.5])
+@pytest.mark.parametrize("mutant", [False, True])
+def test_a_first_text_tries_a_useless_draft_few_times(of_draft: float, mutant: bool) -> None:
+    """While costs are assumed, rounds of which nothing stands use up the credit even if drafting seems to pay; the
+    mutant charges probes alone."""
+    plan = chain_plan(Costs(of_draft, (1.0, 1.1)), 20)
+    simulation = Simulation(plan, independent(lambda _: 0.02))
+    plan.known.is_assumed = not mutant
+    simulation.run(64)
+    assert (1 <= simulation.speculated <= 5) is not mutant
+
+
 @pytest.mark.daily(
     "throughput/draft probability-0.2-[]", "throughput/draft probability-0.9-[1, 2]",
     "throughput/after, untied-0.9-[2]",

@@ -7,7 +7,6 @@ all rows have ended, and so do we (`stays`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -110,10 +109,10 @@ class TargetOfRows(TargetSide):
     def read(self, rounds: Sequence[Round]) -> None:
         is_token = _is_token(rounds)
         inputs = self._inputs(rounds, is_token)
-        work, clock = time.process_time(), time.perf_counter()
+        work, clock = self.work_clock(), time.perf_counter()
         outputs = self.states.catch(self.model, **inputs, return_dict=True)
         if self.device.type == "cpu":
-            self.took = is_token.numel(), time.process_time() - work, time.perf_counter() - clock
+            self.took = is_token.numel(), self.work_clock() - work, time.perf_counter() - clock
         self.text.note(is_token)
         self._hand_out(rounds, outputs)
         for each in rounds:
