@@ -7,6 +7,7 @@ all rows have ended, and so do we (`stays`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
