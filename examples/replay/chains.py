@@ -104,7 +104,7 @@ class ChainReplay:
         rounds, start, unread = [], self.text.first, self.text.first
         while start < len(self.text.ids):
             drafted, accepted = self.round(rule, start, unread)
-            rule.saw(Drawn(drafted), range(accepted))
+            rule.saw(Drawn(drafted), range(accepted))  # type: ignore[arg-type]
             rounds.append((drafted, accepted, unread))
             unread = 1 + accepted - min(accepted, drafted - 1) if drafted else unread + 1
             start += accepted + 1
