@@ -166,7 +166,7 @@ class Outcome:
 
 def stop_lengths(judged: Tensor, threshold: float) -> Tensor:
     """`[chains]`: the candidates up to the first after which the chance of a rejection passes the threshold, as
-    `drafting.stopping.Threshold` stops; more than the chain has where it does not."""
+    `drafting.chain.Threshold` stops; more than the chain has where it does not."""
     return (1.0 - judged <= threshold).long().cumprod(1).sum(1) + 1
 
 

@@ -248,12 +248,12 @@ WIDE = {  # where float64 on the device is a fault, and what finds it
     "caches.states": lambda: test_a_hybrid_target_and_lookups(["lookup"]),
     "drafting.chain": lambda: test_every_rule_and_tree(CHAINS["threshold"], SAMPLED),
     "trees.verification": lambda: test_every_rule_and_tree(FIXED, SAMPLED),
-    "caches.masks": lambda: test_every_rule_and_tree(TREES["dyspec"], OPTIONS),
+    "trees.attention": lambda: test_every_rule_and_tree(TREES["dyspec"], OPTIONS),
     "sampling.randomness": lambda: check_numbers("independent", "before"),
 }
 
 
-@pytest.mark.daily("caches.states", "caches.masks", takes=3)
+@pytest.mark.daily("caches.states", "trees.attention", takes=3)
 @pytest.mark.parametrize("where", WIDE)
 def test_mutants_with_float64(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same everywhere: what is computed in `widest` is put in float64."""
