@@ -117,7 +117,7 @@ class OverTargetKeys(DistillationTrainer):
     def _read(self, inputs: dict[str, Any], fusion: Fusion | None) -> tuple[Tensor, Tensor | None]:
         with TargetStates(self.target.model, fusion) as caught:
             output = self.target.model(inputs["input_ids"], use_cache=True, logits_to_keep=1)
-            states, cache = caught.take(), cache_among(output)
+            states, cache = caught.states_of(), cache_among(output)
         OverTargetKeys.keys, OverTargetKeys.values = cache.layers[-1].keys, cache.layers[-1].values
         return states[..., : fusion.hidden_size], states
 

@@ -23,7 +23,7 @@ from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.figures import median_of_ratios
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.successors import MixedProcessing, Successors, contexts_of
+from hf_specdecpp.sampling.successors import MixedProcessing, NgramCorrections, contexts_of
 from hf_specdecpp.texts.prompts import read_prompts
 
 MODES = {"greedy": {"do_sample": False}, "T = 1": {"do_sample": True, "temperature": 1.0, "top_k": 0}}
@@ -33,14 +33,14 @@ CANDIDATES = 4  # of the timed round
 def price(target, assistant) -> None:
     """Microseconds of mixing and of learning, beside those of a draft step and of a round without it."""
     vocab = target.config.get_text_config().vocab_size
-    table, clock = Successors(vocab, torch.device("cpu")), computing_clock()
+    table, clock = NgramCorrections(vocab, torch.device("cpu")), computing_clock()
     logits = torch.randn(CANDIDATES + 1, vocab, generator=torch.Generator().manual_seed(0))
     text = torch.arange(8)[None]
     contexts = contexts_of(text, [list(range(place)) for place in range(CANDIDATES + 1)])
-    table.learn(contexts, logits)
+    table.record(contexts, logits)
     actions = {
         1: partial(MixedProcessing(Processing([]), table, greedy=True).one, text, [], logits[0]),
-        2: partial(table.learn, contexts, logits),
+        2: partial(table.record, contexts, logits),
     }
     seconds = {name: min(repeat(action, timer=clock, number=1, repeat=200)) for name, action in actions.items()}
     stats = rounds_without(target, assistant)

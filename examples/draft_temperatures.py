@@ -43,7 +43,7 @@ def along(drafter, target, ids: torch.Tensor, begin: int) -> tuple[torch.Tensor,
     """Logits `[n, vocab]` of draft and target at the places of an answer, all but the first two of a text."""
     with TargetStates(target, drafter.reads) as caught:
         p_logits = target(ids).logits[0].float()
-        states = caught.take()
+        states = caught.states_of()
     if drafter.reads is None:
         hidden = drafter.hidden_states(ids)[:, 1:]
     else:  # there is no state before the first token

@@ -12,7 +12,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
-from hf_specdecpp.lookup.text import LookupRates, Seen, TextLookup, TextRates
+from hf_specdecpp.lookup.text import LookupRates, TextLookup, TextRates, TokenIndex
 
 LENGTHS = (1_000, 8_000, 50_000)
 ROUNDS, ROUNDS_TIMED = 500, 100  # the fastest hundred count
@@ -30,7 +30,7 @@ def main() -> None:
         if length + ROUNDS * ACCEPTED > len(tokens):
             break
         tracemalloc.start()
-        seen = Seen(tokens[:length])
+        seen = TokenIndex(tokens[:length])
         size = tracemalloc.get_traced_memory()[0] / len(seen)
         tracemalloc.stop()
         lookup, rates = TextLookup(), TextRates(LookupRates())

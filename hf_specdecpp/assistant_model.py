@@ -105,7 +105,7 @@ class AssistantModel(PreTrainedModel):
 
     @stats.setter
     def stats(self, value: SpeculationStats) -> None:
-        self.calls.note(value)
+        self.calls.record_call(value)
 
     # Using one -------------------------------------------------------------------------------------------------------
 

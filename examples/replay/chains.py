@@ -104,7 +104,7 @@ class ChainReplay:
         rounds, start, unread = [], self.text.first, self.text.first
         while start < len(self.text.ids):
             drafted, accepted = self.round(rule, start, unread)
-            rule.saw(Drawn(drafted), range(accepted))  # type: ignore[arg-type]
+            rule.record_outcome(Drawn(drafted), range(accepted))  # type: ignore[arg-type]
             rounds.append((drafted, accepted, unread))
             unread = 1 + accepted - min(accepted, drafted - 1) if drafted else unread + 1
             start += accepted + 1
@@ -113,7 +113,7 @@ class ChainReplay:
     def round(self, rule: StoppingRule, start: int, unread: int) -> tuple[int, int]:
         """A round whose first candidate is for place `start` of the text: candidates, and how many stood."""
         rule.begin_round()
-        limit = min(self.text.max_length - start - 1, rule.max_tokens) if rule.starts(unread) else 0
+        limit = min(self.text.max_length - start - 1, rule.max_tokens) if rule.should_draft(unread) else 0
         drafted = 0
         for seen in islice(self._candidates(start - self.text.first), limit):
             seen.index, drafted = drafted, drafted + 1
@@ -243,7 +243,7 @@ class AdaEDL(Baseline):
     def stops(self, signal: float | None) -> bool:
         return signal is not None and 1.0 - math.sqrt(ADAEDL_GAMMA * max(signal, 0.0)) < self.bound
 
-    def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
+    def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
         if tree.num_drawn == 0:
             return
         self.acceptance_rate = 0.5 * self.acceptance_rate + 0.5 * len(path) / tree.num_drawn

@@ -63,10 +63,10 @@ class Rereading:
         return getattr(self.session, name)
 
     def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None) -> None:  # noqa: ARG002
-        self.session.begin_round(new_tokens, 0, states)
+        self.session.read_verified(new_tokens, 0, states)
 
     def keep(self, path: list[int]) -> None:  # noqa: ARG002
-        self.session.keep([])
+        self.session.commit_path([])
 
 
 class RoundReplay:
@@ -110,7 +110,7 @@ class RoundReplay:
                 path = tree.nodes_to(int(ends.multinomial(1)))
                 depths = torch.tensor(tree.depths, dtype=ends.dtype)
                 yield ReplayedRound(tree, float(ends @ depths), float(ends_at(tree, p, "token") @ depths))
-            generator.saw(tree, path, position)
+            generator.record_outcome(tree, path, position)
             seen, position = position, position + len(path) + 1
 
     def _generator(self, setup: Any) -> SpecDecPPCandidateGenerator:

@@ -1,4 +1,4 @@
-"""Texts of a batch as a model has read them, in one key-value cache and each at its own pace (`BatchText`)."""
+"""Texts of a batch as a model has read them, in one key-value cache and each at its own pace (`BatchContext`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specdecpp.caches.masks import row_masks
-from hf_specdecpp.caches.text import CachedText, PathRows, roll_back
+from hf_specdecpp.caches.text import CachedContext, PathRows, roll_back
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 
 # Layers of models that share keys between layers hold nothing of their own (transformers 5.18 has no class for them).
@@ -25,7 +25,7 @@ def other_layers(layers: Iterable[object]) -> str:
     return ", ".join(sorted({type(layer).__name__ for layer in layers if type(layer) not in ATTENTION_LAYERS}))
 
 
-class BatchText(CachedText[Tensor]):
+class BatchContext(CachedContext[Tensor]):
     """The texts of a batch, whose rows each go at their own pace: the cache is appended to with holes; `ValueError`
     where layers are not attention.
 
@@ -68,11 +68,11 @@ class BatchText(CachedText[Tensor]):
         valid = torch.cat((self.valid, fed), dim=1).to(input_device(self.model))
         return row_masks(self.model, valid, fed.shape[1])
 
-    def note(self, fed: Tensor) -> None:
+    def record_pass(self, fed: Tensor) -> None:
         """Such a pass has been made."""
         self._set(torch.cat((self.valid, fed), dim=1))
 
-    def keep(self, count: Tensor, of: Tensor, path: PathRows | None = None) -> None:  # noqa: ARG002 - no trees
+    def commit(self, count: Tensor, of: Tensor, path: PathRows | None = None) -> None:  # noqa: ARG002 - no trees
         from_the_end = self.valid.flip(1).cumsum(dim=1).flip(1)
         valid = self.valid & (from_the_end > (of - count)[:, None])
         used = valid.any(dim=0).nonzero()
@@ -80,8 +80,8 @@ class BatchText(CachedText[Tensor]):
         self.cache.crop(width - valid.shape[1])
         self._set(valid[:, :width])
 
-    def back(self) -> None:
-        """As in `CachedText`: what was read without a `note`."""
+    def roll_back(self) -> None:
+        """As in `CachedContext`: what was read without a `note`."""
         roll_back(self.cache, self.valid.shape[1])
 
     def select(self, places: Sequence[int]) -> None:

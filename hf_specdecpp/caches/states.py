@@ -1,4 +1,4 @@
-"""Recurrent states, which cannot drop tokens: copies to go back to (`Mark`), and which models go on from there."""
+"""Recurrent states, which cannot drop tokens: copies to go back to (`RollbackPoint`), and which models go on from there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
 HALF_STATE_TOLERANCE = 0.1
 
 
-class Mark:
+class RollbackPoint:
     """A place that a cache can go back to from layers that cannot drop tokens: recurrent states and those of
     convolutions, which are copied, and windows, whose keys and values each pass replaces by new tensors.
 
@@ -42,7 +42,7 @@ class Mark:
     def num_bytes(self) -> int:
         return sum(copy.numel() * copy.element_size() for copies in self.copies for copy in copies)
 
-    def back(self) -> None:
+    def roll_back(self) -> None:
         """Leave the cache as it was marked, wherever a pass was interrupted."""
         for layer, copies in zip(self.recurrent, self.copies, strict=True):
             for state, copy in zip(_states(layer), copies, strict=True):
@@ -127,20 +127,20 @@ def state_error(model: CausalLM) -> float:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
         read(text[:, :5], **inputs)
-        mark, parts = Mark(cache), []
+        mark, parts = RollbackPoint(cache), []
         read(other[:, :4], 5, **inputs)
-        mark.back()
+        mark.roll_back()
         for begin, end in ((5, 8), (8, 9)):
             parts.append(read(text[:, begin:end], begin, **inputs).logits[0].to(expected))
-        mark = Mark(cache)
+        mark = RollbackPoint(cache)
         parts.append(read(text[:, 9:], 9, **inputs).logits[0].to(expected))
-        together = Mark(cache).copies
-        mark.back()
+        together = RollbackPoint(cache).copies
+        mark.roll_back()
         for place in range(9, 14):
             read(text[:, place : place + 1], place, **inputs)
     difference = (torch.cat(parts) - expected[5:]).norm(dim=-1).max()
     of_logits = float(difference / (expected - expected.mean(dim=0)).norm(dim=-1).mean())
-    return max(of_logits, _difference(together, Mark(cache).copies))
+    return max(of_logits, _difference(together, RollbackPoint(cache).copies))
 
 
 def _difference(states: list[list[Tensor]], others: list[list[Tensor]]) -> float:

@@ -1,4 +1,4 @@
-"""A text as a model has read it, in a cache of transformers (`CachedText`): what is read next is kept, or taken back.
+"""A text as a model has read it, in a cache of transformers (`CachedContext`): what is read next is kept, or taken back.
 
 Keys and values are taken back by dropping rows, recurrent states by a copy of them. Of a token tree the rows of one
 path are kept.
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_specdecpp.caches.states import Mark, is_recurrent
+from hf_specdecpp.caches.states import RollbackPoint, is_recurrent
 
 
 class PathRows(NamedTuple):
@@ -28,7 +28,7 @@ class PathRows(NamedTuple):
 Count = TypeVar("Count", int, Tensor)
 
 
-class CachedText(ABC, Generic[Count]):
+class CachedContext(ABC, Generic[Count]):
     """A text that a model has read. Candidates are read after it, in one pass or several, and kept in part.
 
     Example: 10 tokens are held. After `begin()` and a pass over 5 more, of which 3 stand, `keep(3, of=5)` leaves 13.
@@ -40,21 +40,21 @@ class CachedText(ABC, Generic[Count]):
     # The last ones of the text, which have to be read again before others: states cannot drop candidates, so they went
     # back to where they were before these tokens, which is the mark.
     pending: int = 0
-    mark: Mark | None = None
+    mark: RollbackPoint | None = None
 
-    def begin(self) -> None:  # rows are dropped without a note of where they begin
+    def begin_round(self) -> None:  # rows are dropped without a note of where they begin
         """What is read from here on may be taken back."""
 
     @abstractmethod
-    def keep(self, count: Count, of: Count, path: PathRows | None = None) -> None:
+    def commit(self, count: Count, of: Count, path: PathRows | None = None) -> None:
         """Keep the first `count` of the `of` tokens that were read since `begin`, or those of a path among them."""
 
     @abstractmethod
-    def back(self) -> None:
+    def roll_back(self) -> None:
         """Take back all that was read since `begin` or `keep`, wherever a pass was interrupted."""
 
 
-class GrowingText(CachedText[int]):
+class GrowingContext(CachedContext[int]):
     """In a cache that grows, with windows and recurrent states or without; `None` where the first pass makes one."""
 
     def __init__(self, cache: Any) -> None:
@@ -62,7 +62,7 @@ class GrowingText(CachedText[int]):
         self._is_recurrent: bool | None = None
         self._shrinks = True
 
-    def begin(self) -> None:
+    def begin_round(self) -> None:
         layers: list[Any] = self.cache.layers
         if self._is_recurrent is None:  # once, after the prompt; of ordinary layers alone nothing else is asked
             self._shrinks = any(type(layer) is not DynamicLayer for layer in layers)
@@ -70,14 +70,14 @@ class GrowingText(CachedText[int]):
         # States cannot be cropped, nor can windows and convolutions in the prompt of a later turn: none records.
         records = all(getattr(layer, "record_past", True) for layer in layers) if self._shrinks else True
         if (self._is_recurrent or not records) and not self.pending:
-            self.mark = Mark(self.cache)
+            self.mark = RollbackPoint(self.cache)
 
-    def keep(self, count: int, of: int, path: PathRows | None = None) -> None:
+    def commit(self, count: int, of: int, path: PathRows | None = None) -> None:
         if self.mark is not None:
             if count == of:
                 self.pending, self.mark = 0, None
             else:
-                self.mark.back()
+                self.mark.roll_back()
                 self.pending += count
         elif path is None or count == of:  # of a tree all rows: it was a path, in order
             if count < of or self._shrinks:  # windows and convolutions, with nothing to remove, too
@@ -86,17 +86,17 @@ class GrowingText(CachedText[int]):
             keep_path(self.cache, self.cache.get_seq_length() - of, path.rows[:count], path.on_device[:count])
         self.held = self.cache.get_seq_length() if self._is_recurrent is False else num_rows(self.cache)
 
-    def back(self) -> None:
+    def roll_back(self) -> None:
         if self.mark is not None:
-            self.mark.back()
+            self.mark.roll_back()
         elif self.cache is not None:
             roll_back(self.cache, self.held)
 
 
-def text_in(cache: Any) -> CachedText:
+def text_in(cache: Any) -> CachedContext:
     """The text that a cache holds already, with which a pass can be tried."""
-    text = GrowingText(cache)
-    text.begin()
+    text = GrowingContext(cache)
+    text.begin_round()
     return text
 
 

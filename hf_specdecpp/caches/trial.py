@@ -1,5 +1,5 @@
 """Whether a target that runs code of others reads several tokens at once as one after the other, found out in a text
-(`Trial`); and what a cache held at some time (`Held`), to go back to and to read from once more."""
+(`Trial`); and what a cache held at some time (`SavedCache`), to go back to and to read from once more."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Trial:
         self._before = self._states() if passes.width < self._enough else []
 
     @property
-    def room(self) -> int | None:
+    def max_candidates(self) -> int | None:
         """How many candidates a round may have; `None`: any number."""
         if self.passes.reason is not None:
             return 0
@@ -66,7 +66,7 @@ class Trial:
         """Tokens of the next pass that is compared."""
         return min(2 * self.passes.width, self._enough)
 
-    def note(self, logits: Tensor, ids: Tensor, cache: Cache) -> None:
+    def record_pass(self, logits: Tensor, ids: Tensor, cache: Cache) -> None:
         """A round has read tokens, with `logits` `[n, vocab]` there; the text is `ids` `[1, length]` now, and `cache`
         holds all but its last token."""
         if self.passes.reason is not None or self.passes.width >= self._enough or self._read_again is None:
@@ -107,7 +107,7 @@ class Trial:
         return float(torch.tensor(errors).max())
 
 
-class Held:
+class SavedCache:
     """The state of a cache whose layers put new tensors in the place of old ones, which are kept here: no copies.
 
     Example: a cache of 10 tokens is held, a pass over 3 more is made, and a hook leaves 6 of the 13. `grew_by(3)` is
@@ -124,7 +124,7 @@ class Held:
         lengths = [(state["keys"].shape[-2], layer.keys.shape[-2]) for state, layer in pairs if layer.keys is not None]
         return all(now - then == count for then, now in lengths)
 
-    def back(self) -> None:
+    def roll_back(self) -> None:
         for layer, state in zip(self.cache.layers, self._states, strict=True):
             vars(layer).clear()
             vars(layer).update(state)

@@ -16,7 +16,7 @@ from hf_specdecpp.cuda_graphs.draft_steps import Level, RoundSteps, Window
 from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.on_device import best_slots, count_until, exponential, race, remaining, slot_values
-from hf_specdecpp.cuda_graphs.room_cache import Rooms, RoomText
+from hf_specdecpp.cuda_graphs.room_cache import FixedCaches, FixedContext
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep, Estimator, lag_of
 from hf_specdecpp.sampling.processors import Processing
@@ -145,9 +145,9 @@ class CapturedDraft:
             self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
             self.edges = torch.tensor(EDGES, device=self.device)
         # Graphs read and write its caches, so they are kept from text to text.
-        self.rooms = Rooms(steps.num_layers, self.device)
+        self.rooms = FixedCaches(steps.num_layers, self.device)
         self._positions = torch.Size((texts, 1)) if texts > 1 else None
-        self.text = self.source = RoomText(self.rooms, self._positions)
+        self.text = self.source = FixedContext(self.rooms, self._positions)
         self.pending = 0
         self._shift: list[float] | None = None  # on the host
 
@@ -157,11 +157,11 @@ class CapturedDraft:
         found = [self.tokens, self.last, self.text.cache.length]
         return found if self.states is None else [*found, self.states]
 
-    def begin(self, tokens: Tensor, states: Tensor | None, padding: Tensor, of_target: RoomText) -> None:
+    def begin_texts(self, tokens: Tensor, states: Tensor | None, padding: Tensor, of_target: FixedContext) -> None:
         """Read new texts but for what the first round reads: `tokens` `[texts, n]` after `padding` `[texts]` others,
         and `states` `[texts, n, size]` before each token; `of_target` are the texts as the target has read them."""
         count, again = tokens.shape[1], self.steps.again
-        self.text = RoomText(self.rooms, self._positions)
+        self.text = FixedContext(self.rooms, self._positions)
         self.source = of_target if self.steps.shares_cache else self.text
         self.alive.fill_(1)
         cache, end = self.text.with_room(count + self.width + self.nodes), max(count - 1 - again, 0)
@@ -184,13 +184,13 @@ class CapturedDraft:
     def close(self) -> None:
         """Free the caches. What was read of the text at hand is lost."""
         self.rooms.clear()
-        self.text = self.source = RoomText(self.rooms, self._positions)
+        self.text = self.source = FixedContext(self.rooms, self._positions)
 
-    def note(self, emitted: int, drafted: bool) -> None:
+    def record_lengths(self, emitted: int, drafted: bool) -> None:
         """On the host, how many tokens `take` added to a text at most, and whether the window was read."""
         self.pending = emitted + (min(self.pending, self.steps.again) if drafted else self.pending)
 
-    def keep(self, active: Sequence[int]) -> None:
+    def continue_with(self, active: Sequence[int]) -> None:
         """Only these texts go on."""
         self.alive.copy_(torch.tensor([int(text in active) for text in range(len(self.alive))]))
 
@@ -277,7 +277,7 @@ class CapturedDraft:
         shift = self.shift[torch.bucketize(estimates.contiguous(), self.edges, right=True)]
         return (estimates.clamp(1e-4, 1.0 - 1e-4).logit() + shift).sigmoid()
 
-    def take(self, accepted: Tensor, token: Tensor, candidates: Tensor, states: Tensor | None, drafted: bool) -> None:
+    def settle(self, accepted: Tensor, token: Tensor, candidates: Tensor, states: Tensor | None, drafted: bool) -> None:
         """Leave the window where the next round begins, once the target has read candidates.
 
         Args:

@@ -75,7 +75,7 @@ class CapturedRounds:
     def changes(self) -> list[Tensor]:
         return [self.token, self._text, self.passes.text.cache.length, *self.draft.changes]
 
-    def begin(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
+    def begin_texts(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
         """The rounds that follow are of other texts `[texts, length]`, as processors see them, whose last tokens the
         target has not read; the rest is as `CapturedDraft.begin` takes it."""
         self.graphs.begin_text()
@@ -83,13 +83,13 @@ class CapturedRounds:
         self._text, self._has_begun, self._active = texts, False, list(range(len(texts)))
         # Tokens of the longest text that the target has read, and how many more there are.
         self._held, self._ahead = (held := self.passes.text.held), texts.shape[1] - held
-        self.draft.begin(tokens, states, padding, self.passes.text)
+        self.draft.begin_texts(tokens, states, padding, self.passes.text)
 
-    def keep(self, active: Sequence[int]) -> None:
+    def continue_with(self, active: Sequence[int]) -> None:
         """Only these texts go on: of the others nothing changes any more."""
         if list(active) != self._active:
             self._active = list(active)
-            self.draft.keep(self._active)
+            self.draft.continue_with(self._active)
 
     def propose(self, shape: RoundShape, rules: RoundRules, length: int) -> None:
         """Launch the draft, if there are to be candidates, of texts whose longest has so many tokens."""
@@ -104,7 +104,7 @@ class CapturedRounds:
         self._has_begun = True
         rows = self._read_report()
         reports = [self._told(rows[text], shape, rules) for text in self._active]
-        self.draft.note(max(len(report.path) for report in reports) + 1, drafted=shape.levels > 0)
+        self.draft.record_lengths(max(len(report.path) for report in reports) + 1, drafted=shape.levels > 0)
         return reports
 
     def _read_report(self) -> list[list[float]]:
@@ -207,7 +207,7 @@ class CapturedRounds:
         self.report[:, : TOLD - 1] = told.to(self.report)
         # A text with no token to draw ends, but its row of a batch is read on.
         stands = stands._replace(token=stands.token.clamp_min(0))
-        draft.take(stands.accepted, stands.token, chosen, together, drafted=nodes > 0)
+        draft.settle(stands.accepted, stands.token, chosen, together, drafted=nodes > 0)
         if text is not None:
             self._write(text, chosen, stands)
         self.token.copy_(stands.token[:, None])

@@ -16,7 +16,7 @@ from hf_specdecpp.caches.text import PathRows, num_in_place, width_of
 from hf_specdecpp.cuda_graphs.graphs import Graphs, capture_lock, lasting, write_lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
-from hf_specdecpp.cuda_graphs.room_cache import RoomCache, Rooms, RoomText, num_room_layers, prepared
+from hf_specdecpp.cuda_graphs.room_cache import FixedCache, FixedCaches, FixedContext, num_room_layers, prepared
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
 from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE
@@ -64,8 +64,8 @@ class CapturedTarget:
         self.why_not: str | None = None
         self.graphs = Graphs(self.device)
         self._cache_argument, self.longest = cache_argument(self.model), longest_text(target)
-        self.rooms = Rooms(num_room_layers(target.config.get_text_config(decoder=True)) or 0, self.device)
-        self.text = RoomText(self.rooms, None)
+        self.rooms = FixedCaches(num_room_layers(target.config.get_text_config(decoder=True)) or 0, self.device)
+        self.text = FixedContext(self.rooms, None)
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
         self._reads: tuple[int, ...] = ()  # whether the final state is watched, then numbers of layers
         self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # states of the latest pass, by what is watched
@@ -103,10 +103,10 @@ class CapturedTarget:
                 self.checked.add((several, width))
         return None
 
-    def begin(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
+    def begin_texts(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
         """Go on with texts of `num_tokens` in a growing cache, of whose rows the target sees those `shown` `[texts,
         num_tokens]` (`None`: all); `position` `[..., texts, 1]` is of the next token of each."""
-        self.text = RoomText(self.rooms, position.shape)
+        self.text = FixedContext(self.rooms, position.shape)
         room = self.text.with_room(num_tokens + 1)
         room.read(cache, num_tokens)
         self.text.held = num_tokens
@@ -156,7 +156,7 @@ class CapturedTarget:
         logits, *states = (each[:, :count] for each in slot.outputs)
         return SimpleNamespace(logits=logits, states=states)
 
-    def forward(self, cache: RoomCache, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
+    def forward(self, cache: FixedCache, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
         """What is captured: a pass of the model over `tokens` `[texts, width]` after the texts, with arguments as in
         `Slot`; the ancestors are `[texts, width, width]` where texts have trees of their own. Logits `[texts, width,
         vocab]`, then the states that are watched."""
@@ -166,7 +166,7 @@ class CapturedTarget:
         seen = self._watched.get(self._reads, {})
         return [outputs.logits, *(seen[place] for place in range(len(seen)))]
 
-    def keep(self, count: int, path: PathRows | None = None) -> None:
+    def commit(self, count: int, path: PathRows | None = None) -> None:
         """Keep the first `count` tokens of the pass, of a tree those of a path."""
         if path is not None and num_in_place(path.rows[:count]) < count:
             self.move(path.on_device[:count])

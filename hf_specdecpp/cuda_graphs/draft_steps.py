@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_specdecpp.cuda_graphs.room_cache import RoomCache
+from hf_specdecpp.cuda_graphs.room_cache import FixedCache
 
 
 class Window(NamedTuple):
@@ -61,11 +61,11 @@ class RoundSteps(ABC):
         self.dtype, self.device, self.embed = drafter.dtype, drafter.device, drafter.embed
 
     @abstractmethod
-    def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         """Read the window, then each level that is sent; `depths` `[n]`, from 0 on, are levels of nodes that there may
         be. The cache holds the text before the window. What its length is afterwards does not matter."""
 
-    def read(self, cache: RoomCache, window: Window) -> None:
+    def read(self, cache: FixedCache, window: Window) -> None:
         """Read a window alone, after which the cache holds all of it but the last `again` tokens."""
         before = cache.length.clone()
         steps = self.unroll(cache, window, window.last.new_zeros(1))

@@ -59,7 +59,7 @@ def tensors_of(*parts: object) -> list[Tensor]:
     return walk.tensors
 
 
-class Same:
+class SameObject:
     """One object; equal to another that stands for the very same. This keeps no object alive that can be referred to
     weakly; others are small, like a memory format."""
 
@@ -67,7 +67,7 @@ class Same:
         self.ref = ref(each) if type(each).__weakrefoffset__ else each
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.ref is other.ref
+        return isinstance(other, SameObject) and self.ref is other.ref
 
     def __hash__(self) -> int:
         return id(self.ref)
@@ -126,9 +126,9 @@ class Walk:
         if self.by_value:
             self.found.append(each.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
         elif each.layout is torch.strided:
-            self.found += each.data_ptr() or Same(each), each.stride()
+            self.found += each.data_ptr() or SameObject(each), each.stride()
         else:
-            self.found.append(Same(each))
+            self.found.append(SameObject(each))
         # What was put on it, and the parts of tensors of a class of their own; torch.compile leaves marks of its own.
         if own := {name: value for name, value in vars(each).items() if not name.startswith("_dynamo")}:
             self._all(own.items())
@@ -151,7 +151,7 @@ class Walk:
             self._all(enumerate((each.start, each.stop, each.step)))
         elif isinstance(each, type):
             self._class(each)
-        elif isinstance(each, Same):
+        elif isinstance(each, SameObject):
             self.found.append(each)
         else:
             self._object(each, type(each))
@@ -164,11 +164,11 @@ class Walk:
         fields = self._fields(each)
         if package_of(kind) in sys.stdlib_module_names - HOLDERS or isinstance(each, ModuleType):
             if not has_content:
-                self.found.append(Same(each))
+                self.found.append(SameObject(each))
         elif fields or has_content or package_of(kind) == OURS:
             self._all(fields.items())
         else:
-            self.found.append(Same(each))  # nothing is known of what it holds
+            self.found.append(SameObject(each))  # nothing is known of what it holds
 
     def _content(self, each: Any) -> bool:
         """Describe what an object holds by itself, if it is a container, a number or a text."""
@@ -205,7 +205,7 @@ class Walk:
         return own if not self._slots[kind] else {name: getattr(each, name, None) for name in self._slots[kind]} | own
 
     def _class(self, each: type) -> None:
-        self.found.append(Same(each))
+        self.found.append(SameObject(each))
         for kind in each.__mro__:
             if _is_open(kind.__module__):
                 self._all((name, value) for name, value in vars(kind).items() if name[:2] != "__" or name == "__call__")
@@ -220,7 +220,7 @@ class Walk:
         for name in _names(each.__code__):
             value = known.get(name, known)
             if isinstance(value, FunctionType | type) and not _is_open(_home(value)):
-                self.found += name, Same(value)
+                self.found += name, SameObject(value)
             elif type(value) in (FunctionType, float, *PLAIN) or is_users and value is not known:
                 self._note(name, value)
             if is_users and isinstance(value, ModuleType) and _is_users(value.__name__):

@@ -1,4 +1,4 @@
-"""A key-value cache of fixed rooms, as captured passes need it (`RoomCache`), and a text that grows in it."""
+"""A key-value cache of fixed rooms, as captured passes need it (`FixedCache`), and a text that grows in it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_specdecpp.models.checks import frequency_changes
 LEAST_ROOM = 256  # tokens
 
 
-class RoomLayer(CacheLayerMixin):
+class FixedLayer(CacheLayerMixin):
     """Keys and values of one layer. It keeps every token, also where the layer has a window: the mask hides the rest.
 
     Args:
@@ -47,7 +47,7 @@ class RoomLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write where the pass writes (`RoomCache.begin_pass`); all rows, those that hold nothing yet included."""
+        """Write where the pass writes (`FixedCache.begin_pass`); all rows, those that hold nothing yet included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         (rows,) = self.rows
@@ -66,7 +66,7 @@ class RoomLayer(CacheLayerMixin):
         return self.room
 
 
-class RoomCache(Cache):
+class FixedCache(Cache):
     """A cache with room for a number of tokens of each text, in which nothing depends on numbers of the host.
 
     Example: 3 tokens are held, and a pass over 2 writes rows 3 and 4. `length.add_(2)` keeps both, `length.add_(1)` the
@@ -93,14 +93,14 @@ class RoomCache(Cache):
                 shown = torch.ones((texts, room), dtype=torch.bool, device=device)
                 self.prompt = Prompt(shown, torch.zeros(positions, dtype=torch.long, device=device))
         self._rows: list[Tensor] = []
-        super().__init__(layers=[RoomLayer(self.length, self._rows, room) for _ in range(num_layers)])
+        super().__init__(layers=[FixedLayer(self.length, self._rows, room) for _ in range(num_layers)])
         self.room = room
 
     def begin_pass(self, num_tokens: int) -> None:
         """The next pass writes so many rows after the tokens that are held."""
         self._rows[:] = [torch.arange(num_tokens, device=self.length.device) + self.length[:, None]]
 
-    def part(self, first: int, count: int) -> RoomCache:
+    def part(self, first: int, count: int) -> FixedCache:
         """The cache of `count` of the layers: what is held of them is held of all."""
         part = copy(self)
         part.layers = self.layers[first : first + count]
@@ -132,7 +132,7 @@ class RoomCache(Cache):
         for held in self.tensors:
             held.zero_()
 
-    def copy_from(self, smaller: RoomCache) -> None:
+    def copy_from(self, smaller: FixedCache) -> None:
         """Hold what a smaller cache holds."""
         self.read(smaller, smaller.room)
         self.length.copy_(smaller.length)
@@ -180,18 +180,18 @@ def _of_heads(rows: Tensor, states: Tensor) -> Tensor:
     return rows[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
 
 
-class Rooms:
+class FixedCaches:
     """Caches for one text or batch at a time, each of its room, kept from call to call: graphs read and write them."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.num_layers, self.device = num_layers, device
-        self._made: dict[Hashable, RoomCache] = {}
+        self._made: dict[Hashable, FixedCache] = {}
 
-    def empty(self, num_tokens: int, positions: torch.Size | None) -> RoomCache:
+    def empty(self, num_tokens: int, positions: torch.Size | None) -> FixedCache:
         """The one for so many tokens, emptied."""
         key = room_for(num_tokens), positions
         if key not in self._made:
-            self._made[key] = RoomCache(self.num_layers, key[0], self.device, positions)
+            self._made[key] = FixedCache(self.num_layers, key[0], self.device, positions)
         else:
             self._made[key].clear()
         return self._made[key]
@@ -206,13 +206,13 @@ class Rooms:
         return sum(held.nbytes for cache in self._made.values() for held in cache.tensors)
 
 
-class RoomText:
+class FixedContext:
     """A text in one of the `rooms`. As it grows, it goes on in a larger one that holds the same. `held` is
-    `cache.length`, on the host; `positions` are of a `RoomCache`."""
+    `cache.length`, on the host; `positions` are of a `FixedCache`."""
 
     cache: Any = None
 
-    def __init__(self, rooms: Rooms, positions: torch.Size | None) -> None:
+    def __init__(self, rooms: FixedCaches, positions: torch.Size | None) -> None:
         self.rooms, self.positions, self.held = rooms, positions, 0
 
     @property
@@ -220,19 +220,19 @@ class RoomText:
         """Which cache the text is in, for the keys of graphs."""
         return self.cache.room, self.positions
 
-    def with_room(self, num_tokens: int) -> RoomCache:
+    def with_room(self, num_tokens: int) -> FixedCache:
         """The cache, which has room for so many tokens."""
         if (smaller := self.cache) is None or smaller.room < num_tokens:
             larger = self.rooms.empty(num_tokens, self.positions)
             if smaller is not None:
                 larger.copy_from(smaller)
             self.cache = larger  # not before all of it has found memory
-        cache: RoomCache = self.cache
+        cache: FixedCache = self.cache
         return cache
 
 
 def prepared(
-    inputs: dict[str, Any], model: CausalLM, cache: RoomCache, tokens: Tensor, longest: float
+    inputs: dict[str, Any], model: CausalLM, cache: FixedCache, tokens: Tensor, longest: float
 ) -> dict[str, Any]:
     """Masks and positions `inputs` of a captured pass over `tokens` `[texts, n]`, which begins."""
     cache.begin_pass(tokens.shape[1])
@@ -248,7 +248,7 @@ def room_for(num_tokens: int) -> int:
 
 
 def num_room_layers(text_config: Any) -> int | None:
-    """How many layers a `RoomCache` of a model needs; `None` where some of them are not attention."""
+    """How many layers a `FixedCache` of a model needs; `None` where some of them are not attention."""
     layers = DynamicCache(config=text_config).layers
     return None if other_layers(layers) else len(layers)
 

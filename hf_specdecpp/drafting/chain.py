@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.draft import Reading
+from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftStep, Estimator
 from hf_specdecpp.models.causal_lm import until_end
 from hf_specdecpp.sampling.processors import Processing
@@ -40,10 +40,10 @@ def point_mass(token: int, size: int, device: torch.device) -> Tensor:
 
 
 def next_step(
-    session: Reading, processing: Processing, input_ids: Tensor, greedy: bool, candidates: list[Tensor]
+    session: DraftingSession, processing: Processing, input_ids: Tensor, greedy: bool, candidates: list[Tensor]
 ) -> DraftStep | None:
     """`step` of `drafting` after the text `input_ids` `[1, length]`."""
-    if (found := session.step(candidates)) is None:
+    if (found := session.propose_next(candidates)) is None:
         return None
     scores, hidden = found
     if not processing.does_nothing:
@@ -85,7 +85,7 @@ def drafting(
     scores: list[Tensor] = []
     q: list[Tensor] = []
     rule.begin_round()
-    limit = min(max_tokens, rule.max_tokens) if max_tokens and rule.starts(unread) else 0
+    limit = min(max_tokens, rule.max_tokens) if max_tokens and rule.should_draft(unread) else 0
     while len(drawn) < limit:
         if (yield drawn) is False or (draft := step(drawn)) is None:
             break
@@ -134,7 +134,7 @@ class ChainDrafting:
     for_trees = branches = makes_chains = False
 
     def __init__(
-        self, session: Reading, processing: Processing, randomness: Randomness | None, eos_token_ids: frozenset[int],
+        self, session: DraftingSession, processing: Processing, randomness: Randomness | None, eos_token_ids: frozenset[int],
         rule: StoppingRule,
     ) -> None:  # fmt: skip
         self.session, self.processing, self.randomness = session, processing, randomness
@@ -231,7 +231,7 @@ class StoppingRule:
     def begin_round(self) -> None:
         """Forget the previous round."""
 
-    def starts(self, unread: int) -> bool:  # noqa: ARG002 - for subclasses
+    def should_draft(self, unread: int) -> bool:  # noqa: ARG002 - for subclasses
         """Whether the round drafts at all. `unread`: how many tokens the draft would have to read first."""
         return True
 
@@ -243,7 +243,7 @@ class StoppingRule:
         """Whether the round ends after the candidate that `signal` belongs to."""
         return False
 
-    def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
+    def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
         """Learn which candidates of a round stand."""
 
 
@@ -296,6 +296,6 @@ class Threshold(StoppingRule):
             self.chance *= signal if self.rates is None else self.rates.calibrated(signal)
         return 1.0 - self.chance > self.h
 
-    def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
+    def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
         if self.rates is not None:  # what was looked up comes after what was drawn
-            self.rates.observe(self.estimates, drawn := tree.num_drawn, min(len(path), drawn))
+            self.rates.record_chain(self.estimates, drawn := tree.num_drawn, min(len(path), drawn))

@@ -1,4 +1,4 @@
-"""What drafts (`Draft`), and its side of one text (`Reading`), as a generation sees them.
+"""What drafts (`Draft`), and its side of one text (`DraftingSession`), as a generation sees them.
 
 `drafts` says what the kinds are, how they are stored and made.
 """
@@ -26,8 +26,8 @@ from hf_specdecpp.trees.tree import DraftTree
 logger = logging.get_logger("hf_specdecpp")
 
 
-class SharedText(Protocol):
-    """What a draft may see of the tokens that its target has read: all but the last (`generation.target.Prefix`)."""
+class SharedContext(Protocol):
+    """What a draft may see of the tokens that its target has read: all but the last (`generation.target.TargetContext`)."""
 
     @property
     def cache(self) -> Any:
@@ -42,7 +42,7 @@ class SharedText(Protocol):
         """`[1, 1]`: where the text's last token stands."""
 
 
-class Reading(ABC):
+class DraftingSession(ABC):
     """What a draft has read of one text, and what it proposes next: in chains by `step`, in trees by `expand`.
 
     Attributes:
@@ -56,7 +56,7 @@ class Reading(ABC):
     def __init__(self) -> None:
         self.unread = self.passes = 0
 
-    def share(self, text: SharedText) -> None:  # noqa: B027 - most drafts have nothing to do with it
+    def bind_cache(self, text: SharedContext) -> None:  # noqa: B027 - most drafts have nothing to do with it
         """Told once, before the first round, where the target's own cache is; `ValueError` if it cannot be read."""
 
     @property
@@ -65,7 +65,7 @@ class Reading(ABC):
         """Tokens that the draft has read or is about to read."""
 
     @abstractmethod
-    def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         """Take note of what the last round emitted.
 
         Args:
@@ -75,7 +75,7 @@ class Reading(ABC):
         """
 
     @abstractmethod
-    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
         """Logits `[vocab_size]` of the next candidate, and the hidden state that they were computed from.
 
         `candidates`, 0-d int64 each, must grow by one token from call to call within a round, starting empty. `None`
@@ -88,7 +88,7 @@ class Reading(ABC):
         then after any whose parents have been asked about. Rows of nothing but -inf propose nothing."""
         raise NotImplementedError(f"{type(self).__name__} drafts chains.")
 
-    def keep(self, path: list[int]) -> None:
+    def commit_path(self, path: list[int]) -> None:
         """After a tree: go on from the accepted nodes."""
         raise NotImplementedError(f"{type(self).__name__} drafts chains.")
 
@@ -96,7 +96,7 @@ class Reading(ABC):
 class RowsAlone:
     """The rows of a batch whose draft shares nothing between them: each runs by itself."""
 
-    def step(self, _asking: dict[int, list[Tensor]]) -> None:
+    def run_draft(self, _asking: dict[int, list[Tensor]]) -> None:
         """Each row takes its step when it is asked for it."""
 
     def select(self, _places: Sequence[int]) -> None:
@@ -130,7 +130,7 @@ class Draft:
         max_length: tokens of the longest text that it can read.
         cannot: what this draft cannot do, with the reason: `"trees"`, `"batches"`.
         agreement: how often it guesses what its target says, if that is known already (`drafts.acceptance.agreement`).
-        shares_cache: whether its sessions read the target's own cache (`Reading.share`).
+        shares_cache: whether its sessions read the target's own cache (`DraftingSession.share`).
         captured: what captured rounds were made of, and the copy of this draft that drafts in them, if one can.
     """
 
@@ -163,7 +163,7 @@ class Draft:
     def reads(self) -> StateReader | None:
         return None
 
-    def session(self, vocab_size: int) -> Reading:
+    def session(self, vocab_size: int) -> DraftingSession:
         """Its side of one text; `vocab_size` is the width of the target's logits."""
         raise NotImplementedError
 
@@ -171,7 +171,7 @@ class Draft:
         """All steps of captured rounds; `None` where they are not captured."""
         return None
 
-    def row_session(self, vocab_size: int) -> Reading:
+    def row_session(self, vocab_size: int) -> DraftingSession:
         """Its side of one row of a batch."""
         return self.session(vocab_size)
 

@@ -1,4 +1,4 @@
-"""A model that drafts (`DraftModel`), and its side of one text: which tokens it has read (`ModelReading`), its KV cache
+"""A model that drafts (`DraftModel`), and its side of one text: which tokens it has read (`ModelSession`), its KV cache
 and the next step (`DraftSession`)."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches.masks import tree_inputs
-from hf_specdecpp.caches.text import GrowingText, PathRows
+from hf_specdecpp.caches.text import GrowingContext, PathRows
 from hf_specdecpp.drafting.checks import check_can_draft, check_draft_vocab, check_fusion, check_logits
-from hf_specdecpp.drafting.draft import Reading
+from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_embeddings
 from hf_specdecpp.models.quantised import is_quantised, rows_of, sizes_of
@@ -234,7 +234,7 @@ def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
     return small
 
 
-class ModelReading(Reading):
+class ModelSession(DraftingSession):
     """What a draft model has read of one text, and what it has still to read.
 
     Invariant: between rounds the cache holds a prefix of the accepted tokens, each fed exactly once.
@@ -258,14 +258,14 @@ class ModelReading(Reading):
         self._own_states: dict[int, Tensor] = {}  # if it reads states: its own `[hidden_size]` after these nodes
 
     @abstractmethod
-    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """As in `Reading`: a model always has something to propose."""
+    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """As in `DraftingSession`: a model always has something to propose."""
 
     @abstractmethod
     def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
         """Keep in the cache the first `count` of the last `of` tokens that were read, or of a tree these rows."""
 
-    def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         # The last token is read in any case, since the next candidate comes after it. It is an accepted candidate where
         # rows in step end a round together.
         keep = 0 if self.reads_again else max(min(num_accepted, self._fed_candidates, new_tokens.shape[1] - 1), 0)
@@ -298,13 +298,13 @@ class ModelReading(Reading):
         return tokens.to(self.device), states if states is None else states.to(self.device)
 
 
-class DraftSession(ModelReading):
+class DraftSession(ModelSession):
     """The draft model's side of one generation: its KV cache, and the next step."""
 
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__(drafter, vocab_size)
         self.cache = DynamicCache(config=drafter.text_config)
-        self.text = GrowingText(self.cache)
+        self.text = GrowingContext(self.cache)
         self._recording = False
         self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
 
@@ -315,9 +315,9 @@ class DraftSession(ModelReading):
     def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
         if self._recording and not self.unread:  # something was fed in the last round
             path = None if rows is None else PathRows(list(rows), torch.tensor(rows))
-            self.text.keep(count, of, path)
+            self.text.commit(count, of, path)
 
-    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         tokens, states = self._take(candidates)
         hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=True)[0, -1]
         self._own_states = {0: hidden}
@@ -327,16 +327,16 @@ class DraftSession(ModelReading):
             self.cache.activate_past_recording()
             self._recording = True
         if not candidates:
-            self.text.begin()
+            self.text.begin_round()
             self.reads_again = self.reads_states or self.text.mark is not None
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """As in `Reading`: the root with all that is pending, of which it is the last; then nodes below fed ones."""
+        """As in `DraftingSession`: the root with all that is pending, of which it is the last; then nodes below fed ones."""
         if nodes == [0]:
             self._lineage = Lineage()
             self._lineage.feed(tree, nodes)
-            logits, hidden = self.step([])
+            logits, hidden = self.propose_next([])
             return logits[None], hidden[None]
         if self._lineage is None:
             raise ValueError("The root of a tree is fed first, by itself.")
@@ -354,8 +354,8 @@ class DraftSession(ModelReading):
         self._own_states.update(zip(nodes, hidden, strict=True))
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
-    def keep(self, path: list[int]) -> None:
-        """As in `Reading`: of the accepted nodes those stay that were fed, or the root alone if they are read again.
+    def commit_path(self, path: list[int]) -> None:
+        """As in `DraftingSession`: of the accepted nodes those stay that were fed, or the root alone if they are read again.
 
         On an accelerator they are: a pass over a few tokens more takes no longer there, and their rows would have to
         be uploaded.

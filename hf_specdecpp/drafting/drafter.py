@@ -11,8 +11,8 @@ from torch import Tensor
 from hf_specdecpp.caches.masks import inputs_in_place
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, at_last
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
-from hf_specdecpp.cuda_graphs.room_cache import RoomCache, num_room_layers, prepared, why_not_in_place
-from hf_specdecpp.drafting.draft import Draft, Reading
+from hf_specdecpp.cuda_graphs.room_cache import FixedCache, num_room_layers, prepared, why_not_in_place
+from hf_specdecpp.drafting.draft import Draft, DraftingSession
 from hf_specdecpp.drafting.draft_model import DraftModel, DraftSession
 from hf_specdecpp.drafting.rows import BatchSession, RowSession
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, takes_positions, why_no_positions
@@ -26,7 +26,7 @@ class Drafter(DraftModel, Draft):
     def reads(self) -> StateReader | None:
         return self.fusion
 
-    def session(self, vocab_size: int) -> Reading:
+    def session(self, vocab_size: int) -> DraftingSession:
         return DraftSession(self, vocab_size)
 
     def round_steps(self, vocab_size: int) -> ModelSteps | None:
@@ -64,7 +64,7 @@ class ModelSteps(RoundSteps):
         super().__init__(drafter, vocab_size, drafter, None if fusion is None else fusion.width)
         self.num_layers = num_room_layers(drafter.text_config) or 0
 
-    def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         drafter, begin = self.drafter, 0
         window = window._replace(tokens=drafter.known(window.tokens))
         logits, hidden = (each[:, None] for each in read(drafter, cache, window, self.vocab_size))
@@ -82,14 +82,14 @@ class ModelSteps(RoundSteps):
             begin = end
 
 
-def read(drafter: DraftModel, cache: RoomCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
+def read(drafter: DraftModel, cache: FixedCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Logits `[texts, vocab_size]` and hidden states `[texts, hidden_size]` after a window without its dummies."""
     hidden = at_last(read_chain(drafter, cache, window.tokens, window.states), window.last)
     cache.length.add_(window.last + 1)
     return drafter.logits(hidden, vocab_size), hidden
 
 
-def read_chain(drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None) -> Tensor:
+def read_chain(drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: Tensor | None) -> Tensor:
     """Hidden states `[texts, n, hidden_size]` of a pass over tokens one after another, of which nothing is kept yet."""
     span = torch.arange(tokens.shape[1], device=tokens.device)
     seen = span <= span[:, None]
@@ -101,7 +101,7 @@ def read_chain(drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Te
 
 
 def hidden_states(
-    drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None, inputs: dict[str, Any]
+    drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: Tensor | None, inputs: dict[str, Any]
 ) -> Tensor:
     """`[texts, n, hidden_size]` of a captured pass over `tokens` `[texts, n]` with these masks and positions."""
     inputs = prepared(inputs, drafter.model, cache, tokens, drafter.max_length)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_specdecpp.caches.batches import BatchText
-from hf_specdecpp.drafting.draft_model import DraftModel, ModelReading
+from hf_specdecpp.caches.batches import BatchContext
+from hf_specdecpp.drafting.draft_model import DraftModel, ModelSession
 from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
 
 
-class RowSession(ModelReading):
+class RowSession(ModelSession):
     """What the draft has read of one row. The batch feeds it, and leaves here what the row's next step has `found`:
     logits `[vocab_size]` and hidden state. `forgotten` tokens are to be taken out of the row's part of the cache."""
 
@@ -42,7 +42,7 @@ class RowSession(ModelReading):
         """What the draft said after them."""
         self.found, self._own_states = (logits, hidden), {0: hidden}
 
-    def step(self, _candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def propose_next(self, _candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         """As in `DraftSession`: the batch has run the draft for these candidates."""
         return self.found
 
@@ -57,15 +57,15 @@ class BatchSession:
     def __init__(self, rows: Sequence[RowSession]) -> None:
         self.rows, self.vocab_size, self.drafter = list(rows), rows[0].vocab_size, rows[0].drafter
         cache = DynamicCache(config=self.drafter.text_config)
-        self.text = BatchText(self.drafter.model, cache, len(rows))
+        self.text = BatchContext(self.drafter.model, cache, len(rows))
         self._takes_positions = takes_positions(inner_decoder(self.drafter.model))
 
-    def step(self, asking: dict[int, list[Tensor]]) -> None:
+    def run_draft(self, asking: dict[int, list[Tensor]]) -> None:
         """Run the draft for the rows that go on: each finds in its session what comes after its candidates. `asking`:
         their candidates, by place in the batch: none of them has any in a round's first step."""
         if not any(asking.values()):
             forgotten = torch.tensor([row.forgotten for row in self.rows])
-            self.text.keep(torch.zeros_like(forgotten), of=forgotten)
+            self.text.commit(torch.zeros_like(forgotten), of=forgotten)
             self.text.close_up()
             for row in self.rows:
                 row.forgotten = 0
@@ -95,7 +95,7 @@ class BatchSession:
             positions = self.text.held[:, None] + is_token.cumsum(dim=1) - 1
             inputs["position_ids"] = positions.where(is_token, 0).to(device)
         hidden = self.drafter.hidden_states(all_tokens, self.text.cache, all_states, are_known=True, **inputs)[:, -1]
-        self.text.note(is_token)
+        self.text.record_pass(is_token)
         return hidden
 
     def select(self, places: Sequence[int]) -> None:

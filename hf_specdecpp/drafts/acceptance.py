@@ -47,15 +47,15 @@ def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[f
         with trying(target) as read:
             inputs = {} if cache is None else {cache_argument(target): cache}
             logits = states.catch(read, text, **states.asked_for({"use_cache": cache is not None, **inputs})).logits
-            caught, chosen = states.take(), logits[0].argmax(-1).tolist()
+            caught, chosen = states.states_of(), logits[0].argmax(-1).tolist()
             for length in range(text.shape[1] - places, FIRST - 1, -EVERY):
                 reading = draft.session(width)
                 if cache is not None:
                     cache.crop(length - 1 - cache.get_seq_length())
-                    reading.share(SimpleNamespace(cache=cache, shown=None, position=torch.tensor([[length - 1]])))
-                reading.begin_round(text[:, :length], 0, None if caught is None else caught[:, : length - 1])
+                    reading.bind_cache(SimpleNamespace(cache=cache, shown=None, position=torch.tensor([[length - 1]])))
+                reading.read_verified(text[:, :length], 0, None if caught is None else caught[:, : length - 1])
                 for place in range(places):
-                    step = reading.step(list(text[0, length : length + place]))
+                    step = reading.propose_next(list(text[0, length : length + place]))
                     hits[place] += step is not None and int(step[0].argmax()) == chosen[length - 1 + place]
                 rounds += 1
     return [hit / rounds for hit in hits] if rounds else []

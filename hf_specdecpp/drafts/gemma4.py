@@ -1,5 +1,5 @@
 """Gemma 4 assistants (`Gemma4`), which are a class of transformers: how their checkpoints are read, and how a draft is
-bound to its target. An assistant as one generation sees it (`Gemma4Draft`), its side of a text (`SharedReading`), or of
+bound to its target. An assistant as one generation sees it (`Gemma4Draft`), its side of a text (`SharedSession`), or of
 captured rounds (`SharedSteps`), and what of the target's cache it attends to (`SharedRows`)."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hf_specdecpp.config import checks
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import check_layers, check_numbers, shown
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, at_last
-from hf_specdecpp.cuda_graphs.room_cache import RoomCache
-from hf_specdecpp.drafting.draft import Reading, SharedText, StateDraft
+from hf_specdecpp.cuda_graphs.room_cache import FixedCache
+from hf_specdecpp.drafting.draft import DraftingSession, SharedContext, StateDraft
 from hf_specdecpp.drafting.draft_model import as_wide_as
 from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import as_described, mapping
@@ -110,7 +110,7 @@ class Gemma4Draft(StateDraft):
     def round_steps(self, vocab_size: int) -> SharedSteps | None:
         return None if self.captured_copy is None else SharedSteps(self.captured_copy, vocab_size)
 
-    def rows_in(self, cache: RoomCache) -> SharedRows:
+    def rows_in(self, cache: FixedCache) -> SharedRows:
         """What it sees of a text in a target's room."""
         layers: list[Any] = cache.layers
         rows = {kind: (layers[place].keys, layers[place].values) for kind, place in self.sources.items()}
@@ -126,8 +126,8 @@ class Gemma4Draft(StateDraft):
             masks[kind] = (shown & (near if kind == "sliding_attention" else held))[:, None, None]
         return SharedRows(rows, masks, position)
 
-    def session(self, vocab_size: int) -> SharedReading:
-        return SharedReading(self, vocab_size)
+    def session(self, vocab_size: int) -> SharedSession:
+        return SharedSession(self, vocab_size)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's input embeddings `[..., embedding_size]` of token ids; unknown ids count as 0."""
@@ -135,7 +135,7 @@ class Gemma4Draft(StateDraft):
         embeddings: Tensor = self.embeddings(known.to(self.embeddings.weight.device))
         return embeddings.to(tokens.device)
 
-    def rows(self, text: SharedText) -> SharedRows:
+    def rows(self, text: SharedContext) -> SharedRows:
         """What it sees of a target's text: in layers with a window the token itself, and `window - 1` before."""
         shown, rows, masks = text.shown, {}, {}
         for kind, place in self.sources.items():
@@ -183,7 +183,7 @@ class Gemma4Draft(StateDraft):
         return hidden.new_full((len(hidden), head.weight.shape[0]), float("-inf")).scatter_(1, ids, found)
 
 
-class SharedReading(Reading):
+class SharedSession(DraftingSession):
     """An assistant's side of one text. Between rounds it keeps but the text's last token and the state before it.
 
     Example: the text "a b c" is verified, and the target has read "a b". The first step reads c with the target's state
@@ -196,11 +196,11 @@ class SharedReading(Reading):
     def __init__(self, draft: Gemma4Draft, vocab_size: int) -> None:
         super().__init__()
         self.draft, self.vocab_size, self.embed = draft, vocab_size, draft.embed
-        self._text: Any = None  # a `SharedText`
+        self._text: Any = None  # a `SharedContext`
         self._seen: SharedRows | None = None  # in this round
         self._states: dict[int, Tensor] = {}  # `[embedding_size]`: its own after nodes of a tree, or of a chain after 0
 
-    def share(self, text: SharedText) -> None:
+    def bind_cache(self, text: SharedContext) -> None:
         cache = text.cache
         if isinstance(cache, StaticCache) or (cache is not None and cache.offloading):
             raise ValueError(
@@ -210,14 +210,14 @@ class SharedReading(Reading):
             )
         self._text = text
 
-    def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002
         self.length += new_tokens.shape[1]
         self._last, self._seen, self.passes = new_tokens[:, -1:].clone(), None, 0
         if states is not None:
             self._state = states[:, -1:].clone()
         self.unread = 1
 
-    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         tokens = candidates[-1].view(1, 1) if candidates else self._last
         logits, hidden = self._pass(tokens, self._states[0][None, None] if candidates else self._state, [0])
         return logits[0], hidden[0]
@@ -228,7 +228,7 @@ class SharedReading(Reading):
         tokens = torch.tensor([[tree.tokens[node] for node in nodes]])
         return self._pass(tokens, torch.stack([self._states[tree.parents[node]] for node in nodes])[None], nodes)
 
-    def keep(self, path: list[int]) -> None:
+    def commit_path(self, path: list[int]) -> None:
         """What was accepted is read anew, in the target's rows and with its state."""
 
     def _pass(self, tokens: Tensor, states: Tensor, nodes: list[int]) -> tuple[Tensor, Tensor]:
@@ -242,7 +242,7 @@ class SharedReading(Reading):
 
 
 class SharedSteps(RoundSteps):
-    """As `SharedReading`: each node is read with the state before it, and sees the verified text but for its last
+    """As `SharedSession`: each node is read with the state before it, and sees the verified text but for its last
     token in the target's cache. Of the window the last token counts alone."""
 
     shares_cache, num_layers = True, 0
@@ -251,11 +251,11 @@ class SharedSteps(RoundSteps):
         super().__init__(draft, vocab_size, draft.model, draft.reads.width)
         self.draft = draft
 
-    def read(self, cache: RoomCache, window: Window) -> None:
+    def read(self, cache: FixedCache, window: Window) -> None:
         """The target has read it; the draft has no cache but a length."""
         cache.length.add_(window.last + 1)
 
-    def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - all stand alike
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - all stand alike
         if window.states is None:
             raise ValueError("A Gemma 4 assistant reads the target's states, and none were handed over.")
         tokens, states = window.tokens.gather(1, window.last[:, None]), at_last(window.states, window.last)[:, None]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.drafting.draft import Draft, Reading
+from hf_specdecpp.drafting.draft import Draft, DraftingSession
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts.draft_kind import DraftKind, Loading, Parts, pinned
 from hf_specdecpp.models.adapters import add_adapter
@@ -107,11 +107,11 @@ class NoDraft(Draft):
     model = None
     places = 0
 
-    def session(self, vocab_size: int) -> NothingRead:  # noqa: ARG002
-        return NothingRead()
+    def session(self, vocab_size: int) -> NoSession:  # noqa: ARG002
+        return NoSession()
 
 
-class NothingRead(Reading):
+class NoSession(DraftingSession):
     """Its side of a generation, which does nothing: lookups need no model."""
 
     length = 0
@@ -120,11 +120,11 @@ class NothingRead(Reading):
     def embed(_ids: Tensor) -> Tensor:
         return torch.empty(0)
 
-    def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         pass
 
-    def step(self, _candidates: list[Tensor]) -> None:
+    def propose_next(self, _candidates: list[Tensor]) -> None:
         pass
 
-    def keep(self, path: list[int]) -> None:
+    def commit_path(self, path: list[int]) -> None:
         pass

@@ -182,7 +182,7 @@ class AcceptanceRates:
     def judged(self) -> float:
         return float(self.transitions.sum())
 
-    def observe(self, estimates: list[float], num_drafted: int, num_accepted: int) -> bool:
+    def record_chain(self, estimates: list[float], num_drafted: int, num_accepted: int) -> bool:
         """Count a round of a chain, and now and then learn from the counts.
 
         Example: the estimates 0.5, 0.97, 0.3 and one accepted candidate. The first counts as accepted in the bin of

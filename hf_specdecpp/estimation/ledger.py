@@ -36,7 +36,7 @@ class Ledger:
         self.prices: float | Floats = 1.0
         self._tokens, self._taken = 0.0, np.zeros(())
 
-    def note(self, tokens: float, taken: Any) -> None:
+    def record_round(self, tokens: float, taken: Any) -> None:
         """Take note of a round: its tokens, and its seconds or how many of each thing in `prices` the round took."""
         self.trusted *= self.memory
         self._tokens = self.memory * self._tokens + tokens

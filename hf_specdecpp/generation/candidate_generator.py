@@ -17,7 +17,7 @@ from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.drafting.chain import ChainDrafting, Drafting, Threshold, point_mass
-from hf_specdecpp.drafting.draft import Reading
+from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability
 from hf_specdecpp.generation.refusals import LateRefusalError
 from hf_specdecpp.generation.setup import DraftSetup, looking_up, plan_of, rule_of, why_chains, without_padding
@@ -80,7 +80,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.setup, self.vocab_size = setup, num_logits(target)
         self._target, self._generation_config = target, generation_config
         session = setup.drafter.row_session if setup.rows > 1 else setup.drafter.session
-        self.session: Reading = session(self.vocab_size)
+        self.session: DraftingSession = session(self.vocab_size)
         self.max_length: int | None = generation_config.max_length
         self.eos_token_ids = eos_ids(generation_config)
         sample: TreeRandomness = TorchRandomness() if setup.drafter.places else AsPlain()
@@ -111,7 +111,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             self.plan.begin_text()
             if self.plan.known.follows:
                 self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
-        self.rests = False
+        self.is_paused = False
         self._mask, self._shown = attention_mask, 0  # the latter: tokens of the text that the draft was shown
         self._draft_max_length = setup.drafter.max_length
         self._num_accepted = 0
@@ -139,8 +139,8 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Find out, before a prompt of so many tokens is read, whether the text rests."""
         # Captured rounds choose by themselves whether to draft, and may want the target's states for that.
         follows = self.lookup is not None or not self.setup.drafter.places or self.round_steps is not None
-        self.rests = self.plan is not None and not follows and self.plan.rests(length)
-        if self.rests:
+        self.is_paused = self.plan is not None and not follows and self.plan.leaves_to_target(length)
+        if self.is_paused:
             self.successors = None
 
     @torch.inference_mode()
@@ -155,11 +155,11 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
                 last round, candidates that were not accepted left out.
         """
         times, lookup, method = self.times, self.lookup, self.method
-        if self.plan is not None and not self.rests:
+        if self.plan is not None and not self.is_paused:
             self.plan.follow(input_ids.shape[1])  # a new plan takes a while, which is no cost of this round
         if times is not None:
-            times.begin()
-        if self.rests:
+            times.begin_round()
+        if self.is_paused:
             return Chain()
         longest, looks_up = self._begin_round(input_ids, states, max_tokens), 0
         read = self.session.unread - 1
@@ -173,7 +173,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if method.makes_chains:
             tree = tree.as_chain()
         if lookup is not None and not method.branches:
-            tree = lookup.take(looks_up) if looks_up else lookup.extend(tree, method.survival(tree))
+            tree = lookup.first_candidates(looks_up) if looks_up else lookup.extend(tree, method.survival(tree))
         return tree
 
     def draft_step_by_step(self, input_ids: Tensor, states: Tensor | None) -> Drafting:
@@ -181,15 +181,15 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         longest = self._begin_round(input_ids, states, None)
         return cast(ChainDrafting, self.method).step_by_step(input_ids, longest)
 
-    def saw(self, tree: DraftTree, path: list[int], length: int) -> None:
+    def record_outcome(self, tree: DraftTree, path: list[int], length: int) -> None:
         """Learn which nodes of the last round, before which the text had this length, were accepted."""
         self._num_accepted = len(path)
         for each in self.observers:
-            each.saw(tree, path)
+            each.record_outcome(tree, path)
         tree.scores.clear()  # which are large
         tree.distributions.clear()
-        if self.rests and self.plan is not None:  # a draft that needs no states may begin now
-            self.rests = self.setup.drafter.reads is not None or self.plan.rests(length)
+        if self.is_paused and self.plan is not None:  # a draft that needs no states may begin now
+            self.is_paused = self.setup.drafter.reads is not None or self.plan.leaves_to_target(length)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Candidates in transformers' form: `[1, length + k]` token ids, and `[1, k, vocab]` logits whose softmax the k
@@ -207,7 +207,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:  # noqa: ARG002
         """Learn that `num_matches` candidates of the last chain were accepted."""
-        self.saw(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
+        self.record_outcome(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
     def begin_captured(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """All tokens of a text `[1, length]` that captured rounds draft after, and the target's states before each."""
@@ -237,14 +237,14 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     def stop(self) -> None:
         """Draft nothing more in this text, of which the draft has not read all."""
-        self.rests, self.plan, self.times, self.observers = True, None, None, [self.stats]
+        self.is_paused, self.plan, self.times, self.observers = True, None, None, [self.stats]
 
     def finish(self) -> None:
         """Learn, at the end of a generation, what its rounds cost. Whatever goes wrong here, the text is complete."""
         self.stats.decided["products"] = self._described()
         if self.plan is not None and self.times is not None:
             try:
-                self.plan.learn(self.times)
+                self.plan.follow(self.times)
             except Exception as error:  # noqa: BLE001
                 logger.warning(f"Nothing was learned of what the rounds of this text cost: {error!r}.")
 
@@ -252,13 +252,13 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         """Let draft and lookups take note of what is new; the longest path of candidates that there is room for."""
         session, drafter, room = self.session, self.setup.drafter, MOST_CANDIDATES
         new_tokens, states = self._new(input_ids, states)
-        session.begin_round(new_tokens, self._num_accepted, states)
+        session.read_verified(new_tokens, self._num_accepted, states)
         if self.max_length is not None:  # under which one place belongs to the token that the target adds
             room = max(self.max_length - input_ids.shape[1] - 1, 0)
         most = MOST_CANDIDATES if max_tokens is None else max_tokens
         if self.lookup is not None:
             unread = session.unread if self.setup.rows == 1 else 0  # the rows of a batch read together
-            self.lookup.begin_round(new_tokens[0].tolist(), min(room, most), unread)
+            self.lookup.look_up(new_tokens[0].tolist(), min(room, most), unread)
         longest = self.method.longest(room, most)
         return int(max(min(room, longest, self._draft_max_length - session.length + 1, drafter.places), 0))
 
@@ -288,7 +288,7 @@ class TreeDrafting:
     for_trees, rule = True, None
 
     def __init__(
-        self, setup: DraftSetup, session: Reading, processing: Processing, randomness: TreeRandomness | None,
+        self, setup: DraftSetup, session: DraftingSession, processing: Processing, randomness: TreeRandomness | None,
         eos_token_ids: frozenset[int], decided: dict[str, str],
     ) -> None:  # fmt: skip
         self.decided = decided
@@ -350,7 +350,7 @@ class TreeDrafting:
         config, threshold = self.config, self.setup.decisions.tree_threshold
         depth = min(longest, self.setup.decisions.tree_depth) if self.shape is None else longest
         root, rule = int(input_ids[0, -1]), self.throughput
-        if not depth or (rule is not None and not rule.starts(self.session.unread)):
+        if not depth or (rule is not None and not rule.should_draft(self.session.unread)):
             return DraftTree(root)
         grown = Growth(expand, self.slots, root, depth)
         if rule is not None:
@@ -369,9 +369,9 @@ class TreeDrafting:
             return None
         return tree.values[-1] * self.slots.valuation.calibrated(tree.estimates[-1])
 
-    def saw(self, tree: DraftTree, path: list[int]) -> None:
-        self.session.keep(path)
+    def record_outcome(self, tree: DraftTree, path: list[int]) -> None:
+        self.session.commit_path(path)
         if self.throughput is not None:
-            self.throughput.saw(tree, path)
+            self.throughput.record_outcome(tree, path)
         elif self.rates is not None:
             self.rates.observe_tree(tree.judged(path))

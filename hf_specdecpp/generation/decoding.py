@@ -23,7 +23,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.clocks import working_clock
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
-from hf_specdecpp.generation.text import Round, Text
+from hf_specdecpp.generation.text import OutputText, Round
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.foreign import ForeignPasses
 from hf_specdecpp.models.target_states import TargetStates
@@ -40,10 +40,10 @@ class RoundTarget(ABC):
         """The context in which rounds are made."""
         return nullcontext()
 
-    def prepare(self, texts: Sequence[Text]) -> None:  # noqa: B027 - most need nothing
+    def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: B027 - most need nothing
         """What a round needs and is not counted among its seconds."""
 
-    def room(self, text: Text) -> int | None:  # noqa: ARG002
+    def max_candidates(self, text: OutputText) -> int | None:  # noqa: ARG002
         """How many candidates the next pass has room for; `None`: any number."""
         return None
 
@@ -53,22 +53,22 @@ class RoundTarget(ABC):
         a device has drawn and verified candidates, their `tree` and `verdict`."""
 
     @abstractmethod
-    def keep(self, rounds: Sequence[Round]) -> None:
+    def commit(self, rounds: Sequence[Round]) -> None:
         """Leave the cache and the states that drafts read at what was emitted."""
 
     @abstractmethod
-    def stays(self, texts: Sequence[Text]) -> list[bool]:
+    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
         """Which texts go on."""
 
-    def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:  # noqa: B027 - of one text nothing is left
+    def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:  # noqa: B027 - of one text nothing is left
         """Of `texts` those at `places` go on."""
 
-    def instead(self, failure: GraphsFailedError, texts: Sequence[Text]) -> tuple[Drafts, RoundTarget]:  # noqa: ARG002
+    def instead(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:  # noqa: ARG002
         """Called when graphs have failed: the drafts and the target's part that make this round of the `texts` and all
         later rounds."""
         raise failure
 
-    def leave(self, texts: Sequence[Text] = ()) -> None:  # noqa: B027 - the target's own passes have nothing to leave
+    def leave(self, texts: Sequence[OutputText] = ()) -> None:  # noqa: B027 - the target's own passes have nothing to leave
         """Called after the last round, or where the `texts` go on without these passes: the target's own cache gets
         what was read."""
 
@@ -76,16 +76,16 @@ class RoundTarget(ABC):
 class Drafts:
     """Proposes candidates for the texts of a call: here for one, whose generator does."""
 
-    def propose(self, texts: Sequence[Text], target: RoundTarget) -> list[DraftTree]:
+    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         """A tree for each text; a chain has one branch, and an empty tree leaves the round to the target."""
         (text,) = texts
-        return [text.generator.propose(text.ids, target.room(text), text.states)]
+        return [text.generator.propose(text.ids, target.max_candidates(text), text.states)]
 
-    def saw(self, rounds: Sequence[Round]) -> None:
+    def record_outcome(self, rounds: Sequence[Round]) -> None:
         """Told what stands of a round."""
         (each,) = rounds
         generator = each.text.generator
-        generator.saw(each.tree, each.verdict.path, each.text.before)
+        generator.record_outcome(each.tree, each.verdict.path, each.text.before)
         if generator.times is not None:
             generator.times.end(each.text.before, each.width)
 
@@ -113,10 +113,10 @@ class TargetSide(RoundTarget):
     foreign: ForeignPasses | None = None  # where passes run code of others
     took: tuple[int, float, float] | None = None  # by the latest pass: as `PassTimes.note` takes them
 
-    def __init__(self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig) -> None:
+    def __init__(self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig) -> None:
         self.model, self.config, self.device = model, config, input_device(model)
         self.generator, setup = texts[0].generator, texts[0].generator.setup
-        self.states = TargetStates(model, None if self.generator.rests else setup.drafter.reads)
+        self.states = TargetStates(model, None if self.generator.is_paused else setup.drafter.reads)
         self.passes, self.work_clock = pass_times_of(model), working_clock()
 
     def attention(self) -> AbstractContextManager[None]:
@@ -126,9 +126,9 @@ class TargetSide(RoundTarget):
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         """Read the prompts as plain `generate()` does: the `outputs` of the rounds."""
 
-    def begin(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
+    def begin_texts(self, texts: Sequence[OutputText]) -> None:  # noqa: ARG002
         """Told once, before the first round."""
-        self.passes.begin(self.generator.products)
+        self.passes.begin_text(self.generator.products)
 
     # What captured passes ask of it. ---------------------------------------------------------------------------------
 
@@ -142,22 +142,22 @@ class TargetSide(RoundTarget):
         """Copy what was read of the prompts to captured passes. The target's own cache stays as it is."""
 
     @abstractmethod
-    def own_logits(self, texts: Sequence[Text], tokens: Tensor) -> Tensor:
+    def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:
         """Logits `[texts, n, vocab]` of a pass of the target's own over the last token of each text and further tokens,
         `[texts, n]` with it, which is forgotten."""
 
     @abstractmethod
-    def take_back(self, passes: CapturedTarget, texts: Sequence[Text], rows: Sequence[int]) -> None:
+    def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:
         """Go on in the target's own cache: copy what captured passes have read of `texts`, at these `rows`, to it."""
 
-    def hold(self, text: Text, held: Callable[[], Any]) -> None:
+    def hold(self, text: OutputText, held: Callable[[], Any]) -> None:
         """Called when a text ends before others: keep its keys and values, `held()`, for the cache that is given
         back."""
 
     # The end of a call. -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def complete(self, texts: Sequence[Text]) -> None:
+    def complete(self, texts: Sequence[OutputText]) -> None:
         """After the last round: leave the cache as plain `generate()` leaves it."""
 
     def roll_back(self) -> None:
@@ -168,16 +168,16 @@ class TargetSide(RoundTarget):
         """Told last, whatever happened."""
 
     @abstractmethod
-    def output(self, texts: Sequence[Text]) -> Tensor | GenerateDecoderOnlyOutput:
+    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
         """What `generate()` returns."""
 
     def note_pass(self) -> None:
         """After a round: what its pass took, where that is known."""
         if self.took is not None:
-            self.passes.note(*self.took)
+            self.passes.record_pass(*self.took)
             self.took = None
 
-    def time_plain_pass(self, first: Text, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
+    def time_plain_pass(self, first: OutputText, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
         """Time a pass over one token of each of `rows` texts beside those of the rounds, where nothing else says what
         such a pass takes; `first` of the texts notes it."""
         if self.passes.is_missing(rows, self.generator.products):
@@ -187,7 +187,7 @@ class TargetSide(RoundTarget):
             first.stats.preparing_seconds += time.perf_counter() - begin
 
 
-Choose: TypeAlias = Callable[[Sequence[Text], Drafts, TargetSide], tuple[Drafts, RoundTarget]]
+Choose: TypeAlias = Callable[[Sequence[OutputText], Drafts, TargetSide], tuple[Drafts, RoundTarget]]
 
 
 class AssistedDecoding:
@@ -199,7 +199,7 @@ class AssistedDecoding:
         on_graphs: called once the prompts have been read: gives the `drafts` and the `target` of the rounds.
     """
 
-    def __init__(self, texts: list[Text], drafts: Drafts, side: TargetSide, on_graphs: Choose) -> None:
+    def __init__(self, texts: list[OutputText], drafts: Drafts, side: TargetSide, on_graphs: Choose) -> None:
         self.texts, self.drafts, self.side, self.on_graphs = texts, drafts, side, on_graphs
         self.target: RoundTarget = side
         self.active = list(texts)
@@ -227,7 +227,7 @@ class AssistedDecoding:
             text.stats.plain_passes += 1
             text.stats.prompt_seconds = (time.perf_counter() - begin) / count  # its token has been read
         with self.side.model._optimize_model_for_decode():
-            self.side.begin(self.active)
+            self.side.begin_texts(self.active)
             usual = self.drafts, self.side
             self.drafts, self.target = self.on_graphs(self.active, *usual)
             try:
@@ -289,15 +289,15 @@ class AssistedDecoding:
             self.verify(rounds)
         for each in rounds:
             each.emitted = each.text.emit(each.verdict)
-        self.target.keep(rounds)
+        self.target.commit(rounds)
         if not rounds[0].is_prompt:
-            self.drafts.saw(rounds)
+            self.drafts.record_outcome(rounds)
         for each in rounds:
             text, tokens = each.text, each.verdict.emitted[: each.emitted.kept]
             text.stats.generated += len(tokens)
             if text.streamer is not None:
                 text.streamer.put(torch.tensor([tokens]))
-        if not all(stay := self.target.stays(self.active)):
+        if not all(stay := self.target.are_unfinished(self.active)):
             places = [place for place, stays in enumerate(stay) if stays]
             self.drafts.select(places)
             self.target.select(self.active, places)

@@ -25,7 +25,7 @@ from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.loading import special_ids
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.successors import MixedProcessing, Successors
+from hf_specdecpp.sampling.successors import MixedProcessing, NgramCorrections
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.plan import ChainPlan, Plan
@@ -105,7 +105,7 @@ class DraftSetup:
 
     def draft_processing(
         self, processing: Processing, target: CausalLM, greedy: bool, captures: bool
-    ) -> tuple[Processing, Successors | None]:
+    ) -> tuple[Processing, NgramCorrections | None]:
         """What makes q of the draft's logits, and what the target said lately, if it is mixed in.
 
         Args:

@@ -131,7 +131,7 @@ class LatestCalls:
             own = self._streamed
         return own.stats
 
-    def note(self, stats: SpeculationStats, streamer: Any = None) -> None:
+    def record_call(self, stats: SpeculationStats, streamer: Any = None) -> None:
         """Take the statistics of a call that begins or ends in this thread."""
         known = known_here()
         before, noted = known.get(self), Noted(next(_numbers), stats)

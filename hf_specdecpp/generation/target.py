@@ -1,4 +1,4 @@
-"""The target's side of one text (`OneTarget`), and the text in its cache (`Prefix`): the arguments of a pass over
+"""The target's side of one text (`SingleTarget`), and the text in its cache (`TargetContext`): the arguments of a pass over
 candidates, and what stays of it."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from transformers.utils import logging
 
 from hf_specdecpp.caches.masks import tree_mask
 from hf_specdecpp.caches.states import stop_recording
-from hf_specdecpp.caches.text import CachedText, GrowingText, PathRows, extended, without_last
-from hf_specdecpp.caches.trial import Held, Trial
+from hf_specdecpp.caches.text import CachedContext, GrowingContext, PathRows, extended, without_last
+from hf_specdecpp.caches.trial import SavedCache, Trial
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.decoding import TargetSide
 from hf_specdecpp.generation.refusals import check_numbers, check_prompt, gives_positions
-from hf_specdecpp.generation.text import Round, Text
+from hf_specdecpp.generation.text import OutputText, Round
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, input_device, keeping_generators
 from hf_specdecpp.models.checks import frequency_changes
 from hf_specdecpp.models.foreign import ForeignPasses
@@ -33,7 +33,7 @@ COLUMNS_AHEAD = 256
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 
 
-class Prefix:
+class TargetContext:
     """The text in a target's cache, continued as its own `generate()` would continue it.
 
     The prompt may be padded, masked in its middle, given with position ids, end in a masked token, or lie partly in the
@@ -63,9 +63,9 @@ class Prefix:
         self._longer, self._spare = model_kwargs, 0  # the same with so many columns for tokens to come
         mask = model_kwargs.get("attention_mask")
         self.is_masked = mask is not None and not bool(mask.all())
-        self.text: CachedText = GrowingText(cache_among(model_kwargs))
+        self.text: CachedContext = GrowingContext(cache_among(model_kwargs))
         if self.text.held:  # a later turn
-            self.text.begin()
+            self.text.begin_round()
         self.changes = frequency_changes(target.config.get_text_config(decoder=True))
         self._device = input_device(target)  # once: finding it takes as long as a small product
         # Of a mask with four dimensions others might ask more than whether it is there.
@@ -104,7 +104,7 @@ class Prefix:
             positions = self.model_kwargs.get("position_ids")
             self._padding = 0 if positions is None else length - 1 - int(positions[..., -1].max())
         # transformers goes by positions, and Phi-3 by tokens, too.
-        rooms = [change.room(each) for change in self.changes for each in (length, length - self._padding)]
+        rooms = [change.max_candidates(each) for change in self.changes for each in (length, length - self._padding)]
         return min((room for room in rooms if room is not None), default=None)
 
     def why_no_tree(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> str | None:
@@ -133,7 +133,7 @@ class Prefix:
     def chain_inputs(self, input_ids: Tensor, candidates: Tensor | list[int], has_mask: bool = False) -> dict[str, Any]:
         """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it, before them
         what is pending. With `has_mask` no mask is made."""
-        self.text.begin()
+        self.text.begin_round()
         count = len(candidates)
         tokens = input_ids
         if count:
@@ -170,7 +170,7 @@ class Prefix:
         path. The last emitted token is not in the cache, as in plain generation."""
         if self.changes or self.text.cache is None:  # where a forward may go on with a cache of its own
             self._adopt(cache_among(outputs))
-        self.text.keep(kept, num_candidates + 1, path)
+        self.text.commit(kept, num_candidates + 1, path)
         if self._spare:
             self._spare -= kept
             self.model_kwargs = without_last(self._longer, self._spare)
@@ -190,7 +190,7 @@ class Prefix:
         if cache is self.text.cache:
             return
         cache.activate_past_recording()
-        self.text = GrowingText(cache)
+        self.text = GrowingContext(cache)
         own = {cache_argument(self.target): cache}
         self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
 
@@ -204,11 +204,11 @@ class Prefix:
                 **without_last(self.model_kwargs, 1),
             )
             self.target(**inputs, return_dict=True)
-            self.text.keep(pending, of=pending)
+            self.text.commit(pending, of=pending)
 
     def roll_back(self) -> None:
         """After an exception: the cache, which may be the user's, goes back to the text that has been emitted."""
-        self.text.back()
+        self.text.roll_back()
 
     def end(self) -> None:
         """Nothing is taken back any more, and the cache may be carried on by anyone."""
@@ -221,16 +221,16 @@ def has_usual_inputs(target: CausalLM) -> bool:
     return type(target).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
 
 
-def reading_again(prefix: Prefix, text: Tensor, as_tree: bool) -> Callable[[Tensor, int], tuple[Tensor, Any]]:
+def reading_again(prefix: TargetContext, text: Tensor, as_tree: bool) -> Callable[[Tensor, int], tuple[Tensor, Any]]:
     """A function that reads the last token of the `text` `[1, length]`, with which it goes on, and those after it in
     what the text has become: `count` tokens in one pass, in a copy of the cache as it is now. Returns logits `[count,
     vocab]` and the copy. With `as_tree` each of these tokens has a sibling."""
-    target, model_kwargs, held = prefix.target, prefix.model_kwargs, Held(prefix.cache)
+    target, model_kwargs, held = prefix.target, prefix.model_kwargs, SavedCache(prefix.cache)
     device, last, length = input_device(target), int(text[0, -1]), text.shape[1]
 
     @torch.no_grad()
     def read(ids: Tensor, count: int) -> tuple[Tensor, Any]:
-        copied = Prefix(target, model_kwargs | {cache_argument(target): held.copied()})
+        copied = TargetContext(target, model_kwargs | {cache_argument(target): held.copied()})
         tree, node, tokens = DraftTree(last), 0, ids[0, length : length + count - 1]
         for token in tokens.tolist():
             if as_tree:
@@ -241,24 +241,24 @@ def reading_again(prefix: Prefix, text: Tensor, as_tree: bool) -> Callable[[Tens
         inputs = copied.tree_inputs(text, tree_pass) if as_tree else copied.chain_inputs(text, tokens)
         with keeping_generators(device):
             logits = target(**inputs, return_dict=True).logits[0, -len(tree) - 1 :]
-        copied.text.keep(count, len(tree) + 1, PathRows(rows, torch.tensor(rows, device=device)))
+        copied.text.commit(count, len(tree) + 1, PathRows(rows, torch.tensor(rows, device=device)))
         return logits[rows], copied.cache
 
     return read
 
 
-class OneTarget(TargetSide):
+class SingleTarget(TargetSide):
     """The target's side of one text. Nothing that it holds may hold it: in a circle, caches stay until garbage is
     collected."""
 
     def __init__(
-        self, model: CausalLM, text: Text, config: GenerationConfig, model_kwargs: dict[str, Any],
+        self, model: CausalLM, text: OutputText, config: GenerationConfig, model_kwargs: dict[str, Any],
         foreign: ForeignPasses | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model, [text], config)
         self.text, self.stats, self.foreign = text, text.stats, foreign
-        self.prefix = Prefix(model, self.states.asked_for(model_kwargs))
-        self.generator.session.share(self.prefix)
+        self.prefix = TargetContext(model, self.states.asked_for(model_kwargs))
+        self.generator.session.bind_cache(self.prefix)
         self.trial: Trial | None = None
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
@@ -274,13 +274,13 @@ class OneTarget(TargetSide):
         cache.activate_past_recording()
         rounds[0].outputs = outputs
 
-    def begin(self, texts: Sequence[Text]) -> None:
+    def begin_texts(self, texts: Sequence[OutputText]) -> None:
         if texts and self.foreign is not None:
             again = reading_again(self.prefix, self.text.ids, self.generator.method.for_trees)
             self.trial = Trial(self.model, self.foreign, self.generator.setup.most_tokens, again)
-        super().begin(texts)
+        super().begin_texts(texts)
 
-    def prepare(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
+    def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: ARG002
         self.stats.rounds_at_change += self.prefix.is_at_change(self.text.ids)
         if self.trial is None:  # others' code is called no more often than it must be
             self.time_one_token()
@@ -294,33 +294,33 @@ class OneTarget(TargetSide):
         self.time_one_token()  # of the target's usual passes, which the verdict compares with
         passes.watch(self.generator.setup.drafter.reads)
         shown = None if prefix.shown is None else prefix.shown[None]
-        passes.begin(prefix.cache, prefix.rows, shown, prefix.position)
+        passes.begin_texts(prefix.cache, prefix.rows, shown, prefix.position)
 
-    def own_logits(self, texts: Sequence[Text], tokens: Tensor) -> Tensor:  # noqa: ARG002
+    def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:  # noqa: ARG002
         inputs = self.prefix.chain_inputs(self.text.ids, tokens[0, 1:])
         logits: Tensor = self.model(**inputs, return_dict=True).logits
         self.prefix.roll_back()
         return logits
 
-    def stays(self, texts: Sequence[Text]) -> list[bool]:  # noqa: ARG002
+    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:  # noqa: ARG002
         return [not self.text.finished]
 
-    def take_back(self, passes: CapturedTarget, texts: Sequence[Text], rows: Sequence[int]) -> None:  # noqa: ARG002
+    def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:  # noqa: ARG002
         passes.text.cache.write(self.prefix.cache, passes.text.held)
         self.prefix.grow(passes.text.held - self.prefix.text.held)
 
-    def room(self, text: Text) -> int | None:
+    def max_candidates(self, text: OutputText) -> int | None:
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
         if self.prefix.text.pending >= MOST_PENDING:
             return 0
         room = self.prefix.most_candidates(text.ids) if self.prefix.changes else None
-        tried = None if self.trial is None else self.trial.room
+        tried = None if self.trial is None else self.trial.max_candidates
         return tried if room is None else room if tried is None else min(room, tried)
 
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
         prefix, input_ids, tree = self.prefix, each.text.ids, each.tree
-        held = None if self.trial is None else Held(prefix.cache)
+        held = None if self.trial is None else SavedCache(prefix.cache)
         if isinstance(tree, Chain):
             inputs = prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
         else:
@@ -338,11 +338,11 @@ class OneTarget(TargetSide):
         if held is not None and self.trial is not None and not held.grew_by(each.width):
             self.trial.refuse("the cache does not grow by the tokens of each pass")
             if len(tree):  # nothing of the pass was emitted yet
-                held.back()
+                held.roll_back()
                 each.tree, each.rows = (alone := Chain()), TreePass(alone)
                 self.read(rounds)
 
-    def keep(self, rounds: Sequence[Round]) -> None:
+    def commit(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
         kept, path = each.emitted
         self.take_states(each, self.prefix.text.pending)
@@ -365,14 +365,14 @@ class OneTarget(TargetSide):
                 rows = slice(again, again + kept)
             else:
                 rows = path.on_device[:kept]
-            self.text.states = self.states.take(rows)
+            self.text.states = self.states.states_of(rows)
 
     def _compare(self, trial: Trial, each: Round) -> None:
         """Let the trial note what a round has read, and say so once others' code rules candidates out."""
         logits, (kept, path) = each.outputs.logits[0, -len(each.tree) - 1 :], each.emitted
         if not self.text.finished:
             rows = slice(kept) if path is None else path.rows[:kept]
-            trial.note(logits[rows], self.text.ids, self.prefix.cache)
+            trial.record_pass(logits[rows], self.text.ids, self.prefix.cache)
         if trial.passes.reason is not None and self.stats.refusal is None:
             self.stats.refusal = trial.passes.reason
             logger.warning_once(f"Nothing more is drafted for {type(self.model).__name__}: {trial.passes.reason}.")
@@ -380,11 +380,11 @@ class OneTarget(TargetSide):
     def time_one_token(self) -> None:
         """Time a pass over one token beside those of the rounds, where nothing else says what it takes."""
         prefix, ids = self.prefix, self.text.ids
-        tell_it = self.generator.rests and self.device.type == "cpu"
+        tell_it = self.generator.is_paused and self.device.type == "cpu"
         if not (tell_it or prefix.text.pending or prefix.is_at_change(ids)):
             self.time_plain_pass(self.text, 1, lambda: prefix.chain_inputs(ids, []))
 
-    def complete(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
+    def complete(self, texts: Sequence[OutputText]) -> None:  # noqa: ARG002
         with self.generator.products:
             self.prefix.read_pending(self.text.ids)
 
@@ -394,7 +394,7 @@ class OneTarget(TargetSide):
     def end(self) -> None:
         self.prefix.end()
 
-    def output(self, texts: Sequence[Text]) -> Tensor | GenerateDecoderOnlyOutput:  # noqa: ARG002
+    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:  # noqa: ARG002
         if not self.config.return_dict_in_generate:
             return self.text.ids
         return self.text.records.output(self.text.ids, self.prefix.cache)

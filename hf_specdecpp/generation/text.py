@@ -1,4 +1,4 @@
-"""One sequence of a `generate()` call (`Text`): which candidates of a round stand, and where the text ends.
+"""One sequence of a `generate()` call (`OutputText`): which candidates of a round stand, and where the text ends.
 
 Chains and trees are verified on one route. The tests are pure functions in `trees.verification`. Here it is
 decided which of them is asked, and when the logits processors are called.
@@ -42,7 +42,7 @@ NO_SCORES = torch.empty(0, 0)
 
 
 @dataclass
-class Verdict:
+class RoundResult:
     """What the target says of a round.
 
     Example: the chain 7 8 9 was read, 7 and 8 stand, and 4 follows: `path` is [1, 2], `emitted` [7, 8, 4]. Where the
@@ -58,7 +58,7 @@ class Verdict:
     waited: float = 0.0  # seconds that reading from the device took, which has the target's pass to finish first
 
 
-class Text:
+class OutputText:
     """A sequence that is being generated.
 
     Attributes:
@@ -107,7 +107,7 @@ class Text:
     def length(self) -> int:
         return self.ids.shape[1]
 
-    def verify(self, each: Round) -> Verdict:
+    def verify(self, each: Round) -> RoundResult:
         """Which candidates of a round stand, and the token after them, by the logits of its pass.
 
         Processors that have an answer to any text are asked about every node of a chain, and of a tree on a device,
@@ -116,19 +116,19 @@ class Text:
         """
         logits = each.outputs.logits[0, -len(each.tree) - 1 :]
         if self.generator.successors is not None:
-            self.learn(each.rows, logits)
+            self.record_corrections(each.rows, logits)
         if not self.processing.answers_all:
             return self._verify_on_the_way(each, logits)
         return self._verify_chain(each, logits) if isinstance(each.tree, Chain) else self._verify_tree(each, logits)
 
-    def learn(self, tree_pass: TreePass, logits: Tensor) -> None:
+    def record_corrections(self, tree_pass: TreePass, logits: Tensor) -> None:
         """Take note of what the target says after the nodes of a round, where the draft mixes that in."""
         tree, generator = tree_pass.tree, self.generator
         # Where drafting does not pay, what this costs would be most of what a round loses to plain decoding.
         if generator.successors is not None and (len(tree) or generator.plan is None or generator.plan.pays):
-            generator.successors.learn(contexts_of(self.ids, [tree.path(node) for node in tree_pass.order]), logits)
+            generator.successors.record(contexts_of(self.ids, [tree.path(node) for node in tree_pass.order]), logits)
 
-    def emit(self, verdict: Verdict) -> Emitted:
+    def emit(self, verdict: RoundResult) -> Emitted:
         """Add tokens, up to the first that ends the text."""
         emitted, rows = verdict.emitted, verdict.rows
         self.before = before = self.ids.shape[1]
@@ -177,7 +177,7 @@ class Text:
 
     # Verification. --------------------------------------------------------------------------------------------------
 
-    def _verify_chain(self, each: Round, logits: Tensor) -> Verdict:
+    def _verify_chain(self, each: Round, logits: Tensor) -> RoundResult:
         """By p of all candidates."""
         chain = each.tree
         scores = logits.to(self.ids.device, torch.float32, copy=self.keeps_raw)
@@ -187,9 +187,9 @@ class Text:
         path, token = self._accept_chain(chain, as_float32(scores, self.randomness is None))
         waited = time.perf_counter() - begin if self.waits else 0.0
         raw = logits.to(scores) if self.keeps_raw else scores
-        return Verdict(path, [*chain.tokens[1 : len(path) + 1], token], scores, raw, waited=waited)
+        return RoundResult(path, [*chain.tokens[1 : len(path) + 1], token], scores, raw, waited=waited)
 
-    def _verify_tree(self, each: Round, logits: Tensor) -> Verdict:
+    def _verify_tree(self, each: Round, logits: Tensor) -> RoundResult:
         """By p of the nodes that matter, each processed once; on a device by p of all, which are read at once."""
         tree, rows, randomness, begin = each.tree, each.rows.rows, self.randomness, 0.0
         if self.waits:
@@ -224,13 +224,13 @@ class Text:
         waited = time.perf_counter() - begin if self.waits else 0.0
         taken, chosen_from = [rows[node] for node in (0, *path)], torch.stack([scores(node) for node in (0, *path)])
         raw = logits[taken].to(chosen_from) if self.keeps_raw else chosen_from
-        return Verdict(path, [tree.tokens[node] for node in path] + [token], chosen_from, raw, taken, waited=waited)
+        return RoundResult(path, [tree.tokens[node] for node in path] + [token], chosen_from, raw, taken, waited=waited)
 
-    def _verify_on_the_way(self, each: Round, logits: Tensor) -> Verdict:
+    def _verify_on_the_way(self, each: Round, logits: Tensor) -> RoundResult:
         """By p of the accepted nodes alone."""
         walk = Walk(self, each.rows, logits)
         while walk.node is not None:
-            walk.step(self.processing.one(walk.ids, [], walk.raw))
+            walk.choose(self.processing.one(walk.ids, [], walk.raw))
         return walk.verdict
 
     def _accept_chain(self, chain: DraftTree, scores: Tensor) -> tuple[list[int], int]:
@@ -313,7 +313,7 @@ class Walk:
         ended: whether the text has ended.
     """
 
-    def __init__(self, text: Text, tree_pass: TreePass, logits: Tensor) -> None:
+    def __init__(self, text: OutputText, tree_pass: TreePass, logits: Tensor) -> None:
         self.text, self.tree_pass, self.logits = text, tree_pass, logits
         self.ids, self.node, self.ended = text.ids, cast("int | None", 0), False
         self._path: list[int] = []
@@ -325,7 +325,7 @@ class Walk:
         row = self.tree_pass.rows[cast(int, self.node)]
         return self.logits[row].to(self.ids.device, torch.float32, copy=True)
 
-    def step(self, scores: Tensor) -> None:
+    def choose(self, scores: Tensor) -> None:
         """Choose a token by the processed scores after the node, `[vocab]`."""
         text, raw = self.text, self.raw if self.text.keeps_raw else scores
         tree, node = self.tree_pass.tree, cast(int, self.node)
@@ -343,11 +343,11 @@ class Walk:
         self.node = None if self.ended else child
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RoundResult:
         """Of the round, so far."""
         rows, is_chain = self.tree_pass.rows, isinstance(self.tree_pass.tree, Chain)
         taken = None if is_chain else [rows[node] for node in (0, *self._path)]
-        return Verdict(self._path, self._emitted, NO_SCORES, NO_SCORES, taken, ended=self.ended)
+        return RoundResult(self._path, self._emitted, NO_SCORES, NO_SCORES, taken, ended=self.ended)
 
 
 class Emitted(NamedTuple):
@@ -369,13 +369,13 @@ class Round:
         width: tokens that the pass read, dummies included.
     """
 
-    text: Text
+    text: OutputText
     tree: DraftTree
     is_prompt: bool = False
     is_verified: bool = False
     outputs: Any = None
     width: int = 0
-    verdict: Verdict = field(init=False)
+    verdict: RoundResult = field(init=False)
     emitted: Emitted = field(init=False)
 
     @cached_property

@@ -121,7 +121,7 @@ class LookingUp:
         self._costs: Costs | None = None
         self.verify: Floats = np.zeros(1)
 
-    def begin_round(self, new_tokens: Sequence[int], room: int, unread: int = 0) -> None:
+    def look_up(self, new_tokens: Sequence[int], room: int, unread: int = 0) -> None:
         """Find what may follow, at most `room` candidates; `unread`: tokens that the draft has not read."""
         most = self._room = min(room, self.most)
         if not len(self.text):
@@ -131,7 +131,7 @@ class LookingUp:
             last = len(new_tokens) - 1
             for place, token in enumerate(new_tokens):
                 if len(self.found):
-                    self.rates.observe(self.found.classes[0], self.found.tokens[0] == token)
+                    self.rates.record(self.found.classes[0], self.found.tokens[0] == token)
                 self.text.read(token)
                 self.found = self.text.ahead(most if place == last else 1)
         self.estimates = self.rates.estimates(self.found.classes)
@@ -153,7 +153,7 @@ class LookingUp:
         reading, saving = self.catching_up * unread, float(self.verify[0]) - 1.0 / self.choice.rate
         return saving > 0.0 and reading > min(self._missed, room * saving)  # else the draft's own rule decides
 
-    def take(self, count: int) -> Chain:
+    def first_candidates(self, count: int) -> Chain:
         """The first `count` of what was found, as the candidates of the round."""
         return Chain(self.found.tokens[:count])
 
@@ -201,7 +201,7 @@ class LookingUp:
         for token, estimate in zip(tokens[:count], estimates, strict=False):
             node, reached = tree.add(node, token, reached, estimate, looked_up=True), reached * estimate
 
-    def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
+    def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
         """Take note of a round, of whose candidates those of a path stand."""
         drawn, width, kept = min(tree.num_drawn, tree.levels), len(tree), len(path) + 1  # drawn: in trees by depth
         if not drawn:
@@ -215,7 +215,7 @@ class LookingUp:
             drafting = 0.0
             if self._costs is not None and tree.passes:
                 drafting = self._costs.tree_seconds(tree.passes, len(tree.scores), 0.0) - self._costs.overhead
-            self.choice.note(kept, float(self.verify[min(width, self.most)]) + drafting)
+            self.choice.record_round(kept, float(self.verify[min(width, self.most)]) + drafting)
 
     @property
     def catching_up(self) -> float:

@@ -1,4 +1,4 @@
-"""Text that was seen before, and the places in it that match the end of a text (`Seen`), also earlier answers
+"""Text that was seen before, and the places in it that match the end of a text (`TokenIndex`), also earlier answers
 (`Answers`); what followed at such places (`TextLookup`), and how often that was right, by what it rested on
 (`LookupRates`, in one text `TextRates`): the target's text says so for every token that could have been looked up.
 
@@ -61,7 +61,7 @@ class LookupRates:
         self._prior = [odds / (1.0 + odds) for odds in self.odds]
         self.right, self.judged = [0.0] * NUM_CLASSES, [0.0] * NUM_CLASSES
 
-    def observe(self, of: int, was_right: bool) -> None:
+    def record(self, of: int, was_right: bool) -> None:
         """Take note of what a token was for which one of this class could have been looked up."""
         if self.judged[of] >= MOST_COUNTED:
             self.judged[of] *= 0.5
@@ -85,12 +85,12 @@ class TextRates:
         known, factor = self.rates.odds, self._factor
         return [(odds := known[each] * factor) / (1.0 + odds) for each in classes]
 
-    def observe(self, of: int, was_right: bool) -> None:
+    def record(self, of: int, was_right: bool) -> None:
         self._right = OF_TEXT * self._right + was_right
         odds = self.rates.odds[of]
         self._expected = OF_TEXT * self._expected + odds / (1.0 + odds)
         self._count = OF_TEXT * self._count + 1.0
-        self.rates.observe(of, was_right)
+        self.rates.record(of, was_right)
         right, wrong = self._right + TEXT_PRIOR, self._count - self._right + TEXT_PRIOR
         as_usual, not_as_usual = self._expected + TEXT_PRIOR, self._count - self._expected + TEXT_PRIOR
         self._factor = right / wrong * not_as_usual / as_usual
@@ -105,7 +105,7 @@ MOST_ID = 1 << 31
 Matches = dict[int, int]
 
 
-class Seen:
+class TokenIndex:
     """Tokens in order, and where each of them and each pair of them stood.
 
     Example: in 5 6 7 8 5 6 7 the last token matches place 2, by three tokens; what followed there is 8.
@@ -176,7 +176,7 @@ class Answers:
 
     def clear(self) -> None:
         self._answers: deque[Sequence[int]] = deque()
-        self.seen = Seen()
+        self.seen = TokenIndex()
 
     def add(self, answer: Sequence[int]) -> None:
         """Remember one, of which the last `most` tokens count."""
@@ -190,7 +190,7 @@ class Answers:
         kept = sum(len(answer) + 1 for answer in self._answers)
         while len(self._answers) > 1 and kept > self.most // 2:
             kept -= len(self._answers.popleft()) + 1
-        self.seen = Seen()
+        self.seen = TokenIndex()
         for answer in self._answers:
             self.seen.extend((*answer, NOTHING))
 
@@ -236,9 +236,11 @@ class TextLookup:
         earlier: other texts to look in.
     """
 
-    def __init__(self, never: Collection[int] = (), vocab_size: int | None = None, earlier: Seen | None = None) -> None:
+    def __init__(
+        self, never: Collection[int] = (), vocab_size: int | None = None, earlier: TokenIndex | None = None
+    ) -> None:
         self.never, self.vocab_size = frozenset(never), MOST_ID if vocab_size is None else vocab_size
-        self.sources = [Seen()] if earlier is None or not len(earlier) else [Seen(), earlier]
+        self.sources = [TokenIndex()] if earlier is None or not len(earlier) else [TokenIndex(), earlier]
         self._matches: list[Matches] = [{} for _ in self.sources]
 
     def __len__(self) -> int:

@@ -116,7 +116,7 @@ class FrequencyChange:
     length: int
     every_token: bool
 
-    def room(self, length: int) -> int | None:
+    def max_candidates(self, length: int) -> int | None:
         """How many candidates a pass over the last of `length` tokens may have; `None`: any number."""
         if length <= self.length:
             return self.length - length

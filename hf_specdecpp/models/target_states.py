@@ -131,10 +131,10 @@ class TargetStates:
 
     def by_row(self, count: int) -> list[Tensor | None]:
         """The states `[1, n, width]` of each of the `count` rows of a batch."""
-        states = self.take()
+        states = self.states_of()
         return [None] * count if states is None else list(states.split(1))
 
-    def take(self, rows: Tensor | slice = slice(None)) -> Tensor | None:
+    def states_of(self, rows: Tensor | slice = slice(None)) -> Tensor | None:
         """States `[batch, n, width]` of `rows` of what was read in the context; `None` where nothing is to be caught.
 
         Example: of the last token and 3 candidates, of which 1 was accepted, rows 0 and 1.

@@ -164,7 +164,7 @@ BLOCK = 256
 class Siblings(Protocol):
     """Draws from the rows of q `[n, vocab]`."""
 
-    def next(self, row: int) -> tuple[int, float] | None:
+    def draw_next(self, row: int) -> tuple[int, float] | None:
         """The next token drawn from a row and its probability in the row as given; `None` when no token is left."""
 
 

@@ -1,4 +1,4 @@
-"""What the target said lately after the same tokens, and a draft's logits mixed with it (`Successors`).
+"""What the target said lately after the same tokens, and a draft's logits mixed with it (`NgramCorrections`).
 
 Each verification says for nothing what the target's distribution is after every token that it read. The likeliest
 successors of each token (Token Recycling, arXiv 2408.08696), and of the last two and three tokens, are kept, and the
@@ -30,7 +30,7 @@ SHARPNESS = 2.0  # of the choice between q and r where only the likeliest token 
 CAUTION = 0.5  # of the choice where all of q counts, of which r has a part
 
 
-class Successors:
+class NgramCorrections:
     """The target's latest successors of each token, of two tokens in a row, and of three.
 
     A token has a place of its own; contexts of two and of three tokens share `PLACES` each, where the latest stays. A
@@ -68,7 +68,7 @@ class Successors:
         return self.ids.nbytes + self.probs.nbytes + self.keys.nbytes
 
     @torch.no_grad()
-    def learn(self, contexts: Tensor, logits: Tensor) -> None:
+    def record(self, contexts: Tensor, logits: Tensor) -> None:
         """Take note of the target's `logits` `[n, num_ids]`, before processors, after contexts `[n, ORDERS]` on the
         host (`contexts_of`), the oldest first.
 
@@ -152,7 +152,9 @@ class MixedProcessing(Processing):
     """The processors of a draft whose logits, divided by a temperature, are mixed with the target's successors before
     them: what processors forbid stays forbidden, and what is kept does not depend on how texts are sampled."""
 
-    def __init__(self, processing: Processing, successors: Successors, greedy: bool, temperature: float = 1.0) -> None:
+    def __init__(
+        self, processing: Processing, successors: NgramCorrections, greedy: bool, temperature: float = 1.0
+    ) -> None:
         super().__init__(processing.processors)
         self.does_nothing = False
         self.successors, self.greedy, self.temperature = successors, greedy, temperature

@@ -64,7 +64,7 @@ class Codec:
         """The prompts that leave room for an answer, the others in a warning; `ValueError` if none does."""
         bar = logging.tqdm(prompts, desc="encoding prompts", disable=len(prompts) < 5000)
         encoded = [self.encode(prompt) for prompt in bar]
-        kept = [item for item in encoded if self.room(item) > 0]
+        kept = [item for item in encoded if self.num_fitting(item) > 0]
         if encoded and not kept:
             shortest = min(len(item.input_ids) for item in encoded)
             raise ValueError(
@@ -78,7 +78,7 @@ class Codec:
             )
         return kept
 
-    def room(self, item: Encoded, wanted: int = 1) -> int:
+    def num_fitting(self, item: Encoded, wanted: int = 1) -> int:
         """How many of `wanted` tokens of an answer fit into the context."""
         return wanted if self.context is None else min(wanted, self.context - len(item.input_ids))
 

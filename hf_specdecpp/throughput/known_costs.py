@@ -87,7 +87,7 @@ class KnownCosts:
             self._formed[kind] = self._form(self._by_length.get(kind, self.first))
         return self._formed[kind]
 
-    def learn(self, times: RoundTimes) -> list[tuple[int, int]]:
+    def follow(self, times: RoundTimes) -> list[tuple[int, int]]:
         """Follow the rounds of a text: by class of length and width the passes that took what was known of them."""
         taken: list[tuple[int, int]] = []
         if not times.passes or not self.follows:
@@ -266,7 +266,7 @@ class RoundTimes:
     passes: dict[int, dict[int, list[float]]] = field(default_factory=dict)
     drafts: dict[int, list[tuple[Drafting, float]]] = field(default_factory=dict)
 
-    def begin(self) -> None:
+    def begin_round(self) -> None:
         """A round begins: with its drafting."""
         self._begin = self._drafted = self.clock()
         self._drafting: Drafting | None = None

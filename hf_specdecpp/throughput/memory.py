@@ -25,7 +25,7 @@ from hf_specdecpp.lookup.looking_up import Choice
 from hf_specdecpp.lookup.text import Answers, LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.products import forget_product_times
-from hf_specdecpp.sampling.successors import Successors
+from hf_specdecpp.sampling.successors import NgramCorrections
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds, costs_of, forget_costs
 from hf_specdecpp.throughput.pass_times import forget_pass_times
 from hf_specdecpp.throughput.plan import BatchPlan, ChainPlan, Plan
@@ -76,7 +76,7 @@ class Memory:
 
     def clear(self) -> None:
         """Forget what was learned and said, so that a seeded run can be repeated, and earlier answers."""
-        self.successors: WeakKeyDictionary[CausalLM, Successors] = WeakKeyDictionary()
+        self.successors: WeakKeyDictionary[CausalLM, NgramCorrections] = WeakKeyDictionary()
         self.lookups: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], LearnedOfLookups]] = WeakKeyDictionary()
         self.learned: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], Learned]] = WeakKeyDictionary()
         self.answers.clear()
@@ -120,11 +120,11 @@ class Memory:
         """The same of candidates that were looked up."""
         return _latest(self.lookups.setdefault(owner, {}), _sampling(how), LearnedOfLookups)
 
-    def recall_successors(self, target: CausalLM, num_ids: int, device: torch.device) -> Successors:
+    def recall_successors(self, target: CausalLM, num_ids: int, device: torch.device) -> NgramCorrections:
         """What a target said lately after each of its `num_ids` tokens, on the draft's device."""
         known = self.successors.get(target)
         if known is None or known.made_for != (num_ids, device):
-            known = self.successors[target] = Successors(num_ids, device)
+            known = self.successors[target] = NgramCorrections(num_ids, device)
         return known
 
     def plan(self, config: SpeculationConfig, decisions: Decisions, rounds: Rounds, how: GenerationConfig) -> Plan:

@@ -56,15 +56,15 @@ class PassTimes:
         self._products: Callable[[], FasterProducts | None] = lambda: None  # must not keep a target alive
         self._copies, self._saved = 0, 0.0  # copies that were made so far, and what they save in a pass over one token
 
-    def begin(self, products: FasterProducts) -> None:
+    def begin_text(self, products: FasterProducts) -> None:
         """Passes of a text on these products follow."""
         self._products, self._copies, self._saved = ref(products), background.made, _saved(products, 1)
 
-    def note(self, rows: int, work: float, clock: float) -> None:
+    def record_pass(self, rows: int, work: float, clock: float) -> None:
         """A pass over so many tokens took so many seconds of the processor, and so many by the clock. Called on a CPU,
         where a pass is over when its call returns."""
         if self._copies != background.made and (products := self._products()) is not None:
-            self.begin(products)  # copies were made while the text is generated
+            self.begin_text(products)  # copies were made while the text is generated
         self._latest.append(Pass(rows, self._saved, max(work, TINY), max(clock, TINY)))
 
     def is_missing(self, rows: int, products: FasterProducts) -> bool:
@@ -78,7 +78,7 @@ class PassTimes:
         text, begin = text_in(cache_among(inputs)), clock()
         forward(**inputs, return_dict=True).logits[0, -1, 0].item()  # a read waits for all of it
         self._beside[rows].append(max(clock() - begin, TINY))
-        text.back()
+        text.roll_back()
         self._rounds = 0
 
     def seconds(self, rows: int, rounds: int, products: FasterProducts) -> tuple[float | None, float | None]:

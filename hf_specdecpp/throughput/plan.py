@@ -122,10 +122,10 @@ class Plan:
         """The number of candidates that the next round has to see what that costs; `None` where the rule decides."""
         return self.trials.pop(0) if self.trials else None
 
-    def learn(self, times: RoundTimes) -> None:
+    def follow(self, times: RoundTimes) -> None:
         """Let the costs follow the rounds of a text that is over."""
         was_assumed = self.known.is_assumed
-        self._confirmed |= dict.fromkeys(self.known.learn(times), self._texts)
+        self._confirmed |= dict.fromkeys(self.known.follow(times), self._texts)
         if was_assumed:  # what was reckoned with passes is seconds now
             self._reckon_with(self.known.at(0))
 
@@ -144,13 +144,13 @@ class Plan:
         """Whether a round is to teach something: it is a probe, or what speculation promises has hardly been seen."""
         return not self.pays or self.rounds <= FIRST_FITS[-1]
 
-    def rests(self, length: int) -> bool:
+    def leaves_to_target(self, length: int) -> bool:
         """Whether a text of this length, which the draft has not read, is left to the target."""
         self.follow(length)
         is_worth_probing = self.credit * self.plain >= self._price(length) + FOLLOWED * self.plain
         return not (self.pays or is_worth_probing or any(self.trials))
 
-    def starts(self, unread: int) -> bool:
+    def should_draft(self, unread: int) -> bool:
         """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""
         self._catch_up()
         return self.most > 0 and (self.pays or self.credit * self.plain >= self._price(unread))
@@ -177,7 +177,7 @@ class Plan:
         self.credit = min(self.credit + saved, MOST_CREDIT)
         taken = np.zeros(self.most + 3)
         taken[[candidates, -2, -1]] = 1.0, passes, read - passes
-        self.earned.note(tokens, taken)
+        self.earned.record_round(tokens, taken)
         self.rate = max(self.earned.rate, self.earned.promise)
         self.rounds += 1
 
@@ -217,13 +217,13 @@ class ChainPlan(Plan):
         """The survival at which candidates after so many no longer pay; `last`: bin of the last estimate."""
         return self.price * self._ahead[drafted][last]
 
-    def observe(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
+    def record_chain(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
         if num_drafted == 0:
             self.pause()
             return
         passes = -(-num_drafted // self.costs.block)
         self._settle(num_accepted + 1, num_drafted, passes, num_drafted, unread)
-        self._is_stale |= self.rates.observe(estimates, num_drafted, num_accepted)
+        self._is_stale |= self.rates.record_chain(estimates, num_drafted, num_accepted)
 
 
 class BatchPlan(ChainPlan):
@@ -251,7 +251,7 @@ class BatchPlan(ChainPlan):
         self.trial, self.unread = self.next_trial(), unread
         gain = self.rate * self.plain**2 - self.plain
         pays = not self.pays or self.costs.read * unread <= ROUNDS_AHEAD * gain
-        self.begins = self.trial > 0 if self.trial is not None else pays and self.starts(unread)
+        self.begins = self.trial > 0 if self.trial is not None else pays and self.should_draft(unread)
 
 
 def seconds_ahead(rates: AcceptanceRates, seconds: Floats, lag: int) -> list[list[float]]:
@@ -299,9 +299,9 @@ class Throughput(StoppingRule):
         self.estimates: list[float] = []
         self.trial: int | None = None
 
-    def starts(self, unread: int) -> bool:
+    def should_draft(self, unread: int) -> bool:
         self.unread, self.trial = unread, self.plan.next_trial()
-        return self.plan.starts(unread) if self.trial is None else self.trial > 0
+        return self.plan.should_draft(unread) if self.trial is None else self.trial > 0
 
     def signal(self, step: DraftStep) -> Tensor | None:
         return self.estimator.estimate(step)
@@ -323,8 +323,8 @@ class Throughput(StoppingRule):
     def survival(self) -> float | None:
         return self.stands if self.trial is None else None
 
-    def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
-        self.plan.observe(self.estimates, self.unread, (drawn := tree.num_drawn), min(len(path), drawn))
+    def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
+        self.plan.record_chain(self.estimates, self.unread, (drawn := tree.num_drawn), min(len(path), drawn))
 
 
 class BatchThroughput(Throughput):
@@ -333,7 +333,7 @@ class BatchThroughput(Throughput):
 
     plan: BatchPlan
 
-    def starts(self, unread: int) -> bool:
+    def should_draft(self, unread: int) -> bool:
         self.unread, self.trial = max(unread, self.plan.unread), self.plan.trial
         return self.plan.begins
 

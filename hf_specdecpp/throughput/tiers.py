@@ -40,7 +40,7 @@ class RoundSeconds:
         self._taken: dict[RoundShape, deque[float]] = {}
         self._typical: dict[RoundShape, float] = {}
 
-    def note(self, shape: RoundShape, seconds: float) -> None:
+    def record_round(self, shape: RoundShape, seconds: float) -> None:
         taken = self._taken.setdefault(shape, deque(maxlen=KEPT))
         taken.append(seconds)
         self._typical[shape] = median(taken)
@@ -49,7 +49,7 @@ class RoundSeconds:
         """Time rounds that are not known and of which others follow."""
         for shape in shapes:
             if shape.width == 1 and shape.levels in TIMED and shape not in self._typical:
-                self.note(shape, run(shape))
+                self.record_round(shape, run(shape))
 
     def of(self, shapes: Sequence[RoundShape]) -> np.ndarray:
         """Seconds of a round of each shape; infinite for trees that were not tried."""
@@ -64,7 +64,7 @@ class RoundSeconds:
         return np.where([shape.width == 1 for shape in shapes], chains, trees)
 
 
-class Followed:
+class RuleShapes:
     """For a rule that ends rounds by itself: the shortest chain that it mostly does not reach. Of one shape, that one.
 
     Example: the rule stops after 2, 3 and 2 candidates: rounds of 3. It does not stop within 3: rounds of 5, then of 7.
@@ -74,11 +74,11 @@ class Followed:
         self.shapes = shapes
         self._expected = float(min(FIRST, shapes[-1].levels) - 1)
 
-    def next(self) -> RoundShape:
+    def choose_shape(self) -> RoundShape:
         """Of the next round."""
         return next((shape for shape in self.shapes if shape.levels > self._expected), self.shapes[-1])
 
-    def note(self, shape: RoundShape, reports: Sequence[Any]) -> None:
+    def record_round(self, shape: RoundShape, reports: Sequence[Any]) -> None:
         """Told of a round: for each text a `cuda_graphs.captured_rounds.Report`."""
         if len(self.shapes) > 1:
             submitted = max(len(each.tree) for each in reports)
@@ -86,7 +86,7 @@ class Followed:
             self._expected += FOLLOWS * (reached - self._expected)
 
 
-class MostTokens:
+class FastestShapes:
     """`rule="throughput"`: the shape that promises most tokens a second, by what was accepted and what rounds take.
 
     A chain promises what is known of estimates. A tree promises as many times the tokens of a chain of its depth as its
@@ -111,7 +111,7 @@ class MostTokens:
         self._probing: list[RoundShape] = []
         self._since, self._until_probe, self._next_tree = 0, PROBES[0], 0
 
-    def next(self) -> RoundShape:
+    def choose_shape(self) -> RoundShape:
         if self._probing:
             return self._probing.pop()
         best = self.shapes[int(self._promised().argmax())]
@@ -141,18 +141,18 @@ class MostTokens:
         shape = options[self._next_tree % len(options)]
         return [shape] * (PROBED[shape in self.gains] if shape.width > 1 else 1)
 
-    def note(self, shape: RoundShape, reports: Sequence[Any]) -> None:
+    def record_round(self, shape: RoundShape, reports: Sequence[Any]) -> None:
         if not shape.levels:
             return
         firsts = [first_branch(each.tree, each.path) for each in reports]
         for each, first in zip(reports, firsts, strict=True):
-            self.rates.observe(each.estimates, min(len(each.tree), shape.levels), first)
+            self.rates.record_chain(each.estimates, min(len(each.tree), shape.levels), first)
         if shape.width > 1:
             of_all = self.gains.setdefault(shape, Ledger(RECENT, trusted=0.0))
-            of_all.note(sum(len(each.path) + 1 for each in reports), sum(firsts) + len(reports))
+            of_all.record_round(sum(len(each.path) + 1 for each in reports), sum(firsts) + len(reports))
 
 
-Tiers: TypeAlias = Followed | MostTokens
+Tiers: TypeAlias = RuleShapes | FastestShapes
 
 
 def first_branch(tree: DraftTree, path: Sequence[int]) -> int:

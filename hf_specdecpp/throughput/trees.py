@@ -57,9 +57,9 @@ class TreePlan(Plan, SlotValuation):
     def rule(self, _estimator: Estimator) -> TreePlan:
         return self
 
-    def starts(self, unread: int) -> bool:
+    def should_draft(self, unread: int) -> bool:
         self.unread, self.trial = unread, self.next_trial()
-        return super().starts(unread) if self.trial is None else self.trial > 0
+        return super().should_draft(unread) if self.trial is None else self.trial > 0
 
     def calibrated(self, estimate: float) -> float:
         return self.rates.calibrated(estimate)
@@ -133,7 +133,7 @@ class TreePlan(Plan, SlotValuation):
         count = int(net.argmax())
         return count, float(net[count])
 
-    def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
+    def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
         if tree.levels == 0:
             self.pause()
             return

@@ -226,7 +226,7 @@ def target_states(target: CausalLM, drafter: Draft, ids: list[int]) -> Tensor | 
     reader = DraftModel(target, shares_target=True)
     with TargetStates(target, drafter.reads) as caught:
         reader.hidden_states(torch.tensor([ids], device=input_device(target)))
-        return caught.take()
+        return caught.states_of()
 
 
 @torch.no_grad()

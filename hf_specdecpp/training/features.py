@@ -103,7 +103,7 @@ class Examples:
         kept = {"logits_to_keep": count} if self.target._supports_logits_to_keep() else {}
         with TargetStates(self.target, drafter.reads) as caught:
             outputs = self.target(input_ids.to(self.target.device), use_cache=False, **kept)
-            states = caught.take()
+            states = caught.states_of()
         if states is None:
             along = drafter.hidden_states(ids)
         else:

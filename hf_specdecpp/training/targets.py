@@ -62,7 +62,7 @@ class LocalTarget:
     @torch.inference_mode()
     def _answer(self, batch: list[Encoded], sampling: Sampling) -> Iterator[tuple[int, list[int], bool]]:
         """Row, new tokens and whether they ended, each as soon as it is complete."""
-        room = [self.codec.room(item, self.settings.max_new_tokens) for item in batch]
+        room = [self.codec.num_fitting(item, self.settings.max_new_tokens) for item in batch]
         answers: list[list[int]] = [[] for _ in batch]
         cache, rows = DynamicCache(config=self.model.config.get_text_config(decoder=True)), list(range(len(batch)))
         prompts = padded([item.input_ids for item in batch])
@@ -136,7 +136,7 @@ class ServerTarget:
         body = {
             "model": self.model,
             "prompt": item.input_ids,
-            "max_tokens": self.codec.room(item, self.settings.max_new_tokens),
+            "max_tokens": self.codec.num_fitting(item, self.settings.max_new_tokens),
             "seed": seed,
             # Temperature and top-k alone: servers have defaults for all the rest, or take the model's own.
             "temperature": temperature,

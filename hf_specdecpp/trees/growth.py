@@ -71,7 +71,7 @@ def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshol
             growth.draw_best()
     while len(tree) < budget and growth.best >= max(threshold, SMALLEST):
         growth.draw_best()
-    pace.learn(tree)
+    pace.record_tree(tree)
 
 
 class ThresholdSchedule:
@@ -103,7 +103,7 @@ class ThresholdSchedule:
             t = min(total / (h * (budget - k) + k), ranked[0])
         return t
 
-    def learn(self, tree: DraftTree) -> None:
+    def record_tree(self, tree: DraftTree) -> None:
         """Take note of a finished tree."""
         if len(tree):
             self.rounds += 1
@@ -181,7 +181,7 @@ class Growth:
             judged = JudgedSiblings(draw(q), [0.0] * len(nodes))
         for row, node in enumerate(nodes):
             self.tree.scores[node] = level.scores[row]
-            self._next[node] = partial(judged.next, row)
+            self._next[node] = partial(judged.draw_next, row)
             self._open(node, self.leaves.pop(node))
 
     @property
@@ -311,9 +311,9 @@ class JudgedSiblings:
     siblings: Siblings
     mass: list[float]
 
-    def next(self, row: int) -> tuple[int, float] | None:
+    def draw_next(self, row: int) -> tuple[int, float] | None:
         """The next sibling and its estimate, `None` when no token is left."""
-        drawn = self.siblings.next(row)
+        drawn = self.siblings.draw_next(row)
         if drawn is None:
             return None
         token, q = drawn

@@ -72,7 +72,7 @@ class HeadJudgedSiblings:
         tokens = torch.zeros((len(rows), ahead), dtype=torch.long)
         drawn: list[list[int]] = []
         for place, row in enumerate(rows):
-            found = [each for each in (self.siblings.next(row) for _ in range(ahead)) if each is not None]
+            found = [each for each in (self.siblings.draw_next(row) for _ in range(ahead)) if each is not None]
             drawn.append([token for token, _ in found])
             if found:
                 tokens[place, : len(found)] = torch.tensor(drawn[-1])
@@ -126,5 +126,5 @@ def _entropies(q: Tensor, scores: Tensor) -> Tensor:
 def _likeliest(q: Tensor, count: int) -> list[list[tuple[int, float]]]:
     """For each row of `q`, the likeliest tokens and their q, as `SiblingDistribution.scalars_of` takes them."""
     ranked = likeliest(q.clone())
-    rows = [[ranked.next(row) for _ in range(count)] for row in range(q.shape[0])]
+    rows = [[ranked.draw_next(row) for _ in range(count)] for row in range(q.shape[0])]
     return [[each for each in row if each is not None] for row in rows]

@@ -15,10 +15,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.caches.states import Mark, no_way_back
-from hf_specdecpp.caches.text import GrowingText
+from hf_specdecpp.caches.states import RollbackPoint, no_way_back
+from hf_specdecpp.caches.text import GrowingContext
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.target import MOST_PENDING, Prefix
+from hf_specdecpp.generation.target import MOST_PENDING, TargetContext
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 
 FAMILIES = ["granitemoehybrid", "zaya", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "falcon_h1",
@@ -199,32 +199,32 @@ def changes_texts(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mutan
 
 @pytest.mark.takes(2)
 def test_states_that_do_not_go_back_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    back = Mark.back
+    back = RollbackPoint.roll_back
 
-    def only_rows(self: Mark) -> None:
+    def only_rows(self: RollbackPoint) -> None:
         self.recurrent, self.copies = [], []
         back(self)
 
-    assert changes_texts(monkeypatch, Mark, "back", only_rows)
+    assert changes_texts(monkeypatch, RollbackPoint, "back", only_rows)
 
 
 @pytest.mark.takes(2)
 def test_tokens_that_are_not_read_again_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = GrowingText.keep
+    keep = GrowingContext.commit
 
-    def forgets(self: GrowingText, count: int, of: int, path: Any = None) -> None:
+    def forgets(self: GrowingContext, count: int, of: int, path: Any = None) -> None:
         keep(self, count, of, path)
         self.pending = max(self.pending - 1, 0)
 
-    assert changes_texts(monkeypatch, GrowingText, "keep", forgets)
+    assert changes_texts(monkeypatch, GrowingContext, "keep", forgets)
 
 
 def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_of("granitemoehybrid")
     plain = target.generate(PROMPT, **PLAIN, max_new_tokens=60)
-    settle, pending = Prefix.settle, set()
+    settle, pending = TargetContext.settle, set()
 
-    def check(self: Prefix, *arguments: Any) -> None:
+    def check(self: TargetContext, *arguments: Any) -> None:
         settle(self, *arguments)
         pending.add(self.text.pending)
         held, expected = self.cache.get_seq_length(), DynamicCache(config=target.config)
@@ -232,7 +232,7 @@ def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.Monk
             target(plain[:, :held], past_key_values=expected, use_cache=True)
         assert_same_states(self.cache, expected)
 
-    monkeypatch.setattr(Prefix, "settle", check)
+    monkeypatch.setattr(TargetContext, "settle", check)
     ours = target.generate(PROMPT, **PLAIN, max_new_tokens=60, assistant_model=assistant_of(target, plain))
     assert torch.equal(ours, plain)
     assert 0 in pending

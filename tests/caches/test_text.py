@@ -11,7 +11,7 @@ from support.targets.zoo import WINDOW, tiny_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from hf_specdecpp.caches.batches import MOST_HOLES, BatchText
+from hf_specdecpp.caches.batches import MOST_HOLES, BatchContext
 from hf_specdecpp.caches.text import keep_path
 
 PREFIX = 2 * WINDOW
@@ -101,22 +101,22 @@ def test_moving_the_path_costs_the_path_and_not_the_context(window: int | None, 
 
 
 def test_a_batch_at_two_paces() -> None:
-    """The example of `BatchText`."""
+    """The example of `BatchContext`."""
     target = tiny("llama")
-    cache = BatchText(target, DynamicCache(config=target.config), rows=2)
+    cache = BatchContext(target, DynamicCache(config=target.config), rows=2)
     for width, fed in ((4, [4, 4]), (3, [3, 2])):
         target(torch.ones(2, width, dtype=torch.long), past_key_values=cache.cache, use_cache=True)
-        cache.note(torch.arange(width) < torch.tensor(fed)[:, None])
+        cache.record_pass(torch.arange(width) < torch.tensor(fed)[:, None])
     layers: list[Any] = cache.cache.layers
     keys = layers[0].keys
-    cache.keep(torch.tensor([1, 2]), of=torch.tensor([3, 2]))
+    cache.commit(torch.tensor([1, 2]), of=torch.tensor([3, 2]))
     assert (cache.valid.tolist(), cache.held.tolist()) == ([[True] * 5 + [False], [True] * 6], [5, 6])
     assert torch.equal(layers[0].keys, keys[:, :, :6])
     cache.select([0])
-    cache.keep(torch.tensor([2]), of=torch.tensor([2]))
+    cache.commit(torch.tensor([2]), of=torch.tensor([2]))
     assert layers[0].keys.shape[:3] == (1, 2, 5)
     target(torch.ones(1, 2, dtype=torch.long), past_key_values=cache.cache, use_cache=True)
-    cache.back()
+    cache.roll_back()
     assert layers[0].keys.shape[:3] == (1, 2, 5)
 
 
@@ -124,11 +124,11 @@ def test_moving_columns_is_paid_by_the_holes_that_it_closes() -> None:
     """Columns are moved when there are `MOST_HOLES` times as many holes: a bounded share of what rounds feed."""
     target, rounds, moved = tiny("llama", num_hidden_layers=1), 100, 0
     generator = torch.Generator().manual_seed(0)
-    cache = BatchText(target, DynamicCache(config=target.config), rows=8)
+    cache = BatchContext(target, DynamicCache(config=target.config), rows=8)
     for _ in range(rounds):
         cache.cache.update(*torch.zeros(2, 8, 2, 5, 8), 0)
-        cache.note(torch.ones(8, 5, dtype=torch.bool))
-        cache.keep(torch.randint(1, 6, (8,), generator=generator), of=torch.full((8,), 5))
+        cache.record_pass(torch.ones(8, 5, dtype=torch.bool))
+        cache.commit(torch.randint(1, 6, (8,), generator=generator), of=torch.full((8,), 5))
         before = cache.valid.shape[1]
         cache.close_up()
         moved += cache.valid.shape[1] if cache.valid.shape[1] < before else 0

@@ -20,7 +20,7 @@ def entered(target: CausalLM) -> CapturedTarget:
     """The passes of a target that has read a prompt."""
     passes = CapturedTarget(target)
     cache = target(prompt(HELD), use_cache=True).past_key_values
-    passes.begin(cache, HELD, None, torch.tensor([[HELD]]))
+    passes.begin_texts(cache, HELD, None, torch.tensor([[HELD]]))
     return passes
 
 
@@ -30,7 +30,7 @@ def round_of(passes: CapturedTarget, width: int, path: Sequence[int]) -> Tensor:
     passes.read(torch.arange(width)[None], (places <= places[:, None], places))
     keys = passes.text.cache.layers[0].keys[0, 0].clone()
     held = passes.text.held
-    passes.keep(len(path), PathRows(list(path), torch.tensor(path)))
+    passes.commit(len(path), PathRows(list(path), torch.tensor(path)))
     kept = passes.text.cache.layers[0].keys[0, 0, held : passes.text.held]
     torch.testing.assert_close(kept, keys[[held + row for row in path]])
     return kept
@@ -42,7 +42,7 @@ def test_rows_of_an_earlier_path_are_not_moved_again() -> None:
     """Of a wider pass, they would lie behind the end of the room, where a device stops with an error."""
     passes = entered(tiny("llama", num_hidden_layers=1))
     round_of(passes, 32, [0, 9, 20, 31])
-    passes.keep(ROOM - 8 - passes.text.held)
+    passes.commit(ROOM - 8 - passes.text.held)
     round_of(passes, 8, [0, 2, 5])
     assert (passes.text.cache.room, passes.text.held) == (ROOM, ROOM - 5)
     assert int(passes.text.cache.length) == ROOM - 5

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
-from hf_specdecpp.cuda_graphs.room_cache import RoomCache, RoomLayer
+from hf_specdecpp.cuda_graphs.room_cache import FixedCache, FixedLayer
 from hf_specdecpp.models.causal_lm import CausalLM
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 3}
@@ -187,12 +187,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def growing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no text grow into a larger room: after some layers memory ends."""
 
-    def ends(self: RoomCache, smaller: RoomCache) -> None:
+    def ends(self: FixedCache, smaller: FixedCache) -> None:
         layers, held = list[Any](self.layers), list[Any](smaller.layers)
         layers[0].lazy_initialization(held[0].keys, held[0].values)
         raise MEMORY
 
-    monkeypatch.setattr(RoomCache, "copy_from", ends)
+    monkeypatch.setattr(FixedCache, "copy_from", ends)
 
 
 @pytest.mark.takes(6)
@@ -267,7 +267,7 @@ def test_a_prompt_that_finds_no_room(pretended: Counter[str], monkeypatch: pytes
         raise MEMORY
 
     with monkeypatch.context() as patch:
-        patch.setattr(RoomLayer, "lazy_initialization", ends)
+        patch.setattr(FixedLayer, "lazy_initialization", ends)
         assert torch.equal(generate(target, assistant, max_new_tokens=8), plain)
     assert str(assistant.stats.uncaptured).startswith("memory ended")
     assert torch.equal(generate(target, assistant, max_new_tokens=8), plain)

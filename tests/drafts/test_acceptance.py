@@ -118,7 +118,7 @@ def begun(draft: Any, target: Any, text: torch.Tensor) -> Any:
     if draft.shares_cache:
         return gemma4_files.begun(draft, target, text)
     session = draft.session(target.config.get_text_config().vocab_size)
-    session.begin_round(text, 0, None if draft.reads is None else states_of(target, draft, text)[:, :-1])
+    session.read_verified(text, 0, None if draft.reads is None else states_of(target, draft, text)[:, :-1])
     return session
 
 
@@ -159,7 +159,7 @@ def test_rounds_are_those_of_texts_read_anew(kind: str, tmp_path: Path, monkeypa
 
     def guessed(text: torch.Tensor, length: int) -> list[int]:
         session = begun(draft, target, text[:, :length])
-        return [int(session.step(list(text[0, length : length + place]))[0].argmax()) for place in range(most)]
+        return [int(session.propose_next(list(text[0, length : length + place]))[0].argmax()) for place in range(most)]
 
     rounds = [(text, length) for text in texts for length in range(text.shape[1] - most, FIRST - 1, -EVERY)]
     expected = [guessed(text, length) for text, length in rounds]
@@ -181,14 +181,14 @@ def hear_guesses(draft: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def listened(width: int) -> Any:
         reading = begin(width)
-        step = reading.step
+        step = reading.propose_next
 
         def noted(path: list[torch.Tensor]) -> Any:
             found = step(path)
             heard.append(int(found[0].argmax()))
             return found
 
-        monkeypatch.setattr(reading, "step", noted)
+        monkeypatch.setattr(reading, "propose_next", noted)
         return reading
 
     monkeypatch.setattr(draft, "session", listened)

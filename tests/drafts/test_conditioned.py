@@ -18,7 +18,7 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft_model import DraftSession
 from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Model
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.target import OneTarget
+from hf_specdecpp.generation.target import SingleTarget
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import RETURNS_CHOSEN, TargetStates
 from hf_specdecpp.trees.tree import DraftTree
@@ -142,24 +142,24 @@ def test_wrong_states_are_noticed(
     reading: Making, drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch, mutate: Callable[..., Any]
 ) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assistant, right = reading(target), TargetStates.take
-    monkeypatch.setattr(OneTarget, "time_one_token", lambda *_: None)
-    monkeypatch.setattr(TargetStates, "take", mutate(right))
+    assistant, right = reading(target), TargetStates.states_of
+    monkeypatch.setattr(SingleTarget, "time_one_token", lambda *_: None)
+    monkeypatch.setattr(TargetStates, "states_of", mutate(right))
     target.generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
-    monkeypatch.setattr(TargetStates, "take", right)
+    monkeypatch.setattr(TargetStates, "states_of", right)
     assert worst(assistant, target, drafted) > 1e-3
 
 
 def test_stale_candidates_are_noticed(reading: Making, drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch) -> None:
     target = quiet_later_layers(tiny("llama"))
-    assistant, begin = reading(target), DraftSession.begin_round
+    assistant, begin = reading(target), DraftSession.read_verified
 
     def keeps(self: DraftSession, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         fed = min(num_accepted, self._fed_candidates)
         self._fed_candidates -= fed
         begin(self, new_tokens[:, fed:], num_accepted, states[:, fed:] if states is not None else None)
 
-    monkeypatch.setattr(DraftSession, "begin_round", keeps)
+    monkeypatch.setattr(DraftSession, "read_verified", keeps)
     target.generate(prompt(), max_new_tokens=24, do_sample=False, assistant_model=assistant)
     assert worst(assistant, target, drafted) > 1e-3
 

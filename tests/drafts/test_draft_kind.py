@@ -268,12 +268,12 @@ def test_on_a_pretended_device(name: str, tmp_path: Path) -> None:
             session = draft.session(target.config.get_text_config().vocab_size)
             assert draft.reads is not None
             if draft.shares_cache:
-                session.share(gemma4_files.read_by(moved, on_device(TEXT[:, :4])))
+                session.bind_cache(gemma4_files.read_by(moved, on_device(TEXT[:, :4])))
             states = on_device(torch.zeros(1, 3, draft.reads.width, dtype=torch.float64))
-            session.begin_round(on_device(TEXT[:, :4]), 0, states)
+            session.read_verified(on_device(TEXT[:, :4]), 0, states)
             before = counts["read"]
             with torch.inference_mode():
-                session.step([])
+                session.propose_next([])
             assert counts["read"] == before, "a step waits for nothing"
 
 

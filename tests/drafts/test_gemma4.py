@@ -35,7 +35,7 @@ def chain(session: Any, count: int) -> tuple[list[int], Tensor]:
     tokens: list[int] = []
     rows = []
     for _ in range(count):
-        rows.append(session.step([torch.tensor(token) for token in tokens])[0])
+        rows.append(session.propose_next([torch.tensor(token) for token in tokens])[0])
         tokens.append(int(rows[-1].argmax()))
     return tokens, torch.stack(rows)
 
@@ -77,7 +77,7 @@ def test_what_a_step_reads() -> None:
     """The control: another row of the target, another state and another position are other logits."""
     target = gemma4_files.target_for()
     draft = drafted_by(gemma4_files.VARIANTS["plain"].theirs(), target)
-    expected = gemma4_files.begun(draft, target, TEXT).step([])[0]
+    expected = gemma4_files.begun(draft, target, TEXT).propose_next([])[0]
     for change in ("row", "state", "position", "window"):
         session, text = gemma4_files.begun(draft, target, TEXT), gemma4_files.read_by(target, TEXT)
         layers = text.cache.layers
@@ -89,8 +89,8 @@ def test_what_a_step_reads() -> None:
             layers[2].keys[:, :, -1] += 1.0
         elif change == "state":
             session._state += 0.3
-        session.share(text)
-        assert float((session.step([])[0] - expected).abs().max()) > 1e-3, change
+        session.bind_cache(text)
+        assert float((session.propose_next([])[0] - expected).abs().max()) > 1e-3, change
     assert sources(target.config) == {gemma4_files.SLIDING: 2, gemma4_files.FULL: 3}
     assert sources(gemma4_files.target_for("shares its own").config) == {gemma4_files.SLIDING: 0, gemma4_files.FULL: 1}
 
@@ -110,7 +110,7 @@ def test_nodes_of_a_tree_are_paths_of_chains() -> None:
         for node in logits:
             single, path = gemma4_files.begun(draft, target, TEXT), tree.path(node)
             for place in range(len(path) + 1):
-                row = single.step([torch.tensor(token) for token in path[:place]])[0]
+                row = single.propose_next([torch.tensor(token) for token in path[:place]])[0]
             torch.testing.assert_close(logits[node], row, rtol=3e-6, atol=3e-6)
 
 

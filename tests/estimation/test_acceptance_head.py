@@ -227,7 +227,7 @@ def test_senseless_heads_are_refused(arguments: dict[str, Any], message: str) ->
 
 def test_only_candidates_with_accepted_predecessors_count() -> None:
     rates = AcceptanceRates()
-    rates.observe([0.5, 0.97, 0.3, 0.2], num_drafted=4, num_accepted=1)
+    rates.record_chain([0.5, 0.97, 0.3, 0.2], num_drafted=4, num_accepted=1)
     assert rates.accepted.sum() == rates.accepted[bin_of(0.5)] == 1
     assert rates.transitions.sum() == 2
     assert rates.transitions[NO_VERDICT, bin_of(0.5)] == rates.transitions[bin_of(0.5), bin_of(0.97)] == 1
@@ -236,7 +236,7 @@ def test_only_candidates_with_accepted_predecessors_count() -> None:
 def test_a_late_verdict_that_never_came_is_guessed() -> None:
     rates = AcceptanceRates()
     for _ in range(20):
-        rates.observe([], num_drafted=1, num_accepted=0)
+        rates.record_chain([], num_drafted=1, num_accepted=0)
     assert rates.transitions.sum() == pytest.approx(20)
     before = rates.acceptance
     rates.fit()
@@ -250,7 +250,7 @@ def test_estimates_are_calibrated(truth: Callable[[float], float]) -> None:
     rng, rates = np.random.default_rng(0), AcceptanceRates()
     for _ in range(5000):
         estimate = rng.beta(1.0, 0.4)
-        rates.observe([estimate], 1, int(rng.random() < truth(estimate)))
+        rates.record_chain([estimate], 1, int(rng.random() < truth(estimate)))
     rates.fit()
     for estimate in (0.3, 0.6, 0.85, 0.95):
         assert rates.calibrated(estimate) == pytest.approx(truth(estimate), abs=0.08)
@@ -263,7 +263,7 @@ def judged(rates: AcceptanceRates, rounds: int, truth: Callable[[float], float],
     for _ in range(rounds):
         estimate = rng.beta(1.0, 0.4)
         errors.append(abs(rates.calibrated(estimate) - truth(estimate)))
-        rates.observe([estimate], 1, int(rng.random() < truth(estimate)))
+        rates.record_chain([estimate], 1, int(rng.random() < truth(estimate)))
     return errors
 
 

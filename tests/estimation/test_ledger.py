@@ -9,10 +9,10 @@ from hf_specdecpp.estimation.ledger import Ledger, Speed, effect, verdict
 def test_the_example_of_the_docstring() -> None:
     ledger = Ledger(0.98, promise=2.0, plain=1.0)
     assert ledger.rate == 2.0, "as promised"
-    ledger.note(3.0, 2.0)
+    ledger.record_round(3.0, 2.0)
     assert ledger.rate == pytest.approx((3 + 7.84 * 2) / (2 + 7.84))
     for _ in range(1000):
-        ledger.note(3.0, 2.0)
+        ledger.record_round(3.0, 2.0)
     assert ledger.rate == pytest.approx(1.5), "what was promised has been forgotten"
 
 
@@ -21,7 +21,7 @@ def test_earlier_rounds_cost_what_rounds_cost_now() -> None:
     ledger = Ledger(1.0, trusted=0.0)
     ledger.prices = np.array([1.0, 0.5])
     for taken in ([1, 0], [1, 2]):
-        ledger.note(1.0, np.array(taken))
+        ledger.record_round(1.0, np.array(taken))
     assert ledger.rate == pytest.approx(2 / 3)
     ledger.prices = np.array([2.0, 0.5])
     assert ledger.rate == pytest.approx(2 / 5)

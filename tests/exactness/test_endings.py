@@ -21,8 +21,8 @@ from transformers import StoppingCriteria
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.generation.captured.parts import RoundGraphs
-from hf_specdecpp.generation.several.target import TargetOfRows
-from hf_specdecpp.generation.text import Text
+from hf_specdecpp.generation.several.target import BatchTarget
+from hf_specdecpp.generation.text import OutputText
 from hf_specdecpp.models.causal_lm import CausalLM
 
 MANY = int(os.environ.get("SPECDECPP_FUZZ_CASES", "400"))
@@ -163,13 +163,13 @@ def test_random_endings_of_replays() -> None:
 
 def cuts_rows_that_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are cut where a criterion ends them, whether or not tokens follow."""
-    monkeypatch.setattr(Text, "goes_on", property(lambda _: False, lambda *_: None), raising=False)
+    monkeypatch.setattr(OutputText, "goes_on", property(lambda _: False, lambda *_: None), raising=False)
 
 
 def ends_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are not padded go on up to the end of the first alone."""
     last = property(lambda side: min(text.end_length for text in side.texts))
-    monkeypatch.setattr(TargetOfRows, "_last", last)
+    monkeypatch.setattr(BatchTarget, "_last", last)
 
 
 def holds_what_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def holds_what_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(target: RoundGraphs, rounds: Any) -> None:
         target.passes.text.held += len(rounds[0].verdict.emitted)
 
-    monkeypatch.setattr(RoundGraphs, "keep", keep)
+    monkeypatch.setattr(RoundGraphs, "commit", keep)
 
 
 def check_captured(rows: int) -> None:

@@ -1,6 +1,6 @@
 """The exact distribution of rounds of drafts that are not models a step: blocks and lookups, in chains and trees.
 
-Their candidates come through the real interface (`Draft`, `Reading`): from tables in the place of models, and from a
+Their candidates come through the real interface (`Draft`, `DraftingSession`): from tables in the place of models, and from a
 real DFlash block beside a real target, both tiny. Its processors depend on the path, so that q of a place is another
 one after each path. Mutants: the marginals of a place told as those of another, q without the processors that it was
 drawn with or with those of another path, and a point mass that is taken for less than certain.
@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from hf_specdecpp.drafting.chain import StoppingRule, next_step, point_mass
-from hf_specdecpp.drafting.draft import Reading
+from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashDraft
 from hf_specdecpp.drafts.known import DFLASH
 from hf_specdecpp.models.target_states import TargetStates
@@ -60,7 +60,7 @@ class Tables(Models):
     def begun(self, prefix: Tokens) -> tuple[Any, Tensor]:
         """A session in the round after `prefix`, and its text."""
         session, text = TextReading(self, VOCAB), torch.tensor([[*ROOT, *prefix]])
-        session.begin_round(text, 0)
+        session.read_verified(text, 0)
         return session, text
 
 
@@ -90,11 +90,11 @@ class Block(Models):
         DFLASH.bind(model, self.target, "The draft")
         self.processing = Processing([NotTheSameAgain()])
         self.p = cache(self._p)  # type: ignore[method-assign]
-        self.session: Reading = DFlashDraft(model, self.target).session(VOCAB)
+        self.session: DraftingSession = DFlashDraft(model, self.target).session(VOCAB)
         with torch.no_grad(), TargetStates(self.target, model.reader) as caught:
             self.target(torch.tensor([TEXT[:-1]]))
-            self.session.begin_round(torch.tensor([TEXT]), 0, caught.take())
-            self.session.step([])
+            self.session.read_verified(torch.tensor([TEXT]), 0, caught.states_of())
+            self.session.propose_next([])
 
     @torch.no_grad()
     def _p(self, prefix: Tokens) -> Tensor:
@@ -214,7 +214,7 @@ class NotProcessed(KindRound):
     def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         chain = super().draft(randomness, rule, prefix)
         session: Any = self.models.session
-        rows = [session.step([torch.tensor(0)] * place)[0].double() for place in range(len(chain.candidates))]
+        rows = [session.propose_next([torch.tensor(0)] * place)[0].double() for place in range(len(chain.candidates))]
         return Chain(chain.candidates, rows)
 
 

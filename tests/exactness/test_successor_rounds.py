@@ -107,7 +107,7 @@ def knowing_the_drawn(processing: MixedProcessing, text: Tensor, path: list[int]
     """As if the table took note of a draw before its q is asked for. Not as of a certain one: a q of 1 for whatever was
     drawn is that of a candidate that was looked up, which is verified rightly."""
     table = copy.deepcopy(processing.successors)
-    table.learn(contexts_of(text, [path]), torch.zeros(1, VOCAB).index_fill(1, torch.tensor([drawn]), 1.0))
+    table.record(contexts_of(text, [path]), torch.zeros(1, VOCAB).index_fill(1, torch.tensor([drawn]), 1.0))
     return MixedProcessing(processing, table, processing.greedy, processing.temperature).one(text, path, logits)
 
 

@@ -125,8 +125,8 @@ def test_two_rounds_of_the_throughput_rule_emit_exactly_p(monkeypatch: pytest.Mo
     def two_rounds(randomness: Replay) -> Tokens:
         program.throughput = tree_plan(Costs(0.3, (1.0, 1.1, 1.3)), 2)
         emitted = program(randomness)
-        program.throughput.saw(*program.last)
-        if program.throughput.starts(unread=1):
+        program.throughput.record_outcome(*program.last)
+        if program.throughput.should_draft(unread=1):
             emitted = program(randomness, emitted)
             second.add(len(program.last[0]))
         else:

@@ -152,7 +152,7 @@ def holds_before_it_emits(read: Callable[[RoundGraphs, Any], None]) -> Callable[
 
 def test_a_cache_that_is_ahead_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundGraphs, "read", holds_before_it_emits(RoundGraphs.read))
-    monkeypatch.setattr(RoundGraphs, "keep", lambda *_: None)
+    monkeypatch.setattr(RoundGraphs, "commit", lambda *_: None)
     text, held, found, expected = interrupted("llama", "criterion", "captured chain", 5)
     assert held > len(text) - 1
     assert not torch.equal(found, expected)

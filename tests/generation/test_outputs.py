@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.caches.text import roll_back
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.target import Prefix
+from hf_specdecpp.generation.target import TargetContext
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 
 PROMPT = prompt(12)  # longer than the sliding window
@@ -102,14 +102,14 @@ def test_positions_counted_from_the_mask_are_noticed(monkeypatch: pytest.MonkeyP
     target, text = target_of("llama"), prompt(14)
     arguments: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24, "no_repeat_ngram_size": 6}
     arguments |= {"position_ids": 2 * torch.arange(14)[None], "attention_mask": torch.ones_like(text)}
-    plain, made = target.generate(text, **arguments), Prefix.tree_inputs
+    plain, made = target.generate(text, **arguments), TargetContext.tree_inputs
 
-    def counted(self: Prefix, input_ids: Tensor, *tree: Any, **options: Any) -> dict[str, Any]:
+    def counted(self: TargetContext, input_ids: Tensor, *tree: Any, **options: Any) -> dict[str, Any]:
         self.model_kwargs["position_ids"] = torch.arange(input_ids.shape[1])[None]
         self._spare = 0  # what was made ahead for further rounds is not used
         return made(self, input_ids, *tree, **options)
 
-    monkeypatch.setattr(Prefix, "tree_inputs", counted)
+    monkeypatch.setattr(TargetContext, "tree_inputs", counted)
     assistant = assistant_for(target, mix=0.9, **TREES["dyspec"])
     with_mutant = target.generate(text, assistant_model=assistant, **arguments)
     assistant.detach()

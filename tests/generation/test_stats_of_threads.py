@@ -113,12 +113,12 @@ class Interrupted(LatestCalls):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "_latest" and threading.current_thread() is threading.main_thread():
-            in_thread(partial(self.note, SpeculationStats(generated=8)))
+            in_thread(partial(self.record_call, SpeculationStats(generated=8)))
 
 
 def test_another_thread_s_call_may_be_noted_at_the_same_time() -> None:
     calls = Interrupted()
-    calls.note(SpeculationStats(generated=16))
+    calls.record_call(SpeculationStats(generated=16))
     assert calls.stats.generated == 16
     assert in_thread(lambda: calls.stats.generated) == 8
 
@@ -208,7 +208,7 @@ def test_nothing_is_kept_of_threads_and_assistants_that_are_gone() -> None:
     def note(calls: LatestCalls) -> None:
         mine = SpeculationStats(generated=1)
         kept.append(weakref.ref(mine))
-        calls.note(mine)
+        calls.record_call(mine)
 
     for _ in range(5):
         in_thread(partial(note, calls))

@@ -14,8 +14,8 @@ from hf_specdecpp.lookup.text import (
     NOTHING,
     Answers,
     Continuation,
-    Seen,
     TextLookup,
+    TokenIndex,
     classes_of,
 )
 
@@ -90,7 +90,7 @@ def test_ids_that_are_never_said_end_what_is_found() -> None:
 
 
 def test_only_the_latest_places_are_looked_at() -> None:
-    seen = Seen([1, 2, *range(100, 200), *[1, 2, 3] * (MOST_MATCHES + 10)])
+    seen = TokenIndex([1, 2, *range(100, 200), *[1, 2, 3] * (MOST_MATCHES + 10)])
     assert len(seen.matches(1, 2, {})) == MOST_MATCHES
     assert min(seen.matches(1, 2, {})) > 100
 
@@ -145,6 +145,6 @@ def like_text(length: int) -> list[int]:
 def test_memory_a_token() -> None:
     tokens = like_text(8000)
     tracemalloc.start()
-    seen, taken = Seen(tokens), tracemalloc.get_traced_memory()[0]
+    seen, taken = TokenIndex(tokens), tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert taken / len(seen) < 108  # a pair takes 8 bytes more from Python 3.14 on: tuples keep their hash

@@ -33,7 +33,7 @@ def reader_of(target: CausalLM, reads: Sequence[int], final: bool) -> StateReade
 def by_hooks(target: CausalLM, reader: StateReader, text: Tensor) -> Any:
     with TargetStates(target, reader) as caught:
         target(text)
-        return caught.take()
+        return caught.states_of()
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def returned(target: CausalLM, reader: StateReader) -> tuple[TargetStates, Any]:
         states = TargetStates(target, reader)
     for length in (5, 12):
         states.catch(target, **states.asked_for({"input_ids": prompt(length)}))
-    return states, states.take()
+    return states, states.states_of()
 
 
 @needs_chosen
@@ -86,7 +86,7 @@ def test_numbers_that_are_one_off_are_noticed(
     states.are_returned = True
     with torch.no_grad():
         states.catch(target, **states.asked_for({"input_ids": prompt(12)}))
-    assert not torch.equal(states.take(), expected)  # type: ignore[arg-type]
+    assert not torch.equal(states.states_of(), expected)  # type: ignore[arg-type]
 
 
 @needs_chosen

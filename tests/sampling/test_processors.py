@@ -43,7 +43,7 @@ from hf_specdecpp.generation.captured.entering import BETWEEN
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.doors import calls
 from hf_specdecpp.generation.several.target import InStep
-from hf_specdecpp.generation.text import Text, Walk
+from hf_specdecpp.generation.text import OutputText, Walk
 from hf_specdecpp.sampling import processors
 from hf_specdecpp.sampling.processors import KNOWN, PREFIX_FREE, Processing, for_row
 
@@ -102,7 +102,7 @@ VERDICT: Any = Walk.verdict
 # (owner, name, what stands there in its place), and in which of the earlier mistakes it shows.
 MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
     "criteria after the round": (
-        Text, "_verify_on_the_way", Text._verify_chain, "a criterion between the calls"),
+        OutputText, "_verify_on_the_way", OutputText._verify_chain, "a criterion between the calls"),
     "criteria twice": (
         Walk, "verdict", property(lambda self: replace(VERDICT.fget(self), ended=None)),
         "a criterion between the calls"),
@@ -341,13 +341,13 @@ class ForbidsAll(LogitsProcessor):
         return scores.scatter(1, forbidden, float("-inf"))
 
 
-def those_allowed(text: Text, tree_pass: Any, scores: Tensor) -> Tensor:
+def those_allowed(text: OutputText, tree_pass: Any, scores: Tensor) -> Tensor:
     """A mutant: as where candidates are drawn."""
     text.randomness = cast(Any, "some")
     return ALLOWED(text, tree_pass, scores)
 
 
-ALLOWED = Text._process_allowed
+ALLOWED = OutputText._process_allowed
 
 
 @pytest.mark.takes(4)
@@ -365,7 +365,7 @@ def test_a_greedy_text_where_nothing_is_allowed(monkeypatch: pytest.MonkeyPatch)
         assert assistant.stats.decided["rounds"] == BETWEEN
         assert ours.asked == plain.asked
         assert assistant.stats.accepted > 0
-        monkeypatch.setattr(Text, "_process_allowed", those_allowed)
+        monkeypatch.setattr(OutputText, "_process_allowed", those_allowed)
         mutant = target.generate(prompt(8), assistant_model=assistant, logits_processor=[ours], **how)
         assert not torch.equal(mutant, text)
 

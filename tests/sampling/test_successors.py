@@ -19,7 +19,7 @@ from hf_specdecpp.sampling.successors import (
     ORDERS,
     SUREST,
     MixedProcessing,
-    Successors,
+    NgramCorrections,
     contexts_of,
 )
 
@@ -41,7 +41,7 @@ def contexts(*said: int | Sequence[int]) -> Tensor:
     return torch.cat([contexts_of(text, [[]]) for text in texts])
 
 
-def row(table: Successors, *tokens: int) -> Tensor:
+def row(table: NgramCorrections, *tokens: int) -> Tensor:
     """What is kept after just these tokens, `[VOCAB]`; nothing is 0."""
     places, keys = table._places(contexts(tokens))
     place, key = places[0, len(tokens) - 1], keys[0, len(tokens) - 1]
@@ -49,17 +49,17 @@ def row(table: Successors, *tokens: int) -> Tensor:
     return found if table.keys[place] == key else torch.zeros(VOCAB)
 
 
-def known(table: Successors, *tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def known(table: NgramCorrections, *tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """What `_known` finds after these tokens."""
     places, keys = table._places(contexts(tokens))
     return table._known(places, table.keys[places] == keys)
 
 
 def test_the_longest_known_part_of_a_context_counts() -> None:
-    table = Successors(VOCAB, CPU)
-    table.learn(contexts((4, 5, 7)), logits_of(_1=1.0))
-    table.learn(contexts((6, 5, 7)), logits_of(_2=1.0))
-    table.learn(contexts((6, 8, 7)), logits_of(_3=1.0))
+    table = NgramCorrections(VOCAB, CPU)
+    table.record(contexts((4, 5, 7)), logits_of(_1=1.0))
+    table.record(contexts((6, 5, 7)), logits_of(_2=1.0))
+    table.record(contexts((6, 8, 7)), logits_of(_3=1.0))
 
     def likeliest(*tokens: int) -> tuple[int, int]:
         order, ids, r = known(table, *tokens)
@@ -77,12 +77,12 @@ def test_the_longest_known_part_of_a_context_counts() -> None:
 )
 def test_it_is_what_a_dictionary_would_keep(rounds: list[list[tuple[int, int]]]) -> None:
     """The tokens of a round follow each other."""
-    table = Successors(VOCAB, CPU)
+    table = NgramCorrections(VOCAB, CPU)
     expected: dict[tuple[int, ...], dict[int, float]] = {}
     for said in rounds:
         tokens = [token for token, _ in said]
         logits = torch.stack([4.0 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(s)) for _, s in said])
-        table.learn(contexts(*(tokens[: place + 1] for place in range(len(tokens)))), logits)
+        table.record(contexts(*(tokens[: place + 1] for place in range(len(tokens)))), logits)
         for place, p in enumerate(logits.softmax(-1)):
             likely, ids = p.topk(MOST_LIKELY)
             new = dict(zip(ids.tolist(), likely.tolist(), strict=True))
@@ -106,8 +106,8 @@ def test_it_is_what_a_dictionary_would_keep(rounds: list[list[tuple[int, int]]])
 def test_contexts_that_share_a_place_are_not_mistaken_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The latest stays, with nothing of the other, and a context that is gone has what is kept of its last token."""
     monkeypatch.setattr(successors, "PLACES", 1)
-    table = Successors(VOCAB, CPU)
-    table.learn(contexts((1, 7), (2, 7)), torch.cat((logits_of(_3=1.0), logits_of(_4=1.0))))
+    table = NgramCorrections(VOCAB, CPU)
+    table.record(contexts((1, 7), (2, 7)), torch.cat((logits_of(_3=1.0), logits_of(_4=1.0))))
     assert_close(row(table, 2, 7)[3:5], torch.tensor([0.0, 1.0]))
     assert not row(table, 1, 7).any()
     order, _, r = known(table, 1, 7)
@@ -117,11 +117,11 @@ def test_contexts_that_share_a_place_are_not_mistaken_for_each_other(monkeypatch
 
 def test_how_far_it_is_trusted_follows_what_came_true() -> None:
     """By length of the context and by how sure it was: here always certain, and right after 5 6 8 only."""
-    table, sure = Successors(VOCAB, CPU), BUCKETS - 1
+    table, sure = NgramCorrections(VOCAB, CPU), BUCKETS - 1
     before = table.odds.clone()
     for place in range(60):
-        table.learn(contexts(9), logits_of(**{f"_{place % 2}": 1.0}))
-        table.learn(contexts((5, 6, 8)), logits_of(_3=1.0))
+        table.record(contexts(9), logits_of(**{f"_{place % 2}": 1.0}))
+        table.record(contexts((5, 6, 8)), logits_of(_3=1.0))
     assert table.odds[3 * BUCKETS + sure] > before[3 * BUCKETS + sure]
     came_true = table.came_true / table.trials
     assert came_true[3 * BUCKETS + sure] > 0.95
@@ -130,34 +130,34 @@ def test_how_far_it_is_trusted_follows_what_came_true() -> None:
 
 
 def test_its_memory_is_what_is_documented_and_never_grows() -> None:
-    table = Successors(49_152, CPU)
+    table = NgramCorrections(49_152, CPU)
     size = table.nbytes
     assert size == 72 * (49_153 + 2 * 65_536)
     for seed in range(5):
         told = torch.randint(0, 49_152, (6, 3), generator=torch.Generator().manual_seed(seed))
-        table.learn(told, torch.randn(6, 49_152))
+        table.record(told, torch.randn(6, 49_152))
     assert table.nbytes == size
 
 
 def test_a_small_vocabulary_and_unknown_tokens() -> None:
-    table = Successors(4, CPU)
-    table.learn(contexts(9, 3), torch.eye(4)[:2] * 50.0)  # a prompt may end with what no logits belong to
+    table = NgramCorrections(4, CPU)
+    table.record(contexts(9, 3), torch.eye(4)[:2] * 50.0)  # a prompt may end with what no logits belong to
     assert table.probs[3].max() == table.probs[4].max() == 1.0
     assert_close(*(table.mixed(contexts(*two), torch.zeros(2, 4), True) for two in ((9, 1_000), (4, 4))))
 
 
 def test_what_is_no_number_counts_for_nothing() -> None:
-    table = Successors(VOCAB, CPU)
-    table.learn(contexts(1, 2), torch.stack([torch.full((VOCAB,), torch.nan), torch.full((VOCAB,), torch.inf)]))
+    table = NgramCorrections(VOCAB, CPU)
+    table.record(contexts(1, 2), torch.stack([torch.full((VOCAB,), torch.nan), torch.full((VOCAB,), torch.inf)]))
     assert not table.probs.any()
     scores = torch.randn(1, VOCAB)
     assert_close(table.mixed(contexts(1), scores, True), scores)
 
 
-def taught() -> Successors:
-    table = Successors(VOCAB, CPU)
+def taught() -> NgramCorrections:
+    table = NgramCorrections(VOCAB, CPU)
     for _ in range(20):
-        table.learn(contexts(7, 8), torch.cat((logits_of(_3=0.8, _4=0.2), logits_of(_5=1.0))))
+        table.record(contexts(7, 8), torch.cat((logits_of(_3=0.8, _4=0.2), logits_of(_5=1.0))))
     return table
 
 

@@ -15,9 +15,9 @@ from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.generation.text import Text
+from hf_specdecpp.generation.text import OutputText
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.sampling.successors import Successors
+from hf_specdecpp.sampling.successors import NgramCorrections
 from hf_specdecpp.throughput.known_costs import Rounds
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 4}
@@ -75,13 +75,13 @@ class Ear:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[tuple[list[list[int]], Tensor]] = []
-        learn = Successors.learn
+        learn = NgramCorrections.record
 
-        def hear(table: Successors, contexts: Tensor, logits: Tensor) -> None:
+        def hear(table: NgramCorrections, contexts: Tensor, logits: Tensor) -> None:
             self.told.append((contexts.tolist(), logits.clone()))
             learn(table, contexts, logits)
 
-        monkeypatch.setattr(Successors, "learn", hear)
+        monkeypatch.setattr(NgramCorrections, "record", hear)
 
 
 class NoSevens(LogitsProcessor):
@@ -97,14 +97,14 @@ class NoSevens(LogitsProcessor):
 def test_every_place_is_learned(target: CausalLM, in_order: bool, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those after a rejection, too, and the logits are those before processors."""
     assistant = assistant_for(target, mix=0.8, **SHAPES[shape], draft_successors=True)
-    ear, verify = Ear(monkeypatch), Text.verify
+    ear, verify = Ear(monkeypatch), OutputText.verify
     walked: list[tuple[list[int], Any]] = []
 
-    def note(self: Text, each: Any) -> Any:
+    def note(self: OutputText, each: Any) -> Any:
         walked.append((self.ids[0].tolist(), each.rows))
         return verify(self, each)
 
-    monkeypatch.setattr(Text, "verify", note)
+    monkeypatch.setattr(OutputText, "verify", note)
     options = {"logits_processor": LogitsProcessorList([NoSevens()])} if in_order else {"suppress_tokens": [7]}
     texts(target, assistant, seeds=[0], **options)
     assert assistant.stats.accepted < assistant.stats.drafted

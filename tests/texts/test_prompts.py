@@ -196,7 +196,7 @@ def test_prompts_that_fill_the_context(tmp_path: Path, monkeypatch: pytest.Monke
     assert [item.input_ids for item in codec.encode_all([short, exact, long])] == [[5, 6], [5, 6, 7]]
     left_out = "1 of 3 prompts leave no room for an answer in the target's context of 4 tokens and were left out."
     assert warned == [left_out]
-    assert [codec.room(codec.encode(prompt), 8) for prompt in (short, exact, long)] == [2, 1, 0]
+    assert [codec.num_fitting(codec.encode(prompt), 8) for prompt in (short, exact, long)] == [2, 1, 0]
     none_left = "Each of the 1 prompts fills the target's context of 4 tokens: the shortest has 4"
     with pytest.raises(ValueError, match=none_left):
         codec.encode_all([long])

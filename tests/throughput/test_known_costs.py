@@ -28,12 +28,12 @@ def time_a_text(known: known_costs.KnownCosts, drafting: float = 1.0, passes: tu
     now = [0.0]
     times = RoundTimes(lambda: now[0])
     for width in (1, 2) * 9:
-        times.begin()
+        times.begin_round()
         now[0] += drafting * (width - 1)
         times.drafted(Drafting(width - 1))
         now[0] += passes[width - 1]
         times.end(16, width)
-    known.learn(times)
+    known.follow(times)
 
 
 def test_a_row_of_a_batch_pays_its_share() -> None:
@@ -78,7 +78,7 @@ def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> N
     plan = ChainPlan(known, 4, lag=0)
     assert plan.costs.verify[1] == plan.costs.verify[0]
     for _ in range(24):
-        plan.observe([0.5], 0, 1, 0)
+        plan.record_chain([0.5], 0, 1, 0)
         plan.follow(16)
     assert not plan.pays
 
@@ -185,7 +185,7 @@ def rounds(passes: dict[int, list[float]], length: int = 16) -> RoundTimes:
     times = RoundTimes(clock)
     for width, each in passes.items():
         for seconds in each:
-            times.begin()
+            times.begin_round()
             times.drafted(Drafting())
             clock.now += seconds
             times.end(length, width)
@@ -209,7 +209,7 @@ def test_a_round_is_its_drafting_and_the_rest() -> None:
     clock = Clock()
     times = RoundTimes(clock)
     for drafted, width in ((Drafting(3, read=2), 4), (Drafting(), 1), (None, 4)):
-        times.begin()
+        times.begin_round()
         clock.now += 0.005
         times.drafted(drafted)
         clock.now += 0.030
@@ -271,8 +271,8 @@ def test_each_length_has_its_costs() -> None:
     known = known_costs.KnownCosts(MEASURED)
     assert known.at(50) is known.at(99)
     assert known.at(50) == known.at(5000) == known.first == MEASURED
-    known.learn(rounds({1: [0.020] * 1000}, length=50))
-    known.learn(rounds({1: [0.040] * 1000}, length=4000))
+    known.follow(rounds({1: [0.020] * 1000}, length=50))
+    known.follow(rounds({1: [0.040] * 1000}, length=4000))
     assert known.at(50).verify[0] == pytest.approx(0.020, rel=0.01)
     assert known.at(4000).verify[0] == pytest.approx(0.040, rel=0.01)
     assert known.at(9000) == known.at(4000), "the nearest that is known"
@@ -283,5 +283,5 @@ def test_each_length_has_its_costs() -> None:
 def test_a_form_is_made_of_what_was_learned() -> None:
     known = known_costs.KnownCosts(MEASURED, lambda costs: costs.scaled(1 / 2))
     assert known.at(0) == MEASURED.scaled(1 / 2)
-    known.learn(rounds({1: [0.020] * 1000, 2: [0.030] * 1000}))
+    known.follow(rounds({1: [0.020] * 1000, 2: [0.030] * 1000}))
     assert known.at(0).verify == pytest.approx((0.010, 0.015), rel=0.01)

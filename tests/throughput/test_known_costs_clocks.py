@@ -84,7 +84,7 @@ def test_what_fails_after_a_text_does_not_take_it_away(monkeypatch: pytest.Monke
     def fails(*_: Any) -> None:
         raise ZeroDivisionError("of no importance")
 
-    monkeypatch.setattr(KnownCosts, "learn", fails)
+    monkeypatch.setattr(KnownCosts, "follow", fails)
     monkeypatch.setattr("hf_specdecpp.generation.candidate_generator.logger.warning", said.append)
     assert torch.equal(target.generate(prompt(12), **GREEDY, assistant_model=assistant), plain)
     assert "ZeroDivisionError('of no importance')" in said[0]

@@ -11,7 +11,7 @@ from support.targets.models import assistant_of, prompt, tiny
 from support.targets.watchers import heard
 
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.drafting.draft_model import ModelReading
+from hf_specdecpp.drafting.draft_model import ModelSession
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput import plan
@@ -52,9 +52,9 @@ class Machine:
         verify = self.true.verify_seconds(MOST)
         for _ in range(ROUNDS):
             self.plan.follow(length)
-            times.begin()
+            times.begin_round()
             rule.begin_round()
-            chances = list(self._drafted(rule)) if rule.starts(1) else []
+            chances = list(self._drafted(rule)) if rule.should_draft(1) else []
             self.now += (self.true.start + self.true.draft * len(chances)) * self._noise() if chances else 0.0
             times.drafted(Drafting(len(chances)))
             accepted = 0
@@ -64,7 +64,7 @@ class Machine:
             times.end(length, len(chances) + 1)
             tell(rule, len(chances), accepted)
             tokens += 1.0 + float(np.cumprod(chances).sum())
-        self.plan.learn(times)
+        self.plan.follow(times)
         return tokens / (self.now - begin)
 
     def _drafted(self, rule: Throughput) -> Iterator[float]:
@@ -148,15 +148,15 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "pad_token_
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was done for a draft."""
     seen: list[str] = []
-    take = TargetStates.take
+    take = TargetStates.states_of
 
     def taken(self: TargetStates, *args: Any) -> Any:
         if (found := take(self, *args)) is not None:
             seen.append("states")
         return found
 
-    heard(monkeypatch, ModelReading, "begin_round", lambda *_: seen.append("read"))
-    monkeypatch.setattr(TargetStates, "take", taken)
+    heard(monkeypatch, ModelSession, "begin_round", lambda *_: seen.append("read"))
+    monkeypatch.setattr(TargetStates, "states_of", taken)
     return seen
 
 

@@ -75,7 +75,7 @@ class Batches:
         for rule in rules:
             rule.begin_round()
         drafted = 0
-        if all(rule.starts(1) for rule in rules):
+        if all(rule.should_draft(1) for rule in rules):
             while drafted < MOST and (not drafted or pays_to_go_on(rules, len(rules))):
                 drafted += 1
                 for rule, estimate in zip(rules, estimates, strict=True):
@@ -103,7 +103,7 @@ def test_a_text_to_read_is_weighed_against_what_drafting_gains() -> None:
     rows = [BatchThroughput(DraftProbability(), plan) for _ in range(2)]
     for unread, starts in ((1, True), (most - 1, True), (most + 2, False)):
         plan.begin_batch(unread)
-        assert [row.starts(own) for row, own in zip(rows, (1, unread), strict=True)] == [starts, starts]
+        assert [row.should_draft(own) for row, own in zip(rows, (1, unread), strict=True)] == [starts, starts]
         assert [row.unread for row in rows] == [unread, unread]
 
 

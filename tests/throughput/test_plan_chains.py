@@ -52,7 +52,7 @@ class Simulation:
         before = self.tokens, self.seconds
         for _ in range(rounds):
             rule.begin_round()
-            drafted = self._draft(rule) if rule.starts(self.unread) else []
+            drafted = self._draft(rule) if rule.should_draft(self.unread) else []
             accepted = 0
             while accepted < len(drafted) and self.rng.random() < drafted[accepted]:
                 accepted += 1
@@ -146,14 +146,14 @@ def test_a_trial_has_its_length_whatever_the_estimates_say() -> None:
     rule, lengths = Throughput(DraftProbability(), plan), []
     for _ in range(2):
         rule.begin_round()
-        assert rule.starts(1), "drafting does not pay, and is tried all the same"
+        assert rule.should_draft(1), "drafting does not pay, and is tried all the same"
         lengths.append(1)
         while not rule.stops(0.01):
             lengths[-1] += 1
         tell(rule, lengths[-1], 0)
     assert lengths == [3, 5]
     rule.begin_round()
-    assert not rule.starts(1)
+    assert not rule.should_draft(1)
 
 
 def cheap() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
 from hf_specdecpp.estimation.estimators import AcceptanceRates
 from hf_specdecpp.throughput import tiers
-from hf_specdecpp.throughput.tiers import TREES, MostTokens, RoundSeconds, chains_up_to
+from hf_specdecpp.throughput.tiers import TREES, FastestShapes, RoundSeconds, chains_up_to
 from hf_specdecpp.trees.tree import DraftTree
 
 TREE_STEPS = {TREES[0]: 1.3, TREES[1]: 1.5}  # times those of a chain of this depth
@@ -56,23 +56,23 @@ def best_of(shapes: list[RoundShape], chances: tuple[float, float], step: float)
     return max(found)
 
 
-def tokens_a_second(most: MostTokens, texts: Texts, step: float) -> float:
+def tokens_a_second(most: FastestShapes, texts: Texts, step: float) -> float:
     """Of the rounds after the first ones."""
     tokens = seconds = 0.0
     for number in range(ROUNDS):
-        shape = most.next()
+        shape = most.choose_shape()
         report = texts.report(shape)
-        most.seconds.note(shape, seconds_of(shape, step))
-        most.note(shape, [report])
+        most.seconds.record_round(shape, seconds_of(shape, step))
+        most.record_round(shape, [report])
         if number >= WARM:
             tokens += len(report.path) + 1
             seconds += seconds_of(shape, step)
     return tokens / seconds
 
 
-def throughput(step: float = 0.55) -> MostTokens:
+def throughput(step: float = 0.55) -> FastestShapes:
     shapes = [*chains_up_to(15), *TREES]
-    most = MostTokens(shapes, RoundSeconds())
+    most = FastestShapes(shapes, RoundSeconds())
     most.seconds.time(shapes, lambda shape: seconds_of(shape, step))
     most.rates = AcceptanceRates()
     return most
@@ -93,8 +93,8 @@ def test_a_tree_that_pays_is_not_dropped_in_a_text_that_is_hard_to_draft() -> No
     texts.chances = (0.5, 0.3)
     shapes = []
     for _ in range(60):
-        shapes.append(shape := most.next())
-        most.note(shape, [texts.report(shape)])
+        shapes.append(shape := most.choose_shape())
+        most.record_round(shape, [texts.report(shape)])
     assert sum(shape.width > 1 for shape in shapes) > 50
 
 

@@ -116,10 +116,10 @@ def test_chains_stop_where_generation_would(fitted: Any, judge: str, threshold: 
 @torch.inference_mode()
 def live_length(drafter: Any, prefix: Tensor, rule: Any) -> int:
     session = DraftSession(drafter, VOCAB_SIZE)
-    session.begin_round(prefix, 0)
+    session.read_verified(prefix, 0)
 
     def step(candidates: list[Tensor]) -> DraftStep:
-        return DraftStep(len(candidates), *session.step(candidates), session.embed, greedy=True)
+        return DraftStep(len(candidates), *session.propose_next(candidates), session.embed, greedy=True)
 
     return len(draft_chain(step, rule, None, chains.MAX_TOKENS))
 

@@ -57,9 +57,9 @@ def test_features_are_what_the_head_sees_in_generation(tmp_path: Path, early_exi
     ours = head_fitting.batch_log_odds(head, item, drafter).sigmoid()
     session = DraftSession(drafter, VOCAB_SIZE)
     for row in range(ids.shape[1] - 5):
-        session.begin_round(ids[:, :5] if row == 0 else ids[:, 4 + row : 5 + row], 0)
+        session.read_verified(ids[:, :5] if row == 0 else ids[:, 4 + row : 5 + row], 0)
         with torch.inference_mode():
-            logits, hidden = session.step([])
+            logits, hidden = session.propose_next([])
             scores = Sampling(0.8, 20).scores(logits[None])[0]
             expected = head.estimate(DraftStep(0, scores, hidden, drafter.embed, token=item["tokens"][row, 0]))
         assert_close(ours[row, 0], expected, rtol=1e-4, atol=1e-5)
@@ -352,7 +352,7 @@ def test_what_distillation_measures(kind: str) -> None:
             ids = on_device(ids, device)
         answers = torch.ones_like(ids[:, 1:], dtype=torch.bool)
         with TargetStates(target, drafter.fusion) as caught:
-            logits, states = target(ids).logits[0, :-1], caught.take()
+            logits, states = target(ids).logits[0, :-1], caught.states_of()
         found: Tensor = draft(ids, answers, lambda at: logits[at], states, measure=True)
         return found
 

@@ -201,13 +201,13 @@ def test_draws_without_replacement(draws) -> None:
     num, counts = 20_000, dict.fromkeys(itertools.permutations(support, 2), 0)
     siblings = draws(q.expand(num, -1).clone())
     for row in range(num):
-        first, second = siblings.next(row), siblings.next(row)
+        first, second = siblings.draw_next(row), siblings.draw_next(row)
         counts[first[0], second[0]] += 1
         assert first[1] == pytest.approx(float(q[first[0]]))
     expected = {(a, b): num * float(q[a] * q[b] / (1.0 - q[a])) for a, b in counts}
     chi_square = sum((counts[pair] - expected[pair]) ** 2 / expected[pair] for pair in counts)
     assert chi_square < 31.3, counts  # 11 degrees of freedom, p = 0.001
-    assert [siblings.next(0) is None for _ in range(3)] == [False, False, True]
+    assert [siblings.draw_next(0) is None for _ in range(3)] == [False, False, True]
 
 
 @pytest.mark.parametrize("vocab", [100, BLOCK, 2 * BLOCK + 7])
@@ -216,9 +216,9 @@ def test_the_likeliest_tokens_come_in_order(ordered: Callable[[Tensor], Siblings
     q = torch.rand(2, vocab).softmax(-1)
     q[1, ::3] = 0.0
     siblings, expected = ordered(q.clone()), q[1].argsort(descending=True)[: int((q[1] > 0.0).sum())]
-    assert [siblings.next(1) for _ in expected] == [(int(token), float(q[1, token])) for token in expected]
-    assert siblings.next(1) is None
-    assert siblings.next(0)[0] == int(q[0].argmax())  # type: ignore[index]
+    assert [siblings.draw_next(1) for _ in expected] == [(int(token), float(q[1, token])) for token in expected]
+    assert siblings.draw_next(1) is None
+    assert siblings.draw_next(0)[0] == int(q[0].argmax())  # type: ignore[index]
 
 
 def test_a_softmax_buffer_is_used_again() -> None:

@@ -1,5 +1,5 @@
 """The DFlash draft (arXiv 2602.06036): Qwen3 layers in which the rows of a block attend to the target's states
-(`DFlashModel`), that model as one generation sees it (`DFlashDraft`), and its side of a text (`BlockReading`), or of
+(`DFlashModel`), that model as one generation sees it (`DFlashDraft`), and its side of a text (`BlockSession`), or of
 captured rounds (`BlockSteps`)."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window
-from hf_specdecpp.cuda_graphs.room_cache import RoomCache
-from hf_specdecpp.drafting.draft import Reading, StateDraft
+from hf_specdecpp.cuda_graphs.room_cache import FixedCache
+from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
 from hf_specdecpp.drafting.draft_model import as_wide_as
 from hf_specdecpp.drafts.dflash.config_dflash import DFlashSettings
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -190,8 +190,8 @@ class DFlashDraft(StateDraft):
     def round_steps(self, vocab_size: int) -> BlockSteps | None:
         return None if self.captured_copy is None else BlockSteps(self.captured_copy, vocab_size)
 
-    def session(self, vocab_size: int) -> BlockReading:
-        return BlockReading(self, vocab_size)
+    def session(self, vocab_size: int) -> BlockSession:
+        return BlockSession(self, vocab_size)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The bare embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as 0."""
@@ -249,7 +249,7 @@ class DFlashDraft(StateDraft):
         return logits.float()
 
 
-class BlockReading(Reading):
+class BlockSession(DraftingSession):
     """What was read of one text: the target's states at verified tokens. A round takes one pass, or none."""
 
     length = 0
@@ -261,7 +261,7 @@ class BlockReading(Reading):
         self._pending: list[Tensor] = []  # states `[1, m, width]` that were not read yet
         self._found: tuple[Tensor, Tensor] | None = None
 
-    def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002
         self.length += new_tokens.shape[1]
         self._anchor, self._found, self.passes = new_tokens[:, -1:].clone(), None, 0
         if states is not None:
@@ -270,7 +270,7 @@ class BlockReading(Reading):
             self._pending.append(states[:, states.shape[1] - known :])
         self.unread = max(sum(each.shape[1] for each in self._pending), 1)
 
-    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
         logits, hidden = self._block()
         place = len(candidates)
         return (logits[place], hidden[place]) if place < len(logits) else None
@@ -287,7 +287,7 @@ class BlockReading(Reading):
         rows = [logits[depth] if depth < len(logits) else nothing for depth in depths]
         return torch.stack(rows), torch.stack([hidden[min(depth, len(hidden) - 1)] for depth in depths])
 
-    def keep(self, path: list[int]) -> None:
+    def commit_path(self, path: list[int]) -> None:
         """What was accepted comes with the next round, with the target's states."""
 
     def _block(self) -> tuple[Tensor, Tensor]:
@@ -304,7 +304,7 @@ class BlockReading(Reading):
 
 
 class BlockSteps(RoundSteps):
-    """As `BlockReading`: one pass over the block after the text's last token, which all levels of a round are drawn
+    """As `BlockSession`: one pass over the block after the text's last token, which all levels of a round are drawn
     from. The cache holds the verified tokens; the block's rows lie behind the window's and are not kept.
     """
 
@@ -313,7 +313,7 @@ class BlockSteps(RoundSteps):
         self.draft, self.model = draft, draft.model
         self.num_layers, self.most = len(self.model.layers), draft.settings.places
 
-    def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - one for all
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - one for all
         draft, states = self.draft, window.states
         if states is None:
             raise ValueError("A DFlash draft reads the target's states, and none were handed over.")
@@ -343,7 +343,7 @@ class BlockSteps(RoundSteps):
 class _Rows:
     """All rows of a cache in a pass over a window of `count` and a block of `size` rows, at these `places`."""
 
-    def __init__(self, cache: RoomCache, places: Tensor, count: int, size: int) -> None:
+    def __init__(self, cache: FixedCache, places: Tensor, count: int, size: int) -> None:
         self.cache, self.size = cache, size
         begin = cache.length[:, None]
         rows = torch.arange(cache.room, device=places.device) - begin  # negative: what was held

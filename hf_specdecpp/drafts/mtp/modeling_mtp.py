@@ -1,5 +1,5 @@
 """Multi-token layers as models that draft (`one_layer`), several of them as one generation sees them (`MtpDraft`), and
-their side of a text (`LayersReading`), or of captured rounds (`LayerSteps`).
+their side of a text (`LayersSession`), or of captured rounds (`LayerSteps`).
 
 A single layer is a `Drafter`: from candidate to candidate it reads its own states, as other drafts do that read the
 target's. Of several, the last does so once each has drafted.
@@ -18,8 +18,8 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, at_last
-from hf_specdecpp.cuda_graphs.room_cache import RoomCache
-from hf_specdecpp.drafting.draft import Reading, StateDraft
+from hf_specdecpp.cuda_graphs.room_cache import FixedCache
+from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
 from hf_specdecpp.drafting.drafter import Drafter, read, read_chain
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
 from hf_specdecpp.models.early_exit import layer_stack, why_no_early_exit, with_layers
@@ -175,8 +175,8 @@ class MtpDraft(StateDraft):
     def max_length(self) -> float:
         return self.first.max_length
 
-    def session(self, vocab_size: int) -> Reading:
-        return LayersReading(self.layers, vocab_size)
+    def session(self, vocab_size: int) -> DraftingSession:
+        return LayersSession(self.layers, vocab_size)
 
     def capture_steps(self, wanted: bool, fuse: bool) -> None:
         for layer in self.layers:
@@ -230,7 +230,7 @@ class Rows:
         return hidden
 
 
-class LayersReading(Reading):
+class LayersSession(DraftingSession):
     """What the layers have read of one text.
 
     Example: two layers, after the text `a b c d` with the target's states at a, b and c. The first layer reads b, c, d
@@ -250,7 +250,7 @@ class LayersReading(Reading):
     def length(self) -> int:
         return self._text.shape[1]
 
-    def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         if states is None:
             raise ValueError("Multi-token layers read the target's states, and none were handed over.")
         before = self.length
@@ -266,7 +266,7 @@ class LayersReading(Reading):
         self.layers[0].offer(states, rows - states.shape[1])
         self.unread, self.passes = rows - self.layers[0].count, 0
 
-    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
         place = min(len(candidates), len(self.layers) - 1)
         layer, rows = self.layers[place], self.length - 1
         if len(candidates) < len(self.layers):
@@ -285,7 +285,7 @@ class LayersReading(Reading):
 
 
 class LayerSteps(RoundSteps):
-    """As `LayersReading`, but that all layers read the rows of the window anew: of a row that read a candidate nothing
+    """As `LayersSession`, but that all layers read the rows of the window anew: of a row that read a candidate nothing
     is kept.
 
     Example: two layers, and a window of b c d after the text `a`. The first layer reads b, c, d with the target's
@@ -300,7 +300,7 @@ class LayerSteps(RoundSteps):
         super().__init__(self.layers[0], vocab_size, tuple(layers), self.layers[0].fusion.width)
         self.num_layers, self.again, self.least = len(layers), len(layers) - 1, len(layers)
 
-    def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - chains alone
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - chains alone
         parts = [cache.part(place, 1) for place in range(len(self.layers))]  # each layer is the first of its model
         tokens, count = functional.pad(window.tokens, (0, len(parts))), window.tokens.shape[1]
         states: Any = window.states

@@ -29,11 +29,11 @@ from hf_specdecpp.generation.captured.parts import (
 )
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget, TargetSide
 from hf_specdecpp.generation.target import has_usual_inputs
-from hf_specdecpp.generation.text import Text
+from hf_specdecpp.generation.text import OutputText
 from hf_specdecpp.models.causal_lm import cache_among, devices_of, num_processes
 from hf_specdecpp.models.foreign import active_modes
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.throughput.tiers import SPARE, TREES, Followed, MostTokens, RoundSeconds, Tiers, chains_up_to
+from hf_specdecpp.throughput.tiers import SPARE, TREES, FastestShapes, RoundSeconds, RuleShapes, Tiers, chains_up_to
 
 MOST_KEPT = 4  # of a target: drafts and ways of drawing
 MOST_TEXTS = 8  # rows of a batch
@@ -46,7 +46,7 @@ BETWEEN = "captured, with logits processors between the graphs"
 IMAGES = "mm_encoder_outputs"  # what images and sounds were encoded to, an empty dict where there are none
 
 
-def on_graphs(texts: Sequence[Text], drafts: Drafts, usual: TargetSide) -> tuple[Drafts, RoundTarget]:
+def on_graphs(texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide) -> tuple[Drafts, RoundTarget]:
     """The drafts and the target's part that make the rounds of texts whose prompts were read: those of captured rounds
     or captured passes where the call can have them, else those that are given. `stats` say which, and why."""
     if not texts or texts[0].generator.setup.speculation.graphs == "off":
@@ -62,7 +62,7 @@ def on_graphs(texts: Sequence[Text], drafts: Drafts, usual: TargetSide) -> tuple
 
 
 def _parts(
-    texts: Sequence[Text], drafts: Drafts, usual: TargetSide, not_whole: str | None
+    texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide, not_whole: str | None
 ) -> tuple[Drafts, RoundTarget] | str:
     """The parts that run graphs, or why there are none. `not_whole`: why rounds are not captured whole."""
     passes, is_entered = captured_target(usual.model, usual.generator.setup.speculation.compile), False
@@ -89,7 +89,9 @@ def _parts(
     return own, RoundGraphs(own, passes, drafts, usual)
 
 
-def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text], shapes: list[RoundShape]) -> str | None:
+def _enter(
+    passes: CapturedTarget, usual: TargetSide, texts: Sequence[OutputText], shapes: list[RoundShape]
+) -> str | None:
     """Let texts go on in these passes; or say why that cannot be, and note whether it never can."""
     passes.graphs.begin_text()
     if passes.why_not is not None or passes.graphs.why_not is not None:
@@ -110,7 +112,7 @@ def _enter(passes: CapturedTarget, usual: TargetSide, texts: Sequence[Text], sha
     return passes.why_not
 
 
-def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget, shapes: list[RoundShape]) -> GraphDrafts:
+def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: list[RoundShape]) -> GraphDrafts:
     """What drafts in whole rounds of a call whose passes are captured."""
     generator = texts[0].generator
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
@@ -132,16 +134,16 @@ def _graph_drafts(texts: Sequence[Text], passes: CapturedTarget, shapes: list[Ro
             known.clear()
         spare = SPARE if speculation.rule == "throughput" else 0
         draft = CapturedDraft(steps, shapes, len(texts), greedy, spare)
-        known[key] = CapturedRounds(passes, draft), MostTokens(shapes, RoundSeconds())
+        known[key] = CapturedRounds(passes, draft), FastestShapes(shapes, RoundSeconds())
     rounds, most = known[key]
     follows = speculation.rule == "threshold" and not speculation.draws_trees
-    tiers: Tiers = Followed(shapes if follows else shapes[-1:])
+    tiers: Tiers = RuleShapes(shapes if follows else shapes[-1:])
     if speculation.rule == "throughput":
         tiers, most.rates = most, generator.learned_rates()
     return GraphDrafts(texts, rounds, rules, tiers)
 
 
-def _shapes_of(texts: Sequence[Text]) -> list[RoundShape]:
+def _shapes_of(texts: Sequence[OutputText]) -> list[RoundShape]:
     """The shapes that whole rounds may have, the largest last."""
     speculation, steps = texts[0].generator.setup.speculation, cast(RoundSteps, texts[0].generator.round_steps)
     trees = [shape for shape in TREES if shape.levels <= steps.most]
@@ -188,7 +190,7 @@ def _why_not(side: TargetSide) -> str | None:
     return None
 
 
-def why_not_whole(texts: Sequence[Text]) -> str | None:
+def why_not_whole(texts: Sequence[OutputText]) -> str | None:
     """Why something in the rounds of a call has to be decided on the host."""
     generator = texts[0].generator
     speculation = generator.setup.speculation

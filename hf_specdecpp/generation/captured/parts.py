@@ -20,11 +20,11 @@ from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds, Report
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.decoding import MEMORY, Drafts, GraphsFailedError, RoundTarget, TargetSide, without_cudnn
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.generation.target import OneTarget
-from hf_specdecpp.generation.text import NO_SCORES, Round, Text, Verdict
+from hf_specdecpp.generation.target import SingleTarget
+from hf_specdecpp.generation.text import NO_SCORES, OutputText, Round, RoundResult
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.processors import extend
-from hf_specdecpp.throughput.tiers import MostTokens, Tiers
+from hf_specdecpp.throughput.tiers import FastestShapes, Tiers
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 from hf_specdecpp.trees.verification import as_float32
 
@@ -46,7 +46,7 @@ class GraphDrafts(Drafts):
         unread: in the place of candidates that were not read yet.
     """
 
-    def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
+    def __init__(self, texts: Sequence[OutputText], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
         self.texts, self.unread = list(texts), Chain()
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
         graphs_run_all = self.generator.processing.does_nothing or not rules.processing.does_nothing
@@ -57,7 +57,7 @@ class GraphDrafts(Drafts):
         if tiers.shapes[-1].width > 1 and self.generator.setup.decisions.adapt:
             self.rates = self.generator.learned_rates(trees=True)
 
-    def begin(self) -> None:
+    def begin_texts(self) -> None:
         """The draft reads the prompts; what rounds take is measured where it is not known."""
         read = [text.generator.begin_captured(text.ids, text.states) for text in self.texts]
         tokens = pad_sequence([own[0] for own, _ in read], batch_first=True, padding_side="left")
@@ -65,8 +65,8 @@ class GraphDrafts(Drafts):
         known = [states[0] for _, states in read if states is not None]
         states = pad_sequence(known, batch_first=True, padding_side="left") if known else None
         shown = torch.cat([text.generator.processing.shown(text.ids) for text in self.texts])
-        self.rounds.begin(shown, tokens, states, padding)
-        if isinstance(self.tiers, MostTokens):
+        self.rounds.begin_texts(shown, tokens, states, padding)
+        if isinstance(self.tiers, FastestShapes):
             device = self.rounds.passes.device
             with keeping_generators(device):  # a seed is for the text alone
                 self.tiers.seconds.time(self.tiers.shapes, self.time)
@@ -75,14 +75,14 @@ class GraphDrafts(Drafts):
         """Seconds of a round, which is forgotten."""
         return self.rounds.time(shape, self.rules, self.process)
 
-    def propose(self, texts: Sequence[Text], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
+    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
         attempt(partial(self._propose, texts), of_draft=True)
         return [self.unread] * len(texts)
 
-    def _propose(self, texts: Sequence[Text]) -> None:
+    def _propose(self, texts: Sequence[OutputText]) -> None:
         if not self.made:
-            self.begin()
-        self.rounds.keep([self.texts.index(text) for text in texts])
+            self.begin_texts()
+        self.rounds.continue_with([self.texts.index(text) for text in texts])
         self.shape = self._shape(length := max(text.length for text in texts))
         self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
         self.rounds.propose(self.shape, self.rules, length)
@@ -90,19 +90,19 @@ class GraphDrafts(Drafts):
     def verify(self) -> list[Report]:
         """Launch the target's pass over the candidates, and wait for the device's verdicts."""
         reports = self.rounds.verify(self.shape, self.rules, self.process)
-        if isinstance(self.tiers, MostTokens) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
-            self.tiers.seconds.note(self.shape, time.perf_counter() - self._launched)
+        if isinstance(self.tiers, FastestShapes) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
+            self.tiers.seconds.record_round(self.shape, time.perf_counter() - self._launched)
         self.made += 1
         return reports
 
-    def saw(self, rounds: Sequence[Round]) -> None:
-        self.tiers.note(self.shape, [each.outputs for each in rounds])
+    def record_outcome(self, rounds: Sequence[Round]) -> None:
+        self.tiers.record_round(self.shape, [each.outputs for each in rounds])
         for each in rounds:
             generator, tree, path = each.text.generator, each.tree, each.verdict.path
             if self.shape.width > 1 and self.rates is not None:
                 self.rates.observe_tree(tree.judged(path))
             generator.note_captured(each.outputs.estimates)
-            generator.saw(tree, path, each.text.before)
+            generator.record_outcome(tree, path, each.text.before)
 
     def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
         """Process scores of one of the texts, as `CapturedRounds` asks."""
@@ -111,7 +111,7 @@ class GraphDrafts(Drafts):
 
     def _shape(self, length: int) -> RoundShape:
         """Of the next round. What does not fit under the longest text is cut off when it is emitted."""
-        shape, draft = self.tiers.next() if length <= self.longest else RoundShape(0), self.rounds.draft
+        shape, draft = self.tiers.choose_shape() if length <= self.longest else RoundShape(0), self.rounds.draft
         if not shape.levels and draft.pending >= draft.width:  # it has to read what was emitted without it
             shape = next(each for each in self.tiers.shapes if each.levels)
         if shape.levels:
@@ -129,14 +129,14 @@ class GraphTarget(RoundTarget):
 
     rounds: Sequence[CapturedRounds] = ()
 
-    def __init__(self, texts: Sequence[Text], passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
+    def __init__(self, texts: Sequence[OutputText], passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
         self.texts, self.passes, self.drafts, self.usual = list(texts), passes, drafts, usual
 
-    def stays(self, texts: Sequence[Text]) -> list[bool]:
-        return self.usual.stays(texts)
+    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
+        return self.usual.are_unfinished(texts)
 
-    def instead(self, failure: GraphsFailedError, texts: Sequence[Text]) -> tuple[Drafts, RoundTarget]:
-        self.tell(failure)
+    def instead(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
+        self.warn(failure)
         if failure.is_memory:
             self.passes.close()
         self.leave(texts)
@@ -144,7 +144,7 @@ class GraphTarget(RoundTarget):
             del self.passes.text
         return self.drafts, self.usual
 
-    def tell(self, failure: GraphsFailedError) -> None:
+    def warn(self, failure: GraphsFailedError) -> None:
         """Note why rounds are made in another way, and say so once."""
         note(self.texts, str(failure), f"step by step: {failure}")
         if failure.why_not_draft is not None:
@@ -152,9 +152,9 @@ class GraphTarget(RoundTarget):
         else:
             warn(self.usual, str(failure))
 
-    def leave(self, texts: Sequence[Text] = ()) -> None:
+    def leave(self, texts: Sequence[OutputText] = ()) -> None:
         try:
-            self.usual.take_back(self.passes, texts, [self.texts.index(text) for text in texts])
+            self.usual.copy_back(self.passes, texts, [self.texts.index(text) for text in texts])
         finally:
             self._count(self.texts[0].stats)
             self.passes.busy = False
@@ -187,19 +187,19 @@ class RoundGraphs(GraphTarget):
         for each, report in zip(rounds, attempt(self.own.verify), strict=True):
             emitted = [*map(report.tree.tokens.__getitem__, report.path), report.token]
             # Nobody asks for scores, or rounds would not be captured whole.
-            each.verdict, each.is_verified = Verdict(report.path, emitted, NO_SCORES, NO_SCORES), True
+            each.verdict, each.is_verified = RoundResult(report.path, emitted, NO_SCORES, NO_SCORES), True
             each.tree, each.outputs = report.tree, report
 
-    def keep(self, rounds: Sequence[Round]) -> None:
+    def commit(self, rounds: Sequence[Round]) -> None:
         """Both models have read everything; the cache that one text gives back ends at what was emitted."""
         self.passes.text.held += rounds[0].emitted.kept
 
-    def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:
+    def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
         for place in set(range(len(texts))) - set(places):
             row, length = self.texts.index(texts[place]), texts[place].length - 1
             self.usual.hold(texts[place], partial(self.passes.text.cache.held_of, row, length))
 
-    def instead(self, failure: GraphsFailedError, texts: Sequence[Text]) -> tuple[Drafts, RoundTarget]:
+    def instead(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
         for text in texts:
             if failure.is_memory:  # and with it go the caches in which the draft has read the text
                 text.generator.stop()
@@ -208,7 +208,7 @@ class RoundGraphs(GraphTarget):
         if failure.is_memory:
             self.own.rounds.draft.close()
         elif not are_captured_whole_alone(self.usual):
-            self.tell(failure)
+            self.warn(failure)
             return with_captured_passes(self.texts, self.passes, self.usual)
         return super().instead(failure, texts)
 
@@ -220,21 +220,21 @@ class DraftsBesideGraphs(Drafts):
     def __init__(self) -> None:
         self.proposed: list[DraftTree] = []
 
-    def propose(self, texts: Sequence[Text], target: RoundTarget) -> list[DraftTree]:
+    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         if not self.proposed:
             with without_cudnn(texts[0].ids.device):
                 self.proposed = super().propose(texts, target)
         return self.proposed
 
-    def saw(self, rounds: Sequence[Round]) -> None:
+    def record_outcome(self, rounds: Sequence[Round]) -> None:
         self.proposed = []
-        super().saw(rounds)
+        super().record_outcome(rounds)
 
 
 class PassGraphs(GraphTarget):
     """Passes of one text that are captured. What a pass wrote is not held before it is kept."""
 
-    usual: OneTarget
+    usual: SingleTarget
 
     def read(self, rounds: Sequence[Round]) -> None:
         attempt(partial(self._read, *rounds))
@@ -250,13 +250,13 @@ class PassGraphs(GraphTarget):
         each.outputs.logits = each.outputs.logits.clone()  # which the next pass would write over
         self.usual.states.give(each.outputs.states)
 
-    def keep(self, rounds: Sequence[Round]) -> None:
+    def commit(self, rounds: Sequence[Round]) -> None:
         self.usual.take_states(rounds[0])
-        self.passes.keep(*rounds[0].emitted)
+        self.passes.commit(*rounds[0].emitted)
 
 
 def with_captured_passes(
-    texts: Sequence[Text], passes: CapturedTarget, usual: TargetSide
+    texts: Sequence[OutputText], passes: CapturedTarget, usual: TargetSide
 ) -> tuple[Drafts, RoundTarget]:
     """The parts of rounds of a text of which passes alone are captured."""
     drafts = DraftsBesideGraphs()
@@ -289,10 +289,10 @@ def pass_widths(most: int) -> list[int]:
 def are_captured_whole_alone(usual: TargetSide) -> bool:
     """Whether passes are captured in whole rounds alone: of a batch, of which one text may be left, and where a draft
     reads the target's cache."""
-    return not isinstance(usual, OneTarget) or usual.generator.setup.drafter.shares_cache
+    return not isinstance(usual, SingleTarget) or usual.generator.setup.drafter.shares_cache
 
 
-def note(texts: Sequence[Text], reason: str | None, made: str) -> None:
+def note(texts: Sequence[OutputText], reason: str | None, made: str) -> None:
     """Why passes are not captured, and how rounds are made."""
     for text in texts:
         text.stats.uncaptured, text.stats.decided["rounds"] = reason, made

@@ -34,7 +34,7 @@ PROMPT, ROUNDS = 8, 2  # tokens; of the assistant's own, in each room
 USUAL_LENGTH = 2048  # tokens
 
 
-class Rehearsal:
+class WarmUp:
     """An assistant from whose generations nothing is learned (`generation.doors.calls.Assistant`)."""
 
     def __init__(self, setup: DraftSetup) -> None:
@@ -47,7 +47,7 @@ class Rehearsal:
         return SpecDecPPCandidateGenerator(self.setup, config, logits_processor, attention_mask, target=target)
 
 
-class RehearsedDecoding(AssistedDecoding):
+class WarmUpDecoding(AssistedDecoding):
     """A text that moves from room to room, and makes in each all passes that may be made there."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -65,7 +65,7 @@ class RehearsedDecoding(AssistedDecoding):
                 f"{self.text.stats.uncaptured or 'SpeculationConfig.graphs is off'}."
             )
         if isinstance(drafts := self.drafts, GraphDrafts):
-            drafts.begin()
+            drafts.begin_texts()
         self.generator.times = None  # these rounds are unlike others
         further = 2 * width_of(self.most + 1) + SPARE
         room = LEAST_ROOM
@@ -113,14 +113,14 @@ def warm_up(setup: DraftSetup, target: CausalLM, max_length: int | None, options
         target.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            custom_generate=partial(_rehearse, Rehearsal(setup)),
+            custom_generate=partial(_rehearse, WarmUp(setup)),
             **{**options, "max_length": max_length, "return_dict_in_generate": False},
         )
     return time.perf_counter() - begin
 
 
 def _rehearse(
-    assistant: Rehearsal,
+    assistant: WarmUp,
     target: CausalLM,
     input_ids: Tensor,
     logits_processor: Any,
@@ -133,5 +133,5 @@ def _rehearse(
     if len(input_ids) > 1:
         raise ValueError(f"A batch of {len(input_ids)} sequences has no captured passes that could be warmed up.")
     call = Call.of(target, logits_processor, stopping_criteria, generation_config, **kwargs)
-    text: Tensor = decoding_of(call, assistant, input_ids, RehearsedDecoding)(input_ids)
+    text: Tensor = decoding_of(call, assistant, input_ids, WarmUpDecoding)(input_ids)
     return text

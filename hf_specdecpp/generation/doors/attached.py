@@ -312,7 +312,7 @@ def _check(target: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: d
 
 def _leave_out(assistant: Assistant, target: CausalLM, reason: str, streamer: Any, says: bool = True) -> None:
     """Note that a call is plain though it has an assistant, in its statistics and, once, for its user."""
-    assistant.calls.note(SpeculationStats(refusal=reason), streamer)
+    assistant.calls.record_call(SpeculationStats(refusal=reason), streamer)
     if not says:
         return
     logger.warning_once(

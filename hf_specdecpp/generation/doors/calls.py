@@ -29,12 +29,12 @@ from hf_specdecpp.generation.refusals import (
     ends_as_told,
     warn_of_ignored,
 )
-from hf_specdecpp.generation.several.drafting import DraftsOfRows
+from hf_specdecpp.generation.several.drafting import BatchDrafts
 from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks
-from hf_specdecpp.generation.several.target import InStep, TargetOfRows
+from hf_specdecpp.generation.several.target import BatchTarget, InStep
 from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
-from hf_specdecpp.generation.target import OneTarget
-from hf_specdecpp.generation.text import Text
+from hf_specdecpp.generation.target import SingleTarget
+from hf_specdecpp.generation.text import OutputText
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, num_processes
 from hf_specdecpp.sampling.processors import Processing, for_row, in_order
 
@@ -129,16 +129,16 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
         if foreign is None:
             raise
         raise PlainCallError(f"{type(target).__name__} runs {foreign.name}, and so: {refusal}") from refusal
-    assistant.calls.note(generator.stats, call.streamer)
+    assistant.calls.record_call(generator.stats, call.streamer)
     parts = target, generator, call.criteria, config, call.streamer
     if num_processes(target) > 1:
         ranks = Ranks(target, most=generator.setup.most_tokens + 3)
-        text: Text = RankText(ranks, *parts)
+        text: OutputText = RankText(ranks, *parts)
         draft: Drafts = DraftOfRanks(ranks)
     else:
         generator.begin_text(length)
-        text, draft = Text(*parts), Drafts()
-    return kind([text], draft, OneTarget(target, text, config, model_kwargs, foreign), on_graphs)
+        text, draft = OutputText(*parts), Drafts()
+    return kind([text], draft, SingleTarget(target, text, config, model_kwargs, foreign), on_graphs)
 
 
 def _unused_layers(cache: Cache) -> list[Any] | None:
@@ -178,15 +178,15 @@ def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[T
     for row, own in enumerate([None] * count if mask is None else mask.split(1)):
         processors, first = for_row(call.processors, row, count), generators[0] if generators else None
         generators.append(assistant.start_generation(call.target, call.config, processors, own, count, first))
-    texts = [Text(call.target, each, call.criteria, call.config) for each in generators]
-    side = TargetOfRows(call.target, texts, call.config, call.model_kwargs)
-    parts = texts, DraftsOfRows(generators), side, on_graphs
+    texts = [OutputText(call.target, each, call.criteria, call.config) for each in generators]
+    side = BatchTarget(call.target, texts, call.config, call.model_kwargs)
+    parts = texts, BatchDrafts(generators), side, on_graphs
     decoding = AssistedDecoding(*parts) if generators[0].processing.answers_all else InStep(call.processors, *parts)
 
     def run(input_ids: Tensor) -> Any:
         try:
             return decoding.run(input_ids)
         finally:
-            assistant.calls.note(SpeculationStats.of_batch([each.stats for each in generators]))
+            assistant.calls.record_call(SpeculationStats.of_batch([each.stats for each in generators]))
 
     return run

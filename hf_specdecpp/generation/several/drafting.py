@@ -1,4 +1,4 @@
-"""Drafting for the rows of a batch, step by step together (`DraftsOfRows`)."""
+"""Drafting for the rows of a batch, step by step together (`BatchDrafts`)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains, pays_to_go_on
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget
-from hf_specdecpp.generation.text import Round, Text
+from hf_specdecpp.generation.text import OutputText, Round
 from hf_specdecpp.lookup.looking_up import count_together
 from hf_specdecpp.throughput.known_costs import Drafting as Drafted
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
 
-class DraftsOfRows(Drafts):
+class BatchDrafts(Drafts):
     """Proposes for the rows of a batch. `generators`: one for each row."""
 
     def __init__(self, generators: Sequence[SpecDecPPCandidateGenerator]) -> None:
@@ -26,8 +26,8 @@ class DraftsOfRows(Drafts):
         self.together = first.setup.drafter.batch([each.session for each in generators])
 
     @torch.inference_mode()
-    def propose(self, texts: Sequence[Text], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
-        if texts[0].generator.rests:
+    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
+        if texts[0].generator.is_paused:
             self.times = None
             return [Chain() for _ in texts]
         if self.plan is not None:
@@ -35,7 +35,7 @@ class DraftsOfRows(Drafts):
         # What the whole batch takes is learned while it is whole.
         times = self.times if len(texts) == self.count else None
         if times is not None:
-            times.begin()
+            times.begin_round()
         generators = [text.generator for text in texts]
         rows = [text.generator.draft_step_by_step(text.ids, text.states) for text in texts]
         read = max(each.session.unread for each in generators)
@@ -57,21 +57,21 @@ class DraftsOfRows(Drafts):
         together = count_together(lookups) if lookups else 0
         for place, lookup in enumerate(lookups):
             if count := together or (lookup.count_alone() if lookup.choice is None else 0):
-                rows[place] = at_once(lookup.take(count))
+                rows[place] = at_once(lookup.first_candidates(count))
 
     def _draft(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> list[Chain]:
         def prepare(asking: dict[int, list[Tensor]]) -> bool:
             rules = [rule for place in asking if (rule := generators[place].method.rule) is not None]
             goes_on = not any(asking.values()) or pays_to_go_on(rules, len(generators))
             if goes_on:
-                self.together.step(asking)
+                self.together.run_draft(asking)
             return goes_on
 
         return draft_chains(rows, prepare)
 
-    def saw(self, rounds: Sequence[Round]) -> None:
+    def record_outcome(self, rounds: Sequence[Round]) -> None:
         for each in rounds:
-            each.text.generator.saw(each.tree, each.verdict.path, each.text.before)
+            each.text.generator.record_outcome(each.tree, each.verdict.path, each.text.before)
         if self.times is not None and len(rounds) == self.count:
             self.times.end(max(each.text.before for each in rounds), rounds[0].width)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget
-from hf_specdecpp.generation.text import Text
+from hf_specdecpp.generation.text import OutputText
 from hf_specdecpp.models.causal_lm import CausalLM, num_processes
 from hf_specdecpp.models.checks import WITHOUT
 from hf_specdecpp.sampling.processors import Processing
@@ -53,7 +53,7 @@ class Ranks:
         self.device, self.size = target.device, most + 1
         self.told: tuple[int, bool] = (0, False)  # of the round: tokens that stay, and whether they end the text
 
-    def tell(self, numbers: list[int]) -> None:
+    def send(self, numbers: list[int]) -> None:
         """To all other ranks, which have to `listen`."""
         padding = [0] * (self.size - 1 - len(numbers))
         self._broadcast(torch.tensor([len(numbers), *numbers, *padding], device=self.device))
@@ -74,7 +74,7 @@ class Ranks:
             self._broadcast(torch.full((self.size,), FAILED, device=self.device))
             raise
 
-    def share(self, state: Tensor) -> Tensor:
+    def broadcast(self, state: Tensor) -> Tensor:
         """The first rank's tensor, of the same size on all."""
         return self._broadcast(state.to(self.device)).to(state.device)
 
@@ -83,7 +83,7 @@ class Ranks:
         return tensor
 
 
-class RankText(Text):
+class RankText(OutputText):
     """A text on one of the ranks: the first decides what stands and where the text ends, the others do as it says.
 
     Example: the first rank drafts 7 8 9 and tells them. All read the text with 7 8 9. The first finds that 7 and 8
@@ -95,7 +95,7 @@ class RankText(Text):
         self.ranks = ranks
 
     # All ranks process the scores of a round, and the first alone decides: before that none knows the way down.
-    _verify_on_the_way = Text._verify_chain
+    _verify_on_the_way = OutputText._verify_chain
 
     def _accept_chain(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
         if self.ranks.is_first:
@@ -109,7 +109,7 @@ class RankText(Text):
         if self.ranks.is_first:
             with self.ranks.telling_of_failure():
                 kept, finished = super().first_stop(ids, emitted, scores, raw)
-            self.ranks.tell([int(finished), kept, *emitted])
+            self.ranks.send([int(finished), kept, *emitted])
             return kept, finished
         kept, finished = self.ranks.told
         self.records.add_scores(scores, raw, kept)
@@ -119,9 +119,9 @@ class RankText(Text):
         super().end()
         if self.generator.randomness is not None:
             # Plain sampling, of which each rank draws the same by itself, goes on from one state.
-            torch.set_rng_state(self.ranks.share(torch.get_rng_state()))
+            torch.set_rng_state(self.ranks.broadcast(torch.get_rng_state()))
             if self.ids.device.type == "cuda":
-                state = self.ranks.share(torch.cuda.get_rng_state(self.ids.device))
+                state = self.ranks.broadcast(torch.cuda.get_rng_state(self.ids.device))
                 torch.cuda.set_rng_state(state.cpu(), self.ids.device)
 
 
@@ -131,11 +131,11 @@ class DraftOfRanks(Drafts):
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
-    def propose(self, texts: Sequence[Text], target: RoundTarget) -> list[DraftTree]:
+    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         if self.ranks.is_first:
             with self.ranks.telling_of_failure():
                 (tree,) = super().propose(texts, target)
-            self.ranks.tell(tree.candidates)
+            self.ranks.send(tree.candidates)
             return [tree]
         tokens = self.ranks.listen()
         # Whose q nobody asks for here.

@@ -1,4 +1,4 @@
-"""The target's side of a batch (`TargetOfRows`): rows share its passes and keep their own pace in a cache with holes.
+"""The target's side of a batch (`BatchTarget`): rows share its passes and keep their own pace in a cache with holes.
 `InStep` is the loop for processors that are asked about all rows at once.
 
 A row that ends leaves the batch and is padded. Where no id ends texts, plain `generate()` goes on in such a row until
@@ -21,19 +21,19 @@ from transformers import GenerationConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_specdecpp.caches.batches import BatchText
+from hf_specdecpp.caches.batches import BatchContext
 from hf_specdecpp.caches.text import extended
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation import refusals
 from hf_specdecpp.generation.decoding import AssistedDecoding, TargetSide
 from hf_specdecpp.generation.outputs import TokenRecords
-from hf_specdecpp.generation.text import Round, Text, Walk
+from hf_specdecpp.generation.text import OutputText, Round, Walk
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among
 from hf_specdecpp.trees.tree import Chain
 
 
 @dataclass(frozen=True)
-class OutputsOfRow:
+class RowOutputs:
     """A row's part of what a pass returns; the layers of its cache say which windows attentions have."""
 
     logits: Tensor  # `[1, n, vocab]`, after the prompt those at its last token
@@ -42,16 +42,16 @@ class OutputsOfRow:
     cache: Any
 
 
-class TargetOfRows(TargetSide):
+class BatchTarget(TargetSide):
     """The target's side of several texts. `model_kwargs`: the forward's other arguments for all rows."""
 
     def __init__(
-        self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig, model_kwargs: dict[str, Any]
+        self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig, model_kwargs: dict[str, Any]
     ) -> None:
         super().__init__(model, texts, config)
         self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
         self.model_kwargs = self.states.asked_for(model_kwargs)
-        self.text = BatchText(model, cache_among(model_kwargs), len(texts))
+        self.text = BatchContext(model, cache_among(model_kwargs), len(texts))
         self.held: dict[int, Any] = {}  # what the cache held of rows that have left, by place
         # As plain generation asks.
         self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)
@@ -68,7 +68,7 @@ class TargetOfRows(TargetSide):
         mask = self.model_kwargs.get("attention_mask")
         self.prompt_mask = (torch.ones_like(input_ids) if mask is None else mask).bool().cpu()
         refusals.check_numbers(self.model, outputs.logits, self.prompt_mask)
-        self.text.note(self.prompt_mask)
+        self.text.record_pass(self.prompt_mask)
         self.positions = self.model_kwargs["position_ids"][:, -1].cpu() + 1
         self._hand_out(rounds, outputs)
 
@@ -78,15 +78,15 @@ class TargetOfRows(TargetSide):
 
     def enter(self, passes: CapturedTarget) -> None:
         passes.watch(self.generator.setup.drafter.reads)
-        passes.begin(self.text.cache, self.text.valid.shape[1], self.text.valid, self.positions[:, None])
+        passes.begin_texts(self.text.cache, self.text.valid.shape[1], self.text.valid, self.positions[:, None])
 
-    def own_logits(self, texts: Sequence[Text], tokens: Tensor) -> Tensor:
+    def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:
         rounds = [Round(text, Chain(row[1:])) for text, row in zip(texts, tokens.tolist(), strict=True)]
         logits: Tensor = self.model(**self._inputs(rounds, _is_token(rounds)), return_dict=True).logits
-        self.text.back()
+        self.text.roll_back()
         return logits
 
-    def take_back(self, passes: CapturedTarget, texts: Sequence[Text], rows: Sequence[int]) -> None:
+    def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:
         lengths, prompt = torch.tensor([text.length - 1 for text in texts]), self.text.valid
         further = int(lengths.max()) - prompt.shape[1] if texts else 0
         if texts and (further or len(texts) < len(prompt)):
@@ -96,11 +96,11 @@ class TargetOfRows(TargetSide):
             self.text.fill([passes.text.cache.held_of(row, length) for row, length in held], valid)
             self.positions = self.positions[rows] + lengths - prompt.shape[1]
 
-    def hold(self, text: Text, held: Callable[[], Any]) -> None:
+    def hold(self, text: OutputText, held: Callable[[], Any]) -> None:
         if self.carries_cache:
             self.held[self.places[id(text)]] = held()
 
-    def prepare(self, texts: Sequence[Text]) -> None:
+    def prepare(self, texts: Sequence[OutputText]) -> None:
         """Close gaps in the cache, and time a pass over one token of each row where the rounds do not tell it."""
         self.text.close_up()
         if len(texts) == len(self.texts):
@@ -114,7 +114,7 @@ class TargetOfRows(TargetSide):
         outputs = self.states.catch(self.model, **inputs, return_dict=True)
         if self.device.type == "cpu":
             self.took = is_token.numel(), self.work_clock() - work, time.perf_counter() - clock
-        self.text.note(is_token)
+        self.text.record_pass(is_token)
         self._hand_out(rounds, outputs)
         for each in rounds:
             each.width = is_token.shape[1]
@@ -128,9 +128,9 @@ class TargetOfRows(TargetSide):
             logits = outputs.logits[place : place + 1, -width:][:, : len(each.tree) + 1]
             each.text.states = states[place]
             hidden, attentions = self._hidden_states(outputs, place), self._attentions(outputs, place, each)
-            each.outputs = OutputsOfRow(logits, hidden, attentions, cache)
+            each.outputs = RowOutputs(logits, hidden, attentions, cache)
 
-    def keep(self, rounds: Sequence[Round]) -> None:
+    def commit(self, rounds: Sequence[Round]) -> None:
         for each in rounds:
             kept = each.emitted.kept
             if each.text.records.are_asked_for:
@@ -140,7 +140,7 @@ class TargetOfRows(TargetSide):
         if not rounds[0].is_prompt:
             kept_of_rows = torch.tensor([each.emitted.kept for each in rounds])
             fed = torch.tensor([1 + len(each.tree) for each in rounds])
-            self.text.keep(kept_of_rows, of=fed)
+            self.text.commit(kept_of_rows, of=fed)
             self.positions += kept_of_rows
 
     def _inputs(self, rounds: Sequence[Round], is_token: Tensor) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class TargetOfRows(TargetSide):
             rows.append(row)
         return tuple(rows)
 
-    def stays(self, texts: Sequence[Text]) -> list[bool]:
+    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
         """Which rows go on.
 
         Example: no id ends texts, and rows 0 and 1 end by a stop string at lengths of 12 and 20. Plain generation goes
@@ -209,13 +209,13 @@ class TargetOfRows(TargetSide):
         """The length at which all rows have ended, as far as is known."""
         return max(text.end_length for text in self.texts)
 
-    def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:
+    def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
         for place in set(range(len(texts))) - set(places):
             self.hold(texts[place], partial(self.text.of_row, place))
         self.positions = self.positions[list(places)]
         self.text.select(places)
 
-    def complete(self, texts: Sequence[Text]) -> None:
+    def complete(self, texts: Sequence[OutputText]) -> None:
         """Leave the cache as plain generation leaves it: all but the last column, padding after a text included.
 
         What all rows hold is put together. The columns after that, where some texts had ended, are read again.
@@ -239,7 +239,7 @@ class TargetOfRows(TargetSide):
         if not self.is_restored:
             self.text.cache.layers = [_UsedUp()]
 
-    def output(self, texts: Sequence[Text]) -> Tensor | GenerateDecoderOnlyOutput:
+    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
         sequences = self._sequences(texts)
         if not self.config.return_dict_in_generate:
             return sequences
@@ -247,13 +247,13 @@ class TargetOfRows(TargetSide):
             text.records.cut(sequences.shape[1] - self.prompt_mask.shape[1])
         return TokenRecords.of_batch([text.records for text in texts]).output(sequences, self.text.cache)
 
-    def _lengths(self, texts: Sequence[Text]) -> list[int]:
+    def _lengths(self, texts: Sequence[OutputText]) -> list[int]:
         """Of the texts; where no id ends them, some may have gone on for longer than it took the others to end."""
         if self.pads:
             return [text.length for text in texts]
         return [int(min(text.length, self._last)) for text in texts]
 
-    def _sequences(self, texts: Sequence[Text]) -> Tensor:
+    def _sequences(self, texts: Sequence[OutputText]) -> Tensor:
         """The texts `[batch, length]`, those that ended early padded on the right."""
         lengths = self._lengths(texts)
         pad = self.config._pad_token_tensor
@@ -295,7 +295,7 @@ class InStep(AssistedDecoding):
         processors: those of the call; rows have none of their own here.
     """
 
-    side: TargetOfRows
+    side: BatchTarget
 
     def __init__(self, processors: Callable[[Tensor, Tensor], Tensor], *parts: Any) -> None:
         super().__init__(*parts)
@@ -305,12 +305,12 @@ class InStep(AssistedDecoding):
         walks = {}
         for each in rounds:
             logits = each.outputs.logits[0, -len(each.tree) - 1 :]
-            each.text.learn(each.rows, logits)
+            each.text.record_corrections(each.rows, logits)
             walks[id(each.text)] = Walk(each.text, each.rows, logits)
         going = list(walks.values())
         while going:
             for walk, scores in zip(going, self._process(walks, going), strict=True):
-                walk.step(scores)
+                walk.choose(scores)
             if all(walk.text.end_length <= walk.ids.shape[1] for walk in walks.values()):
                 break  # rows that go on behind their end do so until all rows have ended
             if any(walk.node is None and not (walk.ended and self.side.pads) for walk in going):

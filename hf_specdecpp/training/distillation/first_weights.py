@@ -66,7 +66,7 @@ def observed(
         for ids in texts:
             seen.clear()
             reader.hidden_states(ids)
-            states: Any = caught.take()
+            states: Any = caught.states_of()
             if ids.shape[1] >= LEAST_TOKENS:
                 inputs = seen[-1].view(ids.shape[1], -1) if seen else states[0, :, :0]
                 yield ids[0], states[0].float(), inputs.to(states).float()

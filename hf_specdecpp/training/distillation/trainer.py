@@ -269,7 +269,7 @@ class DistillationTrainer(Trainer):
             catching.hidden_size, catching.reads = size, [FINAL, *reader.reads]
             with TargetStates(self.target.model, catching) as caught:
                 self.target.hidden_states(ids)
-                found: Any = caught.take()
+                found: Any = caught.states_of()
             final, states = found.to(ids.device).tensor_split((size,), dim=-1)
         hidden = final[:, :-1][answers]
         return answers, torch.no_grad()(lambda at: logits(hidden[at])), states

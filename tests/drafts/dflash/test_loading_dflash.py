@@ -177,9 +177,9 @@ def drafted(folder: Path, target: Any) -> tuple[Any, SpecDecPPAssistant]:
     assistant = SpecDecPPAssistant.from_pretrained(folder, target=target, speculation=speculation)
     reading = assistant.ready_drafter().session(VOCAB)
     states = torch.ones(1, 5, assistant.ready_drafter().reads.width, dtype=torch.float64)
-    reading.begin_round(prompt(6) % VOCAB, 0, states)
+    reading.read_verified(prompt(6) % VOCAB, 0, states)
     with torch.no_grad():
-        return reading.step([])[0], assistant
+        return reading.propose_next([])[0], assistant
 
 
 @pytest.mark.parametrize("dialect", ["original", "speculators"])

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.draft import Reading
+from hf_specdecpp.drafting.draft import DraftingSession
 from hf_specdecpp.drafting.unrolling import in_blocks
 from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashDraft, DFlashModel
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -51,14 +51,14 @@ def loaded(checkpoint: Checkpoint, folder: Path, dialect: str, **options: Any) -
     return SpecDecPPAssistant.from_pretrained(checkpoint.save(folder, dialect), target=target).ready_drafter(), target
 
 
-def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> Reading:
+def begun(draft: Any, states: Tensor, lengths: tuple[int, ...]) -> DraftingSession:
     """A session that has drafted at these lengths of the text but for the last, where a round has begun."""
-    session: Reading = draft.session(VOCAB)
+    session: DraftingSession = draft.session(VOCAB)
     before = 0
     for length in lengths:
         if before:
-            session.step([])
-        session.begin_round(TEXT[:, before:length], 0, states[:, max(before - 1, 0) : length - 1])
+            session.propose_next([])
+        session.read_verified(TEXT[:, before:length], 0, states[:, max(before - 1, 0) : length - 1])
         before = length
     return session
 
@@ -97,9 +97,9 @@ def formulas(checkpoint: Checkpoint, dialect: str, target: CausalLM, length: int
     return logits if checkpoint.samples_anchor else logits[1:]
 
 
-def rows(session: Reading, places: int) -> Tensor:
-    found = [session.step([torch.tensor(0)] * place) for place in range(places)]
-    assert session.step([torch.tensor(0)] * places) is None
+def rows(session: DraftingSession, places: int) -> Tensor:
+    found = [session.propose_next([torch.tensor(0)] * place) for place in range(places)]
+    assert session.propose_next([torch.tensor(0)] * places) is None
     assert session.passes == 1
     return torch.stack([each[0] for each in found if each is not None])
 
@@ -136,10 +136,10 @@ def test_a_pause_is_read_at_once(tmp_path: Path) -> None:
     checkpoint = VARIANTS["windows"]
     draft, target = loaded(checkpoint, tmp_path, "original")
     states, session = states_of(target, draft, TEXT), draft.session(VOCAB)
-    session.begin_round(TEXT[:, :9], 0, states[:, :8])
-    session.step([])
+    session.read_verified(TEXT[:, :9], 0, states[:, :8])
+    session.propose_next([])
     for before, length in ((9, 12), (12, 14)):
-        session.begin_round(TEXT[:, before:length], 0, states[:, before - 1 : length - 1])
+        session.read_verified(TEXT[:, before:length], 0, states[:, before - 1 : length - 1])
     assert session.unread == 5
     close(rows(session, 4), formulas(checkpoint, "original", target, 14))
 
@@ -180,7 +180,7 @@ def test_the_generator_of_transformers(name: str, monkeypatch: pytest.MonkeyPatc
     assert len(heard) > 5
     for text, candidates, logits, _ in heard:
         session = draft.session(VOCAB)
-        session.begin_round(text, 0, states_of(target, draft, text[:, :-1]))
+        session.read_verified(text, 0, states_of(target, draft, text[:, :-1]))
         ours = rows(session, 4)
         close(ours, logits)
         assert ours.argmax(-1).tolist() == candidates
@@ -212,7 +212,7 @@ def test_the_target_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert assistant.stats.drafted > 0
     for ids, candidates, logits, _ in heard:
         session = draft.session(VOCAB)
-        session.begin_round(ids, 0, states_of(target, draft, ids[:, :-1]))
+        session.read_verified(ids, 0, states_of(target, draft, ids[:, :-1]))
         ours, cap = rows(session, 4), text.final_logit_softcapping
         close(ours, torch.tanh(logits * text.output_multiplier / cap) * cap)
         assert ours.argmax(-1).tolist() == candidates
@@ -234,7 +234,7 @@ def drafting(checkpoint: Checkpoint) -> tuple[Any, CausalLM]:
 def alone(draft: DFlashDraft, states: Tensor, text: int, anchor: int) -> Tensor:
     """Final states of the block of a round after `anchor`."""
     session = draft.session(VOCAB)
-    session.begin_round(TEXTS[text : text + 1, : anchor + 1], 0, states[text : text + 1, :anchor])
+    session.read_verified(TEXTS[text : text + 1, : anchor + 1], 0, states[text : text + 1, :anchor])
     return session._block()[1]
 
 

@@ -119,9 +119,9 @@ def test_three_steps(name: str, dialect: str, tmp_path: Path) -> None:
     assert drafter.fusion.reads == (READS if checkpoint.num_reads else [FINAL])
     states, candidates = states_of(target, drafter, TEXT), [3, 17]
     expected, session = Formulas(checkpoint, target).chain(states, candidates), DraftSession(drafter, 48)
-    session.begin_round(TEXT[:, 1:], 0, states[:, :-1])
+    session.read_verified(TEXT[:, 1:], 0, states[:, :-1])
     for step in range(STEPS):
-        logits, _ = session.step([torch.tensor(token) for token in candidates[:step]])
+        logits, _ = session.propose_next([torch.tensor(token) for token in candidates[:step]])
         close(of_draft(logits, checkpoint), expected[step])
 
 
@@ -132,7 +132,7 @@ def test_rows_of_a_tree_are_those_of_chains(name: str, tmp_path: Path) -> None:
     drafter, target = loaded(checkpoint, tmp_path)
     states, formulas = states_of(target, drafter, TEXT), Formulas(checkpoint, target)
     session = DraftSession(drafter, 48)
-    session.begin_round(TEXT[:, 1:], 0, states[:, :-1])
+    session.read_verified(TEXT[:, 1:], 0, states[:, :-1])
     tree = DraftTree(int(TEXT[0, -1]))
     session.expand(tree, [0])
     nodes = [tree.add(0, 3), tree.add(0, 17)]
@@ -180,8 +180,8 @@ def test_the_formulas_tell_mutants(mutant: str, tmp_path: Path) -> None:
             return forward(drafter.fusion, fc(torch.cat((states,) * 3, -1)) if own else states, embeddings)
 
         drafter.fusion.forward = through_fc
-    session.begin_round(TEXT[:, 1:], 0, states[:, :-1])
-    found = [session.step([torch.tensor(token) for token in [3, 17][:step]])[0] for step in range(STEPS)]
+    session.read_verified(TEXT[:, 1:], 0, states[:, :-1])
+    found = [session.propose_next([torch.tensor(token) for token in [3, 17][:step]])[0] for step in range(STEPS)]
     pairs = zip(found, expected, strict=True)
     errors = [float((of_draft(ours, checkpoint) - theirs).abs().max()) for ours, theirs in pairs]
     assert max(errors) > 1e-3, errors

@@ -36,9 +36,9 @@ def fixed(target: CausalLM, count: int = 4) -> SpecDecPPAssistant:
 def drafted(target: CausalLM, draft: Any, text: Tensor, path: list[int]) -> Tensor:
     """Logits `[len(path) + 1, VOCAB]` after a text and along the candidates of a path, in a round that reads all."""
     session = draft.session(VOCAB)
-    session.begin_round(text, 0, states_of(target, draft, text[:, :-1]))
+    session.read_verified(text, 0, states_of(target, draft, text[:, :-1]))
     candidates = [torch.tensor(token) for token in path]
-    return torch.stack([session.step(candidates[:place])[0] for place in range(len(path) + 1)])
+    return torch.stack([session.propose_next(candidates[:place])[0] for place in range(len(path) + 1)])
 
 
 @pytest.mark.daily("deepseek_v3-1", "glm4_moe-2", "inkling_text-2")
@@ -184,10 +184,10 @@ def test_what_was_read_is_taken_back(family: str, num_layers: int, tmp_path: Pat
     text, known, accepted = TEXT, 0, 0
     generator = torch.Generator().manual_seed(0)
     for drafts, stands in [(5, 0), (1, 1), (0, 0), (4, 2), (5, 5), (2, 0), (0, 0), (0, 0), (3, 1), (1, 0), (5, 3)]:
-        session.begin_round(text[:, known:], accepted, states_of(target, draft, text[:, :-1])[:, max(known - 1, 0) :])
+        session.read_verified(text[:, known:], accepted, states_of(target, draft, text[:, :-1])[:, max(known - 1, 0) :])
         path = torch.randint(VOCAB, (5,), generator=generator).tolist()
         candidates = [torch.tensor(token) for token in path]
-        found = [session.step(candidates[:place])[0] for place in range(drafts)]
+        found = [session.propose_next(candidates[:place])[0] for place in range(drafts)]
         if drafts:
             expected = drafted(target, draft, text, path[: drafts - 1])
             torch.testing.assert_close(torch.stack(found), expected, rtol=1e-5, atol=1e-5)

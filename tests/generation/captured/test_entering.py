@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_specdecpp.cuda_graphs import captured_draft, captured_rounds
-from hf_specdecpp.cuda_graphs.room_cache import RoomCache
+from hf_specdecpp.cuda_graphs.room_cache import FixedCache
 from hf_specdecpp.generation.captured.entering import BETWEEN
 from hf_specdecpp.generation.captured.parts import GraphDrafts
-from hf_specdecpp.generation.text import Text
+from hf_specdecpp.generation.text import OutputText
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 
@@ -272,7 +272,7 @@ def test_processors_that_are_asked_wrongly_are_noticed(
     assert same == (mistake is of_the_first_row and len(ids) == 1)
 
 
-def asked_about_all(text: Text, tree_pass: TreePass, scores: Tensor) -> Tensor:
+def asked_about_all(text: OutputText, tree_pass: TreePass, scores: Tensor) -> Tensor:
     """A mutant."""
     return text.processing.after_each(text.ids, [tree_pass.tree.path(node) for node in tree_pass.order], scores)
 
@@ -301,7 +301,7 @@ def test_a_trie_is_not_asked_about_what_it_forbids(
     assert torch.equal(*(generate(target, each, 9, **how) for each in (assistant, None)))
     assert assistant.stats.decided["rounds"] == BETWEEN
     assert assistant.stats.accepted > 0
-    monkeypatch.setattr(Text, "_process_allowed", asked_about_all)
+    monkeypatch.setattr(OutputText, "_process_allowed", asked_about_all)
     with pytest.raises(ValueError, match="empty list"):
         generate(target, assistant, 9, **how)
 
@@ -312,7 +312,7 @@ def test_a_trees_rows_are_moved_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for mutant in (False, True):
         target, assistant = made("independent", tmp_path, **TREE)
         if mutant:
-            monkeypatch.setattr(RoomCache, "rows", lambda *_: [])
+            monkeypatch.setattr(FixedCache, "rows", lambda *_: [])
         # After 9 tokens the first round, in which all is captured, accepts two candidates.
         plain, ours = (generate(target, each, 9, **how).past_key_values.layers for each in (None, assistant))
         assert assistant.stats.decided["rounds"] == BETWEEN

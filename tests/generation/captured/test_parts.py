@@ -22,7 +22,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cuda_graphs import captured_rounds, captured_target, on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundShape
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs
-from hf_specdecpp.cuda_graphs.room_cache import RoomCache
+from hf_specdecpp.cuda_graphs.room_cache import FixedCache
 from hf_specdecpp.drafting import drafter as model_steps
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation import text as generation_text
@@ -343,7 +343,7 @@ def test_more_rows_than_graphs_are_made_for(tmp_path: Path) -> None:
     assert assistant.stats.uncaptured == "more than 8 sequences"
 
 
-def moves_nothing(cache: RoomCache, rows: Tensor) -> None:
+def moves_nothing(cache: FixedCache, rows: Tensor) -> None:
     """A mutant: the rows of a path stay where the pass wrote them."""
 
 
@@ -362,7 +362,7 @@ def test_rows_that_are_not_moved_are_noticed(tmp_path: Path, monkeypatch: pytest
     for mutant in (None, moves_nothing):
         with monkeypatch.context() as patch:
             if mutant is not None:
-                patch.setattr(RoomCache, "move", mutant)
+                patch.setattr(FixedCache, "move", mutant)
             target, assistant = made("independent", tmp_path, **TREE)
             ours = generate(target, assistant, **how)
         pairs = zip(*([each.keys for each in of.past_key_values.layers] for of in (ours, plain)), strict=True)
@@ -373,7 +373,7 @@ def test_rows_that_are_not_moved_are_noticed(tmp_path: Path, monkeypatch: pytest
 def test_other_states_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, assistant = made("conditioned", tmp_path, **CHAIN)
     _, expected = outcomes(target, assistant)
-    monkeypatch.setattr(CapturedDraft, "take", keeps_states_of_candidates(CapturedDraft.take))
+    monkeypatch.setattr(CapturedDraft, "settle", keeps_states_of_candidates(CapturedDraft.settle))
     target, assistant = made("conditioned", tmp_path, **CHAIN)
     text, rounds = outcomes(target, assistant)
     assert rounds != expected
@@ -382,7 +382,7 @@ def test_other_states_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_rows_that_go_on_after_their_end_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their lengths grow, until they write past their room."""
-    monkeypatch.setattr(CapturedDraft, "keep", lambda *_: None)
+    monkeypatch.setattr(CapturedDraft, "continue_with", lambda *_: None)
     target, assistant = made("independent", tmp_path, **CHAIN)
     ids, mask = batch(2)
     end = int(together(target, None, ids, mask)[0, ids.shape[1] + 3])

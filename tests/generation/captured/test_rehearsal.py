@@ -67,7 +67,7 @@ def test_what_is_left_out_is_captured_later(
     """The test above can fail, by all rounds, passes of the target and whole rounds."""
     target, assistant = made("independent", settings)
     with monkeypatch.context() as patch:
-        patch.setattr(rehearsal.RehearsedDecoding, name, lambda *_: None)
+        patch.setattr(rehearsal.WarmUpDecoding, name, lambda *_: None)
         patch.setattr(rehearsal, "ROUNDS", 0)
         assistant.warm_up(SHORT)
     captured = pretended["captured"]

@@ -24,8 +24,8 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.setup import DraftSetup
-from hf_specdecpp.generation.several.target import TargetOfRows
-from hf_specdecpp.generation.text import Round, Text
+from hf_specdecpp.generation.several.target import BatchTarget
+from hf_specdecpp.generation.text import OutputText, Round
 
 FAMILIES = ["llama", "gpt2", "opt", "mistral", "gemma3_text"]  # the last two with windows
 KINDS = ["early_exit", "conditioned", "eagle3"]
@@ -71,13 +71,13 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
         assistant = SpecDecPPAssistant.from_draft(draft, target)
     models.told(assistant, rule="fixed", num_tokens=3, draft_successors=False)  # the rows share the table
     drafted: dict[Any, list[list[int]]] = {}
-    saw = SpecDecPPCandidateGenerator.saw
+    saw = SpecDecPPCandidateGenerator.record_outcome
 
     def spy(self: SpecDecPPCandidateGenerator, chain: Any, *outcome: Any) -> None:
         drafted.setdefault(self, []).append(chain.candidates)
         saw(self, chain, *outcome)
 
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "saw", spy)
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "record_outcome", spy)
     inputs = padded([3, 7, 5, 14])
     generate(target, inputs, assistant, max_new_tokens=8)
     for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
@@ -256,13 +256,13 @@ def test_several_answers_to_one_prompt() -> None:
 def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     target, inputs = models.tiny("llama"), padded(LENGTHS)
     assistant = models.assistant_for(target, mix=0.9)
-    prepare, keep, widths, kinds = TargetOfRows.prepare, TargetOfRows.keep, [], set()
+    prepare, keep, widths, kinds = BatchTarget.prepare, BatchTarget.commit, [], set()
 
-    def note(self: TargetOfRows, rounds: list[Round]) -> None:
+    def note(self: BatchTarget, rounds: list[Round]) -> None:
         kinds.add(tuple(sorted({each.emitted.kept for each in rounds})))
         keep(self, rounds)
 
-    def check(self: TargetOfRows, texts: list[Text]) -> None:
+    def check(self: BatchTarget, texts: list[OutputText]) -> None:
         prepare(self, texts)
         valid, cache = self.text.valid, self.text.cache
         widths.append(valid.shape[1])
@@ -275,8 +275,8 @@ def test_after_every_round_each_rows_cache_is_a_fresh_prefill(monkeypatch: pytes
                 for name in ("keys", "values"):
                     torch.testing.assert_close(getattr(ours, name)[place, :, own], getattr(theirs, name)[0])
 
-    monkeypatch.setattr(TargetOfRows, "keep", note)
-    monkeypatch.setattr(TargetOfRows, "prepare", check)
+    monkeypatch.setattr(BatchTarget, "commit", note)
+    monkeypatch.setattr(BatchTarget, "prepare", check)
     generate(target, inputs, assistant, eos_token_id=7)
     assert any(width < before for before, width in zip(widths, widths[1:], strict=False)), "columns were moved together"
     assert len(kinds) > 3, "rows accepted different numbers in the same round"
@@ -291,14 +291,14 @@ def changes_texts(family: str = "llama") -> bool:
 
 
 def wrong(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> bool:
-    """Whether a change of a method of `TargetOfRows` gives other texts."""
-    original = getattr(TargetOfRows, name)
-    monkeypatch.setattr(TargetOfRows, name, lambda self, *arguments: change(self, original, *arguments))
+    """Whether a change of a method of `BatchTarget` gives other texts."""
+    original = getattr(BatchTarget, name)
+    monkeypatch.setattr(BatchTarget, name, lambda self, *arguments: change(self, original, *arguments))
     return changes_texts()
 
 
 def test_positions_that_count_padding_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shifted(self: TargetOfRows, original: Any, *arguments: Any) -> Any:
+    def shifted(self: BatchTarget, original: Any, *arguments: Any) -> Any:
         inputs = original(self, *arguments)
         columns = inputs["position_ids"].shape[1]
         inputs["position_ids"] = self.text.valid.shape[1] + torch.arange(columns).expand(len(arguments[0]), -1)
@@ -308,7 +308,7 @@ def test_positions_that_count_padding_are_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_hole_that_stays_visible_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def visible(self: TargetOfRows, original: Any, *arguments: Any) -> Any:
+    def visible(self: BatchTarget, original: Any, *arguments: Any) -> Any:
         inputs = original(self, *arguments)
         inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
         return inputs
@@ -328,7 +328,7 @@ def test_a_window_that_counts_holes_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_another_rows_count_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def swapped(self: TargetOfRows, original: Any, rounds: list[Round]) -> None:
+    def swapped(self: BatchTarget, original: Any, rounds: list[Round]) -> None:
         emitted = [each.emitted for each in rounds]
         for each, other in zip(rounds, emitted[1:] + emitted[:1], strict=True):
             each.emitted = other

@@ -12,14 +12,14 @@ from transformers import (
     PrefixConstrainedLogitsProcessor,
 )
 
-from hf_specdecpp.generation.text import Text
+from hf_specdecpp.generation.text import OutputText
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 from support.enumeration.next_tokens import Path
 
 PROMPT = torch.tensor([[0, 1, 0, 1]])
-Process: TypeAlias = Callable[[Text, TreePass, Tensor], Tensor]
+Process: TypeAlias = Callable[[OutputText, TreePass, Tensor], Tensor]
 
 
 def another_token(_: int, ids: Tensor) -> list[int]:
@@ -45,7 +45,7 @@ class Between:
     """
 
     def __init__(self, raw: Callable[[Path], Tensor], name: str) -> None:
-        self.raw, self.text = raw, Text.__new__(Text)
+        self.raw, self.text = raw, OutputText.__new__(OutputText)
         self.text.ids, self.text.processing, self.text.eos = PROMPT, Processing(PROCESSORS[name]), set()
         self.text.max_length, self.text.randomness = float("inf"), TorchRandomness()
 
@@ -62,19 +62,19 @@ class Between:
         return Chain(list(tokens), [torch.empty(0)] * len(tokens))
 
 
-def rightly(text: Text, tree_pass: TreePass, scores: Tensor) -> Tensor:
+def rightly(text: OutputText, tree_pass: TreePass, scores: Tensor) -> Tensor:
     return text.process(tree_pass, scores)
 
 
-def of_the_next(text: Text, tree_pass: TreePass, scores: Tensor) -> Tensor:
+def of_the_next(text: OutputText, tree_pass: TreePass, scores: Tensor) -> Tensor:
     return rightly(text, tree_pass, scores.roll(1, 0)).roll(-1, 0)
 
 
-def of_the_text_alone(text: Text, _: TreePass, scores: Tensor) -> Tensor:
+def of_the_text_alone(text: OutputText, _: TreePass, scores: Tensor) -> Tensor:
     return torch.stack([text.processing.one(text.ids, [], row) for row in scores])
 
 
-def of_none(_: Text, _pass: TreePass, scores: Tensor) -> Tensor:
+def of_none(_: OutputText, _pass: TreePass, scores: Tensor) -> Tensor:
     return scores
 
 

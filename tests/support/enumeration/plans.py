@@ -23,4 +23,4 @@ def tree_plan(costs: Costs, most: int) -> TreePlan:
 
 def tell(rule: StoppingRule, drafted: int, accepted: int) -> None:
     """The round is over."""
-    rule.saw(Chain([0] * drafted, [NO_SCORES] * drafted), range(accepted))
+    rule.record_outcome(Chain([0] * drafted, [NO_SCORES] * drafted), range(accepted))

@@ -56,7 +56,7 @@ class Simulation:
             growth = Growth(draft, how, root=0, max_depth=12)
             if rule is None:
                 grow_by_level(growth, budget, pace)
-            elif rule.starts(unread=1):
+            elif rule.should_draft(unread=1):
                 rule.grow(growth)
             self._finish(growth.tree, draft, rule)
 
@@ -66,7 +66,7 @@ class Simulation:
             draft, rule = RandomDraft(self.kind, seed, vocab=100), plan.rule(DraftProbability())
             tokens, scores = list[int](), list[torch.Tensor]()
             plan.follow(0)
-            while (rule.starts(1) if not tokens else True) and len(tokens) < plan.most:
+            while (rule.should_draft(1) if not tokens else True) and len(tokens) < plan.most:
                 scores.append(draft.at(tuple(tokens)))
                 q = scores[-1].softmax(-1)
                 tokens.append(int(q.argmax()) if self.greedy else int(q.multinomial(1)))
@@ -74,7 +74,7 @@ class Simulation:
                     break
             self._finish(tree := Chain(tokens, scores), draft, None)
             says = {node: self._says(draft, tree, node) for node in range(len(tokens))}
-            rule.saw(tree, self._accepted(tree, says))
+            rule.record_outcome(tree, self._accepted(tree, says))
 
     def _finish(self, tree: DraftTree, draft: RandomDraft, rule: TreePlan | None) -> None:
         further = self.costs.branch * (len(tree.scores) - tree.passes)
@@ -87,7 +87,7 @@ class Simulation:
         self.tokens += sum(chances)
         self.drafted.append(len(tree))
         if rule is not None:
-            rule.saw(tree, self._accepted(tree, says))
+            rule.record_outcome(tree, self._accepted(tree, says))
 
     def _says(self, draft: RandomDraft, tree: DraftTree, node: int) -> torch.Tensor:
         return (draft.at(tuple(tree.path(node))) / self.temperature).softmax(-1)

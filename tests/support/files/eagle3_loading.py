@@ -46,6 +46,6 @@ def drafted(assistant: SpecDecPPAssistant, target: Any) -> Tensor:
     """Logits of its draft after a text, and after two candidates."""
     drafter = assistant.ready_drafter()
     session = DraftSession(drafter, 48)
-    session.begin_round(PROMPT[:, 1:], 0, states_of(target, drafter, PROMPT)[:, :-1])
-    found = [session.step([torch.tensor(each) for each in [3, 17][:step]])[0].clone() for step in range(3)]
+    session.read_verified(PROMPT[:, 1:], 0, states_of(target, drafter, PROMPT)[:, :-1])
+    found = [session.propose_next([torch.tensor(each) for each in [3, 17][:step]])[0].clone() for step in range(3)]
     return torch.stack(found)

@@ -101,7 +101,7 @@ VARIANTS = {
 
 
 def read_by(target: CausalLM, text: Tensor) -> Any:
-    """What a target has read of a text `[1, n]` before a round: all but its last token (`SharedText`)."""
+    """What a target has read of a text `[1, n]` before a round: all but its last token (`SharedContext`)."""
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
         target(text[:, :-1], use_cache=True, **{cache_argument(target): cache})
@@ -112,7 +112,7 @@ def begun(draft: Any, target: CausalLM, text: Tensor) -> Any:
     """A draft's side of a text, in the round after it, in which all is read anew."""
     session = draft.session(VOCAB)
     with TargetStates(target, draft.reads) as caught:
-        session.share(read_by(target, text))
-        states: Any = caught.take()
-    session.begin_round(text, 0, states)
+        session.bind_cache(read_by(target, text))
+        states: Any = caught.states_of()
+    session.read_verified(text, 0, states)
     return session

@@ -1,21 +1,21 @@
 """A small kind of draft that is not a model of its own. It shows what the interface asks.
 
 `BlockDraft` gives the distributions of several places with one pass of a tiny model, and knows no more of a generation
-than its `Reading`."""
+than its `DraftingSession`."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_specdecpp.drafting.draft import Draft, Reading
+from hf_specdecpp.drafting.draft import Draft, DraftingSession
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.tree import DraftTree
 
 BLOCK, HIDDEN_SIZE, IMPOSSIBLE = 3, 4, float("-inf")
 
 
-class TextReading(Reading):
+class TextReading(DraftingSession):
     """Keeps the text. `rows` is filled when a round first asks, with one pass at most.
 
     `text`: all tokens that were emitted, as a list. `rows`: logits `[vocab_size]` of the places of this round: of the
@@ -32,11 +32,11 @@ class TextReading(Reading):
     def length(self) -> int:
         return len(self.text)
 
-    def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         self.text += new_tokens[0].tolist()
         self.unread, self.passes, self.rows = 1, 0, None
 
-    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
         rows = self._rows()
         if len(candidates) == len(rows):
             return None
@@ -49,7 +49,7 @@ class TextReading(Reading):
         found = [rows[depth] if depth < len(rows) else nothing for depth in depths]
         return torch.stack(found), torch.zeros(len(nodes), HIDDEN_SIZE)
 
-    def keep(self, path: list[int]) -> None:
+    def commit_path(self, path: list[int]) -> None:
         """What was accepted comes with the next round."""
 
     def _rows(self) -> list[Tensor]:
@@ -73,7 +73,7 @@ class BlockDraft(Draft):
     def __init__(self, model: CausalLM, sharpness: float = 1.0) -> None:
         self.model, self.sharpness = model, sharpness
 
-    def session(self, vocab_size: int) -> Reading:
+    def session(self, vocab_size: int) -> DraftingSession:
         return TextReading(self, vocab_size)
 
     def describe(self) -> dict[str, Any]:

@@ -44,6 +44,6 @@ def states_of(target: CausalLM, draft: Any, text: Tensor) -> Tensor:
     """What a draft, or a reader of states, reads of a target along a text, `[batch, n, width]`."""
     with TargetStates(target, draft if isinstance(draft, StateReader) else draft.reads) as caught:
         target(text)
-        states = caught.take()
+        states = caught.states_of()
     assert states is not None
     return states

@@ -145,7 +145,7 @@ def random_layer(target: CausalLM, reads: Sequence[int] = (0, 1), vocab: Tensor 
         texts, noise = torch.randint(1, config.vocab_size, (40, 50)).to(device), 0.05 * torch.randn(size, size)
     with TargetStates(target, catching) as caught:
         target(texts)
-        states: Any = caught.take()
+        states: Any = caught.states_of()
     read, last = states.cpu().float().split((len(reads) * size, size), -1)
     layer: tuple[Any, Any] = model.get_submodule("decoder.layers.0"), model.get_submodule("reader.fc")
     first, fc = layer
@@ -217,14 +217,14 @@ class Rounds:
         from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 
         self.outcomes: list[tuple[int, int]] = []
-        told = SpecDecPPCandidateGenerator.saw
+        told = SpecDecPPCandidateGenerator.record_outcome
 
         def saw(generator: Any, tree: Any, path: list[int], length: int) -> None:
-            if isinstance(tree, Chain) and not generator.rests:
+            if isinstance(tree, Chain) and not generator.is_paused:
                 self.outcomes.append((len(tree), len(path)))
             told(generator, tree, path, length)
 
-        monkeypatch.setattr(SpecDecPPCandidateGenerator, "saw", saw)
+        monkeypatch.setattr(SpecDecPPCandidateGenerator, "record_outcome", saw)
 
     def assert_all_kinds(self) -> None:
         """Rounds with no, with some and with all candidates accepted must have occurred."""

@@ -23,7 +23,7 @@ class Ear:
         monkeypatch.setattr(draft, "session", lambda vocab_size: self._heard(self.session(vocab_size)))
 
     def _heard(self, reading: Any) -> Any:
-        begin_round, step, expand = reading.begin_round, reading.step, reading.expand
+        begin_round, step, expand = reading.read_verified, reading.propose_next, reading.expand
         text = [torch.empty(1, 0, dtype=torch.long)]
 
         def begin(new_tokens: Tensor, *more: Any, **named: Any) -> None:
@@ -42,7 +42,7 @@ class Ear:
                 self.rounds.append((text[0], found[0][0].clone()))
             return found
 
-        reading.begin_round, reading.step, reading.expand = begin, take_step, look
+        reading.read_verified, reading.propose_next, reading.expand = begin, take_step, look
         return reading
 
     def check(self, target: CausalLM, first: int = 0) -> None:
@@ -60,13 +60,13 @@ class Ear:
         """The logits after a text that begins after its padding."""
         session = self.session(vocab_size)
         if self.draft.reads is None:
-            session.begin_round(text, 0)
+            session.read_verified(text, 0)
         else:
             with TargetStates(target, self.draft.reads) as caught:
-                session.share(read_by(target, text))
-                states: Any = caught.take()
-            session.begin_round(text, 0, states[:, first:])
-        found = session.step([])
+                session.bind_cache(read_by(target, text))
+                states: Any = caught.states_of()
+            session.read_verified(text, 0, states[:, first:])
+        found = session.propose_next([])
         assert found is not None
         return found[0]
 

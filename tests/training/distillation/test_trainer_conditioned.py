@@ -214,7 +214,7 @@ def blocks_accepted(assistant: SpecDecPPAssistant, target: CausalLM, work: Path)
             q = []
             for number in range(places):
                 session = draft.session(VOCAB_SIZE)
-                session.begin_round(ids[:, : place - number + 1], 0, states[:, : place - number])
+                session.read_verified(ids[:, : place - number + 1], 0, states[:, : place - number])
                 q.append(session._block()[0][number].softmax(-1))
             chances.append([float(torch.minimum(p[place], each).sum()) for each in q])
     return torch.tensor(chances).mean(0).tolist()
