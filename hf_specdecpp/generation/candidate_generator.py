@@ -244,7 +244,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         self.stats.decided["products"] = self._described()
         if self.plan is not None and self.times is not None:
             try:
-                self.plan.follow(self.times)
+                self.plan.end_text(self.times)
             except Exception as error:  # noqa: BLE001
                 logger.warning(f"Nothing was learned of what the rounds of this text cost: {error!r}.")
 

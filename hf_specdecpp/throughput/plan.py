@@ -122,7 +122,7 @@ class Plan:
         """The number of candidates that the next round has to see what that costs; `None` where the rule decides."""
         return self.trials.pop(0) if self.trials else None
 
-    def follow(self, times: RoundTimes) -> None:
+    def end_text(self, times: RoundTimes) -> None:
         """Let the costs follow the rounds of a text that is over."""
         was_assumed = self.known.is_assumed
         self._confirmed |= dict.fromkeys(self.known.follow(times), self._texts)

@@ -64,7 +64,7 @@ class Machine:
             times.end(length, len(chances) + 1)
             tell(rule, len(chances), accepted)
             tokens += 1.0 + float(np.cumprod(chances).sum())
-        self.plan.follow(times)
+        self.plan.end_text(times)
         return tokens / (self.now - begin)
 
     def _drafted(self, rule: Throughput) -> Iterator[float]:
