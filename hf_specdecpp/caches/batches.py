@@ -81,7 +81,7 @@ class BatchContext(CachedContext[Tensor]):
         self._set(valid[:, :width])
 
     def roll_back(self) -> None:
-        """As in `CachedContext`: what was read without a `note`."""
+        """As in `CachedContext`: takes back passes without `record_pass`."""
         roll_back(self.cache, self.valid.shape[1])
 
     def select(self, places: Sequence[int]) -> None:

@@ -1,4 +1,5 @@
-"""Recurrent states, which cannot drop tokens: copies to go back to (`RollbackPoint`), and which models go on from there."""
+"""Recurrent states, which cannot drop tokens: copies that a cache is rolled back to (`RollbackPoint`), and
+which models continue from there."""
 
 from __future__ import annotations
 

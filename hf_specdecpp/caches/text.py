@@ -1,4 +1,5 @@
-"""A text as a model has read it, in a cache of transformers (`CachedContext`): what is read next is kept, or taken back.
+"""A text as a model has read it, in a cache of transformers (`CachedContext`): tokens that are read next are committed
+or rolled back.
 
 Keys and values are taken back by dropping rows, recurrent states by a copy of them. Of a token tree the rows of one
 path are kept.
@@ -47,11 +48,11 @@ class CachedContext(ABC, Generic[Count]):
 
     @abstractmethod
     def commit(self, count: Count, of: Count, path: PathRows | None = None) -> None:
-        """Keep the first `count` of the `of` tokens that were read since `begin`, or those of a path among them."""
+        """Keep the first `count` of the `of` tokens that were read since `begin_round`, or those of a path among them."""
 
     @abstractmethod
     def roll_back(self) -> None:
-        """Take back all that was read since `begin` or `keep`, wherever a pass was interrupted."""
+        """Take back all that was read since `begin_round` or `commit`, wherever a pass was interrupted."""
 
 
 class GrowingContext(CachedContext[int]):

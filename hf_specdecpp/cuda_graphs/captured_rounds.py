@@ -77,7 +77,7 @@ class CapturedRounds:
 
     def begin_texts(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
         """The rounds that follow are of other texts `[texts, length]`, as processors see them, whose last tokens the
-        target has not read; the rest is as `CapturedDraft.begin` takes it."""
+        target has not read; the rest is as `CapturedDraft.begin_texts` takes it."""
         self.graphs.begin_text()
         self.token.copy_(texts[:, -1:])
         self._text, self._has_begun, self._active = texts, False, list(range(len(texts)))
@@ -98,7 +98,7 @@ class CapturedRounds:
         self._launch_draft(shape, rules)
 
     def verify(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> list[Report]:
-        """Launch the target's pass and its acceptance: the report of each text that goes on, in the order of `keep`.
+        """Launch the target's pass and its acceptance: the report of each text that goes on, in the order of `continue_with`.
         `process`: what processors of the target do that the `rules` leave out."""
         self._launch_target(shape, rules, process)
         self._has_begun = True

@@ -134,8 +134,8 @@ class ChainDrafting:
     for_trees = branches = makes_chains = False
 
     def __init__(
-        self, session: DraftingSession, processing: Processing, randomness: Randomness | None, eos_token_ids: frozenset[int],
-        rule: StoppingRule,
+        self, session: DraftingSession, processing: Processing, randomness: Randomness | None,
+        eos_token_ids: frozenset[int], rule: StoppingRule,
     ) -> None:  # fmt: skip
         self.session, self.processing, self.randomness = session, processing, randomness
         self.eos_token_ids, self.rule = eos_token_ids, rule

@@ -332,7 +332,7 @@ class DraftSession(ModelSession):
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """As in `DraftingSession`: the root with all that is pending, of which it is the last; then nodes below fed ones."""
+        """As in `DraftingSession`: the root after all pending tokens, and later nodes whose parents were read."""
         if nodes == [0]:
             self._lineage = Lineage()
             self._lineage.feed(tree, nodes)
@@ -355,7 +355,7 @@ class DraftSession(ModelSession):
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def commit_path(self, path: list[int]) -> None:
-        """As in `DraftingSession`: of the accepted nodes those stay that were fed, or the root alone if they are read again.
+        """As in `DraftingSession`: accepted nodes that were read stay in the cache, or the root alone.
 
         On an accelerator they are: a pass over a few tokens more takes no longer there, and their rows would have to
         be uploaded.

@@ -111,7 +111,7 @@ class TargetSide(RoundTarget):
     that drafts read, what passes take and on which products they run, and what `generate()` returns."""
 
     foreign: ForeignPasses | None = None  # where passes run code of others
-    took: tuple[int, float, float] | None = None  # by the latest pass: as `PassTimes.note` takes them
+    took: tuple[int, float, float] | None = None  # by the latest pass: as `PassTimes.record_pass` takes them
 
     def __init__(self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig) -> None:
         self.model, self.config, self.device = model, config, input_device(model)

@@ -1,4 +1,4 @@
-"""Which shape captured rounds have: few of them, each captured by itself. `next` chooses, by what `note` is told."""
+"""Which shape captured rounds have: few of them, each captured by itself. `choose_shape` chooses by the rounds that `record_round` has got."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The exact distribution of rounds of drafts that are not models a step: blocks and lookups, in chains and trees.
 
-Their candidates come through the real interface (`Draft`, `DraftingSession`): from tables in the place of models, and from a
-real DFlash block beside a real target, both tiny. Its processors depend on the path, so that q of a place is another
+Their candidates come through the real interface (`Draft`, `DraftingSession`): from tables instead of models, and from
+a real DFlash block beside a real target, both tiny. Its processors depend on the path, so that q of a place is another
 one after each path. Mutants: the marginals of a place told as those of another, q without the processors that it was
 drawn with or with those of another path, and a point mass that is taken for less than certain.
 

@@ -2,7 +2,7 @@
 `InStep` is the loop for processors that are asked about all rows at once.
 
 A row that ends leaves the batch and is padded. Where no id ends texts, plain `generate()` goes on in such a row until
-all rows have ended, and so do we (`stays`).
+all rows have ended, and so do we (`are_unfinished`).
 """
 
 from __future__ import annotations
