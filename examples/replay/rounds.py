@@ -62,10 +62,10 @@ class Rereading:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.session, name)
 
-    def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None) -> None:  # noqa: ARG002
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None) -> None:  # noqa: ARG002
         self.session.read_verified(new_tokens, 0, states)
 
-    def keep(self, path: list[int]) -> None:  # noqa: ARG002
+    def commit_path(self, path: list[int]) -> None:  # noqa: ARG002
         self.session.commit_path([])
 
 

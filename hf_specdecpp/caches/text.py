@@ -48,7 +48,7 @@ class CachedContext(ABC, Generic[Count]):
 
     @abstractmethod
     def commit(self, count: Count, of: Count, path: PathRows | None = None) -> None:
-        """Keep the first `count` of the `of` tokens that were read since `begin_round`, or those of a path among them."""
+        """Keep the first `count` of the `of` tokens read since `begin_round`, or the tokens of a path among them."""
 
     @abstractmethod
     def roll_back(self) -> None:

@@ -1,5 +1,5 @@
-"""The target's side of one text (`SingleTarget`), and the text in its cache (`TargetContext`), which makes the arguments
-of a pass over candidates and commits the accepted tokens."""
+"""The target's side of one text (`SingleTarget`), and the text in its cache (`TargetContext`): makes the arguments of a
+pass over candidates, and commits the accepted tokens."""
 
 from __future__ import annotations
 

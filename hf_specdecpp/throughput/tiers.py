@@ -1,4 +1,5 @@
-"""Which shape captured rounds have: few of them, each captured by itself. `choose_shape` chooses by the rounds that `record_round` has got."""
+"""The shape of captured rounds: one of a few, each captured by itself. `choose_shape` chooses it by the rounds that
+`record_round` was given."""
 
 from __future__ import annotations
 

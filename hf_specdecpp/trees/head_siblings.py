@@ -52,7 +52,7 @@ class HeadJudgedSiblings:
         self.judged: list[list[tuple[int, float]]] = [[] for _ in depths]
         self.taken = [0] * len(depths)
 
-    def next(self, row: int) -> tuple[int, float] | None:
+    def draw_next(self, row: int) -> tuple[int, float] | None:
         place = self.taken[row]
         if place == len(self.judged[row]):
             self._judge(range(len(self.judged)) if place == 0 else range(row, row + 1))

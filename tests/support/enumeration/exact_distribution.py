@@ -76,7 +76,7 @@ class ReplayedSiblings:
     def __init__(self, replay: Replay, q: Tensor) -> None:
         self.replay, self.q, self.left = replay, q, q.clone()
 
-    def next(self, row: int) -> tuple[int, float] | None:
+    def draw_next(self, row: int) -> tuple[int, float] | None:
         if float(self.left[row].sum()) == 0.0:
             return None
         token = int(self.replay.categorical(self.left[row]))
