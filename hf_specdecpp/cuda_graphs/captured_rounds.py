@@ -98,7 +98,7 @@ class CapturedRounds:
         self._launch_draft(shape, rules)
 
     def verify(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> list[Report]:
-        """Launch the target's pass and its acceptance: the report of each unfinished text, in the order of `continue_with`.
+        """Launch the target's pass and verification: the report of each unfinished text, in the order of `continue_with`.
         `process`: what processors of the target do that the `rules` leave out."""
         self._launch_target(shape, rules, process)
         self._has_begun = True

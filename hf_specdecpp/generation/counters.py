@@ -118,7 +118,7 @@ class Counters:
     decided: dict[str, str] = field(default_factory=dict, compare=False, metadata={OF_TWO: or_})
     has_products: bool = field(default=True, metadata={OF_TWO: max})
 
-    def count_round(self, tree: DraftTree, path: list[int]) -> None:
+    def record_outcome(self, tree: DraftTree, path: list[int]) -> None:
         """Count one verified round; `path`: the accepted nodes."""
         candidates, widths = len(tree), tree.widths
         self.rounds += 1

@@ -205,7 +205,7 @@ def test_states_that_do_not_go_back_are_noticed(monkeypatch: pytest.MonkeyPatch)
         self.recurrent, self.copies = [], []
         back(self)
 
-    assert changes_texts(monkeypatch, RollbackPoint, "back", only_rows)
+    assert changes_texts(monkeypatch, RollbackPoint, "roll_back", only_rows)
 
 
 @pytest.mark.takes(2)
@@ -216,7 +216,7 @@ def test_tokens_that_are_not_read_again_are_noticed(monkeypatch: pytest.MonkeyPa
         keep(self, count, of, path)
         self.pending = max(self.pending - 1, 0)
 
-    assert changes_texts(monkeypatch, GrowingContext, "keep", forgets)
+    assert changes_texts(monkeypatch, GrowingContext, "commit", forgets)
 
 
 def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from hf_specdecpp.trees.tree import Chain, DraftTree
 
 def count(stats: SpeculationStats, drafted: int, accepted: int) -> None:
     """A round of a chain."""
-    stats.count_round(Chain([1] * drafted, [torch.empty(0)] * drafted), list(range(1, accepted + 1)))
+    stats.record_outcome(Chain([1] * drafted, [torch.empty(0)] * drafted), list(range(1, accepted + 1)))
 
 
 def made(**values: object) -> SpeculationStats:
@@ -280,8 +280,8 @@ def test_the_tree_that_is_shown_branches_most(trees: list[tuple[int, ...]], show
     """In one call, and of several."""
     stats, calls = SpeculationStats(), [SpeculationStats() for _ in trees]
     for each, call in zip(trees, calls, strict=True):
-        stats.count_round(tree_of(*each), [])
-        call.count_round(tree_of(*each), [])
+        stats.record_outcome(tree_of(*each), [])
+        call.record_outcome(tree_of(*each), [])
     total = sum(calls[1:], calls[0])
     for found in (stats, total):
         assert found.branched_tree is not None

@@ -89,7 +89,7 @@ def test_special_tokens_are_never_proposed() -> None:
     proposed: list[int] = []
 
     with pytest.MonkeyPatch.context() as patch:
-        heard(patch, LookingUp, "take", lambda self, count: proposed.extend(self.found.tokens[:count]))
+        heard(patch, LookingUp, "first_candidates", lambda self, count: proposed.extend(self.found.tokens[:count]))
         ours = generate(target, assistant)
     assert torch.equal(ours, generate(target))
     assert proposed

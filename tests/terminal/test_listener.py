@@ -33,7 +33,12 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many candidates each round accepted, as the generator itself is told."""
     counts: list[int] = []
 
-    heard(monkeypatch, SpecDecPPCandidateGenerator, "saw", lambda _, tree, path, *rest: counts.append(len(path)))
+    heard(
+        monkeypatch,
+        SpecDecPPCandidateGenerator,
+        "record_outcome",
+        lambda _, tree, path, *rest: counts.append(len(path)),
+    )
     return counts
 
 

@@ -155,7 +155,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             seen.append("states")
         return found
 
-    heard(monkeypatch, ModelSession, "begin_round", lambda *_: seen.append("read"))
+    heard(monkeypatch, ModelSession, "read_verified", lambda *_: seen.append("read"))
     monkeypatch.setattr(TargetStates, "states_of", taken)
     return seen
 

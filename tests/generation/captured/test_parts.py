@@ -458,7 +458,7 @@ def first_candidates(target: CausalLM, assistant: SpecDecPPAssistant) -> dict[in
             found[length] = tree.tokens[1]
 
     with pytest.MonkeyPatch.context() as patch:
-        heard(patch, SpecDecPPCandidateGenerator, "saw", note)
+        heard(patch, SpecDecPPCandidateGenerator, "record_outcome", note)
         assert torch.equal(generate(target, assistant, max_new_tokens=60), generate(target, None, max_new_tokens=60))
     return found
 

@@ -336,7 +336,7 @@ def test_another_rows_count_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         for each, own in zip(rounds, emitted, strict=True):
             each.emitted = own
 
-    assert wrong(monkeypatch, "keep", swapped)
+    assert wrong(monkeypatch, "commit", swapped)
 
 
 def test_rows_that_share_random_numbers_are_noticed(enumerate_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:

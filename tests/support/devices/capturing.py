@@ -64,7 +64,7 @@ class Drawn(Rounds):
     def __init__(self, monkeypatch: Any) -> None:
         super().__init__(monkeypatch)
         self.trees: list[Any] = []
-        heard(monkeypatch, SpecDecPPCandidateGenerator, "saw", self.note)
+        heard(monkeypatch, SpecDecPPCandidateGenerator, "record_outcome", self.note)
 
     def note(self, _: Any, tree: DraftTree, path: list[int], length: int) -> None:
         if not isinstance(tree, Chain):
