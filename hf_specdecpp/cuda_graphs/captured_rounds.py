@@ -98,8 +98,8 @@ class CapturedRounds:
         self._launch_draft(shape, rules)
 
     def verify(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> list[Report]:
-        """Launch the target's pass and verification: the report of each unfinished text, in the order of `continue_with`.
-        `process`: what processors of the target do that the `rules` leave out."""
+        """Launch the target's pass and the verification. Returns a report of each unfinished text, ordered as in
+        `continue_with`. `process`: processors of the target that the `rules` leave out."""
         self._launch_target(shape, rules, process)
         self._has_begun = True
         rows = self._read_report()

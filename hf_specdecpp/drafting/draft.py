@@ -130,7 +130,7 @@ class Draft:
         max_length: tokens of the longest text that it can read.
         cannot: what this draft cannot do, with the reason: `"trees"`, `"batches"`.
         agreement: how often it guesses what its target says, if that is known already (`drafts.acceptance.agreement`).
-        shares_cache: whether its sessions read the target's own cache (`DraftingSession.share`).
+        shares_cache: whether its sessions read the target's own cache (`DraftingSession.bind_cache`).
         captured: what captured rounds were made of, and the copy of this draft that drafts in them, if one can.
     """
 
