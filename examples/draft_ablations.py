@@ -26,8 +26,8 @@ from torch.nn import functional
 from transformers import AutoConfig, DynamicCache
 
 from hf_specdecpp.caches.masks import as_mask
+from hf_specdecpp.draft_kinds.conditioned import Fusion
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.files import read_json
 from hf_specdecpp.models.causal_lm import cache_among
 from hf_specdecpp.models.target_states import TargetStates

@@ -22,8 +22,8 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.figures import median_of_ratios
+from hf_specdecpp.sampling.ngram_corrections import MixedProcessing, NgramCorrections, contexts_of
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.successors import MixedProcessing, NgramCorrections, contexts_of
 from hf_specdecpp.texts.prompts import read_prompts
 
 MODES = {"greedy": {"do_sample": False}, "T = 1": {"do_sample": True, "temperature": 1.0, "top_k": 0}}

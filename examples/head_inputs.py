@@ -27,9 +27,16 @@ from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.estimation.metrics import auc, binary_kl
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.chains import MAX_TOKENS, STARTS, BranchingText, Recorder, head_estimates, target_states
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.evaluation import rule_curves, survivals, time_per_token
+from hf_specdecpp.training.recorded_chains import (
+    MAX_TOKENS,
+    STARTS,
+    BranchingText,
+    Recorder,
+    head_estimates,
+    target_states,
+)
 from hf_specdecpp.training.rollouts import sets_to_evaluate
 
 LAST = 8  # earlier tokens that are used as inputs

@@ -12,7 +12,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
-from hf_specdecpp.lookup.text import LookupRates, TextLookup, TextRates, TokenIndex
+from hf_specdecpp.lookup.token_index import LookupRates, TextLookup, TextRates, TokenIndex
 
 LENGTHS = (1_000, 8_000, 50_000)
 ROUNDS, ROUNDS_TIMED = 500, 100  # the fastest hundred count

@@ -16,7 +16,7 @@ from hf_specdecpp.version import __version__
 if TYPE_CHECKING:
     from hf_specdecpp.assistant import SpecDecPPAssistant
     from hf_specdecpp.choosing import assist
-    from hf_specdecpp.config.assistant import SpecDecPPConfig
+    from hf_specdecpp.config.assistant_config import SpecDecPPConfig
     from hf_specdecpp.config.speculation import SpeculationConfig
     from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
     from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_specdecpp.assistant_model import AssistantModel
-from hf_specdecpp.config.assistant import SpecDecPPConfig, special_tokens
-from hf_specdecpp.config.checks import check_options, check_values
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig, special_tokens
 from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.config.value_checks import check_options, check_values
+from hf_specdecpp.draft_kinds.conditioned import Fusion
+from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Loading, Parts
+from hf_specdecpp.draft_kinds.known import CONDITIONED, EARLY_EXIT, INDEPENDENT, kind_of, ready_made
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.draft_kind import DraftKind, Loading, Parts
-from hf_specdecpp.drafts.known import CONDITIONED, EARLY_EXIT, INDEPENDENT, kind_of, ready_made
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import publishing

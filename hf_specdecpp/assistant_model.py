@@ -14,19 +14,19 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.utils import logging
 
-from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.checks import check_values
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
-from hf_specdecpp.drafting.checks import check_head
+from hf_specdecpp.config.value_checks import check_values
+from hf_specdecpp.draft_kinds import acceptance
+from hf_specdecpp.draft_kinds.draft_kind import Loading, Parts, PublishedKind
+from hf_specdecpp.draft_kinds.known import describe, draft_name, kind_of
 from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafting.draft_checks import check_head
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts import acceptance
-from hf_specdecpp.drafts.draft_kind import Loading, Parts, PublishedKind
-from hf_specdecpp.drafts.known import describe, draft_name, kind_of
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.captured.rehearsal import warm_up
-from hf_specdecpp.generation.doors import attached
+from hf_specdecpp.generation.captured.warm_up import warm_up
+from hf_specdecpp.generation.entry import attached
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.models import causal_lm

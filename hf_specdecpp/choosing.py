@@ -11,12 +11,12 @@ from transformers.utils import logging
 
 from hf_specdecpp.assistant import LoadingOptions, Options, SpecDecPPAssistant
 from hf_specdecpp.cli_options import DraftChoice
-from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.checks import check_values, did_you_mean, hints_of
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.draft_kind import Loading, Parts, raw_config
-from hf_specdecpp.drafts.known import BY_NAME, LOOKUP, MTP, multi_token_layers, recognise
-from hf_specdecpp.generation.doors import attached
+from hf_specdecpp.config.value_checks import check_values, did_you_mean, hints_of
+from hf_specdecpp.draft_kinds.draft_kind import Loading, Parts, raw_config
+from hf_specdecpp.draft_kinds.known import BY_NAME, LOOKUP, MTP, multi_token_layers, recognise
+from hf_specdecpp.generation.entry import attached
 from hf_specdecpp.hub.published import advice
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -264,7 +264,7 @@ def _show(report: Report, console: Console) -> None:
 
 
 def _facts(report: Report) -> dict[str, str]:
-    from hf_specdecpp.drafts.known import describe
+    from hf_specdecpp.draft_kinds.known import describe
 
     config = report.config
     if config is None:

@@ -65,7 +65,7 @@ def register() -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from hf_specdecpp.assistant import SpecDecPPAssistant
-    from hf_specdecpp.config.assistant import SpecDecPPConfig
+    from hf_specdecpp.config.assistant_config import SpecDecPPConfig
     from hf_specdecpp.hub.repository import DraftTokenizer
 
     AutoConfig.register(MODEL_TYPE, SpecDecPPConfig, exist_ok=True)

@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import GenerationConfig
 
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model
 

@@ -102,7 +102,7 @@ def test_checkers_and_the_interpreter_see_the_same_names() -> None:
 
 # --- transformers knows us, though nothing of ours has been imported yet ---
 
-CONFIG, ASSISTANT = "hf_specdecpp.config.assistant.SpecDecPPConfig", "hf_specdecpp.assistant.SpecDecPPAssistant"
+CONFIG, ASSISTANT = "hf_specdecpp.config.assistant_config.SpecDecPPConfig", "hf_specdecpp.assistant.SpecDecPPAssistant"
 DOORS = {
     "transformers.AutoConfig.from_pretrained(head)": CONFIG,
     "transformers.AutoConfig.for_model('specdecpp', target_id='x')": CONFIG,

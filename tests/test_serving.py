@@ -12,7 +12,7 @@ from support.targets.families import model_of
 from support.targets.models import prompt, tiny
 from support.targets.zoo import tiny_of
 
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model

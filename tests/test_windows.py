@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 from hf_specdecpp import figures, files
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.benchmark import loading
+from hf_specdecpp.benchmark import questions
 from hf_specdecpp.cli import _Commands, app
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.files import Repository, Weights, save_tensors, save_text
@@ -39,7 +39,7 @@ from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.texts.prompts import Prompt
-from hf_specdecpp.training import chains, features
+from hf_specdecpp.training import features, recorded_chains
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig
 from hf_specdecpp.training.distillation import distill as distillation
@@ -128,10 +128,10 @@ def test_what_is_exported_and_converted(tmp_path: Path) -> None:
 
 def test_pictures_are_named_after_data_sets_with_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codec = Mock(encode_all=lambda prompts: [Mock(prompt=each, input_ids=[1]) for each in prompts])
-    monkeypatch.setattr(loading.Codec, "from_pretrained", lambda _: codec)
-    monkeypatch.setattr(loading, "read_prompts", lambda source: [Prompt("1", source, [])])
+    monkeypatch.setattr(questions.Codec, "from_pretrained", lambda _: codec)
+    monkeypatch.setattr(questions, "read_prompts", lambda source: [Prompt("1", source, [])])
     config = BenchmarkConfig(target="org/target", data=["org/set:train", "org/set:test"])
-    names = [question.set for question in loading._questions(config)]
+    names = [question.set for question in questions._questions(config)]
     with windows() as refused:
         for name in names:
             figures.save(figures.new_figure(1, 1)[0], tmp_path / f"pareto-{name}-0.png")
@@ -167,8 +167,8 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.mark.slow
 def test_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains, "STARTS", 2)
-    monkeypatch.setattr(chains, "MAX_TOKENS", 4)
+    monkeypatch.setattr(recorded_chains, "STARTS", 2)
+    monkeypatch.setattr(recorded_chains, "MAX_TOKENS", 4)
     target = save_chat_model(tmp_path / "target")
     data, settings, out = tmp_path / "prompts.jsonl", tmp_path / "settings.yaml", tmp_path / "out"
     save_text("".join(f'{{"prompt": "w{i} w{i + 3} w{7 + i}"}}\n' for i in range(1, 13)), data)

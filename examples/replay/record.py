@@ -36,7 +36,7 @@ from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.sampling.randomness import draw_rows, uniform
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training import chains as branches
+from hf_specdecpp.training import recorded_chains as branches
 
 MAX_TOKENS = 20  # candidates per round, the paper's maximum
 NODES_AT_ONCE = 1024  # candidates in one target pass

@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.benchmark.loading import Benchmark, RunLog
+from hf_specdecpp.benchmark.questions import Benchmark, RunLog
 from hf_specdecpp.benchmark.report import markdown_table, mode, ratio
 from hf_specdecpp.benchmark.summary import grouped
 from hf_specdecpp.drafting.draft_model import DraftModel
@@ -29,7 +29,7 @@ from hf_specdecpp.figures import ratio_of_sums
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.chains import BranchingText, target_states
+from hf_specdecpp.training.recorded_chains import BranchingText, target_states
 from hf_specdecpp.trees.tree import DraftTree, Lineage
 from hf_specdecpp.trees.verification import verify_tree_greedy
 

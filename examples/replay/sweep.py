@@ -20,7 +20,7 @@ from record import MAX_TOKENS, record
 from texts import Text, load, once, options, text_sets, write
 from transformers.utils import logging
 
-from hf_specdecpp.benchmark.loading import Benchmark, RunLog
+from hf_specdecpp.benchmark.questions import Benchmark, RunLog
 from hf_specdecpp.benchmark.report import markdown_table, mode
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig

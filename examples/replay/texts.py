@@ -21,7 +21,7 @@ import torch
 from transformers.utils import logging
 
 from hf_specdecpp.benchmark.live import answer, neutralise
-from hf_specdecpp.benchmark.loading import Benchmark, Question, RunLog, environment
+from hf_specdecpp.benchmark.questions import Benchmark, Question, RunLog, environment
 from hf_specdecpp.benchmark.report import notes
 from hf_specdecpp.cli_options import BenchmarkConfig, parse_names, parse_temperatures
 from hf_specdecpp.files import save_text

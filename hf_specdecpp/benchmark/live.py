@@ -19,7 +19,7 @@ from typing_extensions import Self
 
 from hf_specdecpp.benchmark import report
 from hf_specdecpp.benchmark.contestants import BASELINES, PLAIN, Contestant
-from hf_specdecpp.benchmark.loading import RESULTS, Benchmark, Question, RunLog, environment
+from hf_specdecpp.benchmark.questions import RESULTS, Benchmark, Question, RunLog, environment
 from hf_specdecpp.benchmark.summary import Row, busy_elsewhere, comparable, next_step, overall, speed_table, summarise
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.files import save_text

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_specdecpp.benchmark.contestants import PLAIN, SAME_PASSES
-from hf_specdecpp.benchmark.loading import RESULTS
+from hf_specdecpp.benchmark.questions import RESULTS
 from hf_specdecpp.benchmark.summary import FIRST, Row, best_of_families, busy_elsewhere, overall, too_close, verdict_of
 from hf_specdecpp.figures import COLOURS, new_figure, save
 from hf_specdecpp.files import save_text

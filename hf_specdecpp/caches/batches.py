@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_specdecpp.caches.cached_context import CachedContext, PathRows, roll_back
 from hf_specdecpp.caches.masks import row_masks
-from hf_specdecpp.caches.text import CachedContext, PathRows, roll_back
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 
 # Layers of models that share keys between layers hold nothing of their own (transformers 5.18 has no class for them).

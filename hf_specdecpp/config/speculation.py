@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from hf_specdecpp.config.checks import check_values, did_you_mean, hints_of, shown, with_checked_names
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.config.value_checks import check_values, did_you_mean, hints_of, shown, with_checked_names
 from hf_specdecpp.trees.shapes import Shape, make_shape, size
 from hf_specdecpp.trees.verification import Verification
 

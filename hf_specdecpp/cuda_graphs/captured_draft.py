@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_specdecpp.cuda_graphs.draft_steps import Level, RoundSteps, Window
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCaches, FixedContext
 from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.on_device import best_slots, count_until, exponential, race, remaining, slot_values
-from hf_specdecpp.cuda_graphs.room_cache import FixedCaches, FixedContext
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep, Estimator, lag_of
 from hf_specdecpp.sampling.processors import Processing

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_specdecpp.cuda_graphs.room_cache import FixedCache
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 
 
 class Window(NamedTuple):

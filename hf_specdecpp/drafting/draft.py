@@ -27,7 +27,7 @@ logger = logging.get_logger("hf_specdecpp")
 
 
 class SharedContext(Protocol):
-    """The tokens that the target has read but for the last, as drafts see them (`generation.target.TargetContext`)."""
+    """The tokens that the target has read but for the last (`generation.single_target.TargetContext`)."""
 
     @property
     def cache(self) -> Any:

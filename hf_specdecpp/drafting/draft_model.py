@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from hf_specdecpp.caches.cached_context import GrowingContext, PathRows
 from hf_specdecpp.caches.masks import tree_inputs
-from hf_specdecpp.caches.text import GrowingContext, PathRows
-from hf_specdecpp.drafting.checks import check_can_draft, check_draft_vocab, check_fusion, check_logits
 from hf_specdecpp.drafting.draft import DraftingSession
+from hf_specdecpp.drafting.draft_checks import check_can_draft, check_draft_vocab, check_fusion, check_logits
 from hf_specdecpp.models import causal_lm
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_embeddings
 from hf_specdecpp.models.quantised import is_quantised, rows_of, sizes_of

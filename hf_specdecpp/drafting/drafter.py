@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_specdecpp.caches.masks import inputs_in_place
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, at_last
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_room_layers, prepared, why_not_in_place
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
-from hf_specdecpp.cuda_graphs.room_cache import FixedCache, num_room_layers, prepared, why_not_in_place
 from hf_specdecpp.drafting.draft import Draft, DraftingSession
 from hf_specdecpp.drafting.draft_model import DraftModel, DraftSession
 from hf_specdecpp.drafting.rows import BatchSession, RowSession

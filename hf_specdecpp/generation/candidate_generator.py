@@ -30,7 +30,7 @@ from hf_specdecpp.sampling.randomness import AsPlain, TorchRandomness, TreeRando
 from hf_specdecpp.throughput.known_costs import Drafting as Drafted
 from hf_specdecpp.throughput.known_costs import RoundTimes
 from hf_specdecpp.throughput.plan import Plan
-from hf_specdecpp.throughput.trees import TreePlan
+from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees import growth
 from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation, SoftmaxBuffer, check_estimator
 from hf_specdecpp.trees.head_siblings import Level

@@ -23,7 +23,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.clocks import working_clock
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
-from hf_specdecpp.generation.text import OutputText, Round
+from hf_specdecpp.generation.output_text import OutputText, Round
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.foreign import ForeignPasses
 from hf_specdecpp.models.target_states import TargetStates

@@ -17,19 +17,19 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import MODES, AcceptanceRates, DraftProbability, Estimator, lag_of
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp
-from hf_specdecpp.lookup.text import TextLookup
+from hf_specdecpp.lookup.token_index import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_logits, num_processes
 from hf_specdecpp.models.cpu.faster_products import FasterProducts, large_layers
 from hf_specdecpp.models.cpu.products import ProductTimes, has_int8, int8_copy, measured_copy, product_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from hf_specdecpp.models.foreign import foreign_code
 from hf_specdecpp.models.loading import special_ids
+from hf_specdecpp.sampling.ngram_corrections import MixedProcessing, NgramCorrections
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.successors import MixedProcessing, NgramCorrections
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.plan import ChainPlan, Plan
-from hf_specdecpp.throughput.trees import TreePlan
+from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees.attention import check_trees, has_read_tree, refuse_tree
 from hf_specdecpp.trees.growth import check_estimator
 from hf_specdecpp.trees.shapes import Shape, best_shape

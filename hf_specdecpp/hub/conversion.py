@@ -15,10 +15,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hf_specdecpp import files
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.draft_kind import PublishedKind
-from hf_specdecpp.drafts.known import recognise
+from hf_specdecpp.draft_kinds.draft_kind import PublishedKind
+from hf_specdecpp.draft_kinds.known import recognise
 from hf_specdecpp.estimation.acceptance_head import MOST_BLOCKS, AcceptanceHead
 from hf_specdecpp.files import CHECKPOINT, PICKLE
 from hf_specdecpp.hub.repository import CONFIG, HEAD

@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.draft_kind import PublishedKind
-from hf_specdecpp.drafts.known import kind_of
+from hf_specdecpp.draft_kinds.draft_kind import PublishedKind
+from hf_specdecpp.draft_kinds.known import kind_of
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import load_config, load_parts
 from hf_specdecpp.serving import Destination, Exported

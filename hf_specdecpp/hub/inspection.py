@@ -14,11 +14,11 @@ from huggingface_hub import HfApi
 from torch import Tensor, nn
 
 from hf_specdecpp import files
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts import acceptance
-from hf_specdecpp.drafts.draft_kind import Loading, Parts, PublishedKind
-from hf_specdecpp.drafts.known import KINDS, kind_of
+from hf_specdecpp.draft_kinds import acceptance
+from hf_specdecpp.draft_kinds.draft_kind import Loading, Parts, PublishedKind
+from hf_specdecpp.draft_kinds.known import KINDS, kind_of
 from hf_specdecpp.files import CHECKPOINT, INDEX, SHARDS, Repository
 from hf_specdecpp.hub import repository
 from hf_specdecpp.hub.publishing import no_id

@@ -15,10 +15,10 @@ from typing import Any
 import transformers
 from huggingface_hub import CommitInfo, EvalResult, HfApi, ModelCard, ModelCardData
 
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.draft_kind import Parts
-from hf_specdecpp.drafts.known import describe, kind_of
+from hf_specdecpp.draft_kinds.draft_kind import Parts
+from hf_specdecpp.draft_kinds.known import describe, kind_of
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.ledger import Speed, effect
 from hf_specdecpp.files import Repository, read_json, save_tensors, save_text

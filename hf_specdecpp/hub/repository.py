@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.config.checks import check_arguments
-from hf_specdecpp.drafting.checks import check_draft_vocab
-from hf_specdecpp.drafts import known
-from hf_specdecpp.drafts.checkpoints import as_described, read_module
-from hf_specdecpp.drafts.draft_kind import DraftKind, Parts
-from hf_specdecpp.drafts.known import draft_name, kind_of, recognise
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp.config.value_checks import check_arguments
+from hf_specdecpp.draft_kinds import known
+from hf_specdecpp.draft_kinds.checkpoints import as_described, read_module
+from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Parts
+from hf_specdecpp.draft_kinds.known import draft_name, kind_of, recognise
+from hf_specdecpp.drafting.draft_checks import check_draft_vocab
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
 from hf_specdecpp.files import MOST_CONFIG_BYTES, Repository, load_strict, load_tensors, read_json
 from hf_specdecpp.models.adapters import ADAPTER_FILES

@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_specdecpp.config.costs import Costs, Floats
 from hf_specdecpp.estimation.ledger import LEAST_GAIN, RECENT, Ledger
-from hf_specdecpp.lookup.text import Continuation, LookupRates, TextLookup, TextRates
+from hf_specdecpp.lookup.token_index import Continuation, LookupRates, TextLookup, TextRates
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
 LEAST_SURVIVAL = 0.3  # of candidates that are looked up where nothing is known of costs

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import Cache
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.caches.text import num_rows
+from hf_specdecpp.caches.cached_context import num_rows
 from hf_specdecpp.choosing import as_told
 from hf_specdecpp.cli_options import ChatConfig, DraftChoice
-from hf_specdecpp.drafts.known import describe
+from hf_specdecpp.draft_kinds.known import describe
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among, input_device
 from hf_specdecpp.models.loading import load_model, load_tokenizer

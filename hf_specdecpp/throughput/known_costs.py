@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_specdecpp.caches.text import width_of
+from hf_specdecpp.caches.cached_context import width_of
 from hf_specdecpp.clocks import are_sensible, typical
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.draft import Draft

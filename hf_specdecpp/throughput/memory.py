@@ -22,14 +22,14 @@ from hf_specdecpp.estimation.estimators import (
     lag_of,
 )
 from hf_specdecpp.lookup.looking_up import Choice
-from hf_specdecpp.lookup.text import Answers, LookupRates
+from hf_specdecpp.lookup.token_index import Answers, LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.products import forget_product_times
-from hf_specdecpp.sampling.successors import NgramCorrections
+from hf_specdecpp.sampling.ngram_corrections import NgramCorrections
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds, costs_of, forget_costs
 from hf_specdecpp.throughput.pass_times import forget_pass_times
 from hf_specdecpp.throughput.plan import BatchPlan, ChainPlan, Plan
-from hf_specdecpp.throughput.trees import TreePlan
+from hf_specdecpp.throughput.tree_plan import TreePlan
 
 T = TypeVar("T")
 MOST_LEARNED = 16  # of a target; that of the way of sampling that was not used for the longest time goes

@@ -9,7 +9,7 @@ from statistics import median, median_low
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from hf_specdecpp.caches.text import text_in
+from hf_specdecpp.caches.cached_context import text_in
 from hf_specdecpp.clocks import working_clock
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.models.cpu.faster_products import FasterProducts

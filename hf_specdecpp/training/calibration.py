@@ -17,7 +17,7 @@ from hf_specdecpp.estimation.acceptance_head import Calibration
 from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.estimation.metrics import binary_kl, ece
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training import chains
+from hf_specdecpp.training import recorded_chains
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.models import HEAD, Trained, save_head
 from hf_specdecpp.training.trainers import save_json
@@ -36,8 +36,8 @@ def run(config: TrainingConfig) -> dict[str, object]:
         made.texts("heldout", sampling)  # raises now, and not after minutes
     # The last temperature of a mode wins where there are several: one calibration serves all sampled targets.
     for sampling in samplings:
-        rows = chains.record(made, "heldout", sampling)
-        log_odds = chains.head_estimates(head, rows, made.drafter)
+        rows = recorded_chains.record(made, "heldout", sampling)
+        log_odds = recorded_chains.head_estimates(head, rows, made.drafter)
         fitting = calibration_half(made, sampling, rows["text"])
         calibration = calibrate(log_odds[fitting], rows["label"][fitting], rows["index"][fitting])
         raw, label, index = log_odds[~fitting], rows["label"][~fitting], rows["index"][~fitting]

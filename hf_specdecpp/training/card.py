@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import transformers
 
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.known import describe
+from hf_specdecpp.draft_kinds.known import describe
 from hf_specdecpp.files import read_json, save_text
 from hf_specdecpp.hub.publishing import make_card, no_id, number, too_rarely_accepted
 from hf_specdecpp.hub.repository import CARD, CONFIG

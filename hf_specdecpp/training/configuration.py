@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 
 import yaml
 
-from hf_specdecpp.config.checks import check_types, did_you_mean, with_checked_names
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.draft_kind import DraftKind
-from hf_specdecpp.drafts.known import kind_to_train, ready_made
+from hf_specdecpp.config.value_checks import check_types, did_you_mean, with_checked_names
+from hf_specdecpp.draft_kinds.draft_kind import DraftKind
+from hf_specdecpp.draft_kinds.known import kind_to_train, ready_made
 from hf_specdecpp.provenance import public_name
 from hf_specdecpp.texts.sampling import Sampling
 

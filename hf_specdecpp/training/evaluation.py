@@ -15,7 +15,7 @@ from hf_specdecpp.estimation.metrics import auc
 from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, save
 from hf_specdecpp.provenance import device_name
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training import chains, features
+from hf_specdecpp.training import features, recorded_chains
 from hf_specdecpp.training.calibration import calibration_half, quality, survival
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.models import Trained
@@ -59,7 +59,7 @@ def acceptance_by_rank(made: Trained) -> dict[str, list[float]]:
 
 def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
     """One set at one temperature: report and picture."""
-    rows = chains.record(made, split, sampling)
+    rows = recorded_chains.record(made, split, sampling)
     if split == "heldout":
         measuring = ~calibration_half(made, sampling, rows["text"])
         rows = {name: values[measuring] for name, values in rows.items()}
@@ -83,7 +83,7 @@ def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
 def all_estimates(made: Trained, rows: dict[str, Tensor], greedy: bool) -> dict[str, Tensor]:
     """Acceptance probabilities `[n]` by the head and by the draft itself, in (0, 1)."""
     head = made.head.cpu()
-    log_odds = chains.head_estimates(head, rows, made.drafter)
+    log_odds = recorded_chains.head_estimates(head, rows, made.drafter)
     if (calibration := head.calibration.get(MODES[greedy])) is not None:
         log_odds = calibration.apply(log_odds, rows["index"])
     estimates = {"head": log_odds.sigmoid(), "draft probability": rows["scalars"][:, 0].exp()}

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Parts
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.draft_kind import DraftKind, Parts
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import check_finite, load_tensors, read_json, save_tensors
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, DRAFT_VOCAB, read_head

@@ -25,7 +25,7 @@ from hf_specdecpp.benchmark.contestants import (
     quick_contestants,
 )
 from hf_specdecpp.benchmark.live import Disturbance, LiveBenchmark, _watched, answer, mismatches, noted_passes
-from hf_specdecpp.benchmark.loading import RUNS, Benchmark, Question, RunLog, in_batches
+from hf_specdecpp.benchmark.questions import RUNS, Benchmark, Question, RunLog, in_batches
 from hf_specdecpp.benchmark.report import describe_mismatch
 from hf_specdecpp.benchmark.summary import comparable, summarise
 from hf_specdecpp.cli_options import BenchmarkConfig

@@ -11,7 +11,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import Contestant, all_contestants, choose, quick_contestants
 from hf_specdecpp.benchmark.summary import comparable, next_step, summarise, verdict_of
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.draft_kind import Parts
+from hf_specdecpp.draft_kinds.draft_kind import Parts
 
 
 def summary_row(contestant: str, speedup: float, same: float, **fields: Any) -> dict[str, Any]:

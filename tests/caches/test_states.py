@@ -15,10 +15,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.caches.cached_context import GrowingContext
 from hf_specdecpp.caches.states import RollbackPoint, no_way_back
-from hf_specdecpp.caches.text import GrowingContext
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.target import MOST_PENDING, TargetContext
+from hf_specdecpp.generation.single_target import MOST_PENDING, TargetContext
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 
 FAMILIES = ["granitemoehybrid", "zaya", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "falcon_h1",

@@ -28,7 +28,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.doors import calls
+from hf_specdecpp.generation.entry import calls
 from hf_specdecpp.models.causal_lm import CausalLM
 
 EACH = pytest.mark.parametrize("how", ["fixed", "dyspec"])  # a chain and a tree

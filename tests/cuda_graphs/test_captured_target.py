@@ -8,7 +8,7 @@ from support.devices.capturing import pretended
 from support.targets.models import prompt, tiny
 from torch import Tensor
 
-from hf_specdecpp.caches.text import PathRows
+from hf_specdecpp.caches.cached_context import PathRows
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.models.causal_lm import CausalLM
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
-from hf_specdecpp.cuda_graphs.room_cache import FixedCache, FixedLayer
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, FixedLayer
 from hf_specdecpp.models.causal_lm import CausalLM
 
 CHAIN: dict[str, Any] = {"rule": "fixed", "num_tokens": 3}

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 from hf_specdecpp.cuda_graphs import model_copy as copies
+from hf_specdecpp.cuda_graphs.fixed_cache import num_room_layers, why_not_rooms
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs, write_lasting
 from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.model_copy import GROUPED, for_capture, grouped_attention
-from hf_specdecpp.cuda_graphs.room_cache import num_room_layers, why_not_rooms
 from hf_specdecpp.models.causal_lm import CausalLM
 
 CPU = torch.device("cpu")

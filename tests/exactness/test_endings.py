@@ -20,9 +20,9 @@ from torch.nn.functional import pad
 from transformers import StoppingCriteria
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.generation.batch.batch_target import BatchTarget
 from hf_specdecpp.generation.captured.parts import RoundGraphs
-from hf_specdecpp.generation.several.target import BatchTarget
-from hf_specdecpp.generation.text import OutputText
+from hf_specdecpp.generation.output_text import OutputText
 from hf_specdecpp.models.causal_lm import CausalLM
 
 MANY = int(os.environ.get("SPECDECPP_FUZZ_CASES", "400"))

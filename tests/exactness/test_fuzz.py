@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.caches import text
-from hf_specdecpp.generation import target as prefix
+from hf_specdecpp.caches import cached_context as text
+from hf_specdecpp.generation import single_target as prefix
 from hf_specdecpp.models.cpu import weight_copies
 from hf_specdecpp.sampling.processors import Processing
 

@@ -24,10 +24,10 @@ from support.targets.models import tiny
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft
+from hf_specdecpp.draft_kinds.known import DFLASH
 from hf_specdecpp.drafting.chain import StoppingRule, next_step, point_mass
 from hf_specdecpp.drafting.draft import DraftingSession
-from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashDraft
-from hf_specdecpp.drafts.known import DFLASH
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness

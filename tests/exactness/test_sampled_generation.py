@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation import text as rounds_verification
+from hf_specdecpp.generation import output_text as rounds_verification
 from hf_specdecpp.trees import verification
 
 VOCAB = 12

@@ -18,13 +18,13 @@ from support.targets.watchers import heard
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.sampling import successors
+from hf_specdecpp.sampling import ngram_corrections
+from hf_specdecpp.sampling.ngram_corrections import MixedProcessing, contexts_of
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.successors import MixedProcessing, contexts_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"rule": "fixed", "num_tokens": 2},
@@ -39,8 +39,8 @@ Again = Callable[[MixedProcessing, Tensor, list[int], int, Tensor], Tensor]
 @pytest.fixture(autouse=True)
 def heavy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the target said once counts for much, so that it decides what is drawn."""
-    monkeypatch.setattr(successors, "DECAY", 0.1)
-    monkeypatch.setattr(successors, "MOST_LIKELY", 3)
+    monkeypatch.setattr(ngram_corrections, "DECAY", 0.1)
+    monkeypatch.setattr(ngram_corrections, "MOST_LIKELY", 3)
 
 
 def pair(kind: str, shape: str) -> tuple[CausalLM, SpecDecPPAssistant]:

@@ -16,7 +16,7 @@ from support.targets.tree_generation import sharp
 from texts import Text
 
 from hf_specdecpp.benchmark.contestants import Contestant
-from hf_specdecpp.benchmark.loading import Benchmark, RunLog
+from hf_specdecpp.benchmark.questions import Benchmark, RunLog
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.sampling.randomness import TorchRandomness

@@ -25,8 +25,8 @@ from hf_specdecpp.choosing import assist
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.randomness import draw_rows, widest
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training import chains
 from hf_specdecpp.training import head as head_fitting
+from hf_specdecpp.training import recorded_chains
 from hf_specdecpp.training.configuration import HeadConfig
 from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.distillation import first_weights
@@ -139,7 +139,7 @@ def numbers(kind: str, what: Any, place: Any) -> list[Tensor]:
     assistant, target = pair(kind, place)
     ids, sampling, generator = prompt(14), Sampling(0.8), torch.Generator().manual_seed(0)
     if what == "chains":
-        recorder = chains.Recorder(assistant, target, sampling, "before")
+        recorder = recorded_chains.Recorder(assistant, target, sampling, "before")
         return list(recorder.of_text(ids[0].tolist(), [6, 9], generator).values())
     if what == "fusion":
         fusion: Any = random_fusion(target)
@@ -162,7 +162,7 @@ def check_numbers(kind: str, what: str) -> None:
 @pytest.mark.parametrize("what", ["before", "after", "chains", "fusion"])
 def test_what_training_computes(kind: str, what: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers as on the host, drawn from the same seeds."""
-    monkeypatch.setattr(chains, "MAX_TOKENS", 3)
+    monkeypatch.setattr(recorded_chains, "MAX_TOKENS", 3)
     check_numbers(kind, what)
 
 

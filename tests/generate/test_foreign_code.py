@@ -32,7 +32,7 @@ from transformers.models.llama import modeling_llama
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.doors import attached
+from hf_specdecpp.generation.entry import attached
 from hf_specdecpp.models import foreign
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.foreign import foreign_passes

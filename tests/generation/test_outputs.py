@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.caches.text import roll_back
+from hf_specdecpp.caches.cached_context import roll_back
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.target import TargetContext
+from hf_specdecpp.generation.single_target import TargetContext
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 
 PROMPT = prompt(12)  # longer than the sliding window

@@ -28,8 +28,8 @@ from hf_specdecpp.hub.repository import load_config, load_head
 pytest.importorskip("datasets", reason="needs the [train] extra")
 
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training.chains import Recorder
 from hf_specdecpp.training.configuration import TrainingConfig, settings
+from hf_specdecpp.training.recorded_chains import Recorder
 
 ROOT = Path(__file__).parents[2]
 HEADS = sorted(path.parent for path in (ROOT / "hub_cards").glob("*/config.json"))

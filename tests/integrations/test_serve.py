@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.doors import attached
+from hf_specdecpp.generation.entry import attached
 
 pytest.importorskip("fastapi", reason="`transformers serve` needs pip install transformers[serving]")
 pytest.importorskip("openai", reason="`transformers serve` needs pip install transformers[serving]")

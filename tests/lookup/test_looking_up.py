@@ -12,7 +12,7 @@ from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp, by_estimate
-from hf_specdecpp.lookup.text import LookupRates
+from hf_specdecpp.lookup.token_index import LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import special_ids
 

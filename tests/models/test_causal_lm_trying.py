@@ -11,8 +11,8 @@ from support.targets.watchers import unnoticed
 from support.targets.zoo import tiny_of
 
 from hf_specdecpp.caches.states import check_states, state_error
+from hf_specdecpp.draft_kinds.acceptance import agreement
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafts.acceptance import agreement
 from hf_specdecpp.models.causal_lm import CausalLM, trying
 from hf_specdecpp.trees.attention import check_tree, tree_error
 

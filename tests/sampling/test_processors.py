@@ -39,11 +39,11 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
+from hf_specdecpp.generation.batch.batch_target import InStep
 from hf_specdecpp.generation.captured.entering import BETWEEN
 from hf_specdecpp.generation.decoding import AssistedDecoding
-from hf_specdecpp.generation.doors import calls
-from hf_specdecpp.generation.several.target import InStep
-from hf_specdecpp.generation.text import OutputText, Walk
+from hf_specdecpp.generation.entry import calls
+from hf_specdecpp.generation.output_text import OutputText, Walk
 from hf_specdecpp.sampling import processors
 from hf_specdecpp.sampling.processors import KNOWN, PREFIX_FREE, Processing, for_row
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation import EosTokenCriteria, logits_process
 
-from hf_specdecpp.generation.doors import calls
+from hf_specdecpp.generation.entry import calls
 from hf_specdecpp.sampling.processors import in_order
 from hf_specdecpp.trees.verification import as_float32
 

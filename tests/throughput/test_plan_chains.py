@@ -17,7 +17,7 @@ from support.targets.models import assistant_for, prompt, tiny, told
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.estimators import NO_VERDICT, AcceptanceRates, DraftProbability
-from hf_specdecpp.generation.target import MOST_PENDING
+from hf_specdecpp.generation.single_target import MOST_PENDING
 from hf_specdecpp.throughput.plan import ChainPlan, Throughput, seconds_ahead
 
 STEPS = [1.0, 1.0, 1.0, 1.7, 1.75, 1.8, 1.85, 1.9]  # a target on a CPU

@@ -21,7 +21,7 @@ from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import inspection
 from hf_specdecpp.hub.publishing import make_card, no_id, opening, unhelped
 from hf_specdecpp.hub.repository import load_config, load_head
-from hf_specdecpp.training import calibration, chains, evaluation, rollouts
+from hf_specdecpp.training import calibration, evaluation, recorded_chains, rollouts
 from hf_specdecpp.training import card as card_stage
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig, TrainingConfig
@@ -225,7 +225,7 @@ def test_the_card_names_the_runs_that_came_before(run: TrainingConfig) -> None:
 
 @pytest.mark.takes(2)
 def test_an_early_exit_has_the_target_as_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains, "STARTS", 3)
+    monkeypatch.setattr(recorded_chains, "STARTS", 3)
     monkeypatch.setattr(evaluation, "plot_curves", lambda *_: None)  # test_evaluation.py looks at those
     config = training_run(tmp_path, early_exit=True, epochs=1.0)
     config.distill, config.target_id = DistillConfig(rank=2, batch_size=4), "org/target"

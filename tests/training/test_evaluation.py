@@ -22,7 +22,7 @@ from hf_specdecpp.estimation.metrics import ece
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.training import calibration, chains, evaluation
+from hf_specdecpp.training import calibration, evaluation, recorded_chains
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.calibration import calibrate, survival
 from hf_specdecpp.training.configuration import TrainingConfig
@@ -85,8 +85,8 @@ def test_acceptance_by_rank(fitted: Any, report: Any) -> None:
 def test_each_mode_has_its_calibration(fitted: Any) -> None:
     made = Trained.load(fitted)
     for temperature, mode in ((1.0, "sampled"), (0.0, "greedy")):
-        rows = chains.record(made, "sums", Sampling(temperature, 0))
-        raw = chains.head_estimates(made.head, rows, made.drafter)
+        rows = recorded_chains.record(made, "sums", Sampling(temperature, 0))
+        raw = recorded_chains.head_estimates(made.head, rows, made.drafter)
         ours = evaluation.all_estimates(made, rows, temperature == 0.0)["head"]
         expected = made.head.calibration[mode].apply(raw, rows["index"]).sigmoid().double()
         torch.testing.assert_close(ours, expected.clamp(1e-6, 1 - 1e-6))
@@ -98,9 +98,9 @@ def test_chains_stop_where_generation_would(fitted: Any, judge: str, threshold: 
     """Greedy drafts of both: same tokens, so the lengths must agree."""
     made = Trained.load(fitted)
     estimator = made.head if judge == "head" else DraftProbability()
-    config = SpeculationConfig(rule="threshold", threshold=threshold, max_tokens=chains.MAX_TOKENS)
+    config = SpeculationConfig(rule="threshold", threshold=threshold, max_tokens=recorded_chains.MAX_TOKENS)
     texts, found = made.texts("train", Sampling()), set()
-    recorder = chains.Recorder(made.assistant, made.target, Sampling(0.0), fitted.head.inputs)
+    recorder = recorded_chains.Recorder(made.assistant, made.target, Sampling(0.0), fitted.head.inputs)
     for row in range(6):
         ids, starts = texts[row]["input_ids"], [6, 12, 20]
         rows = recorder.of_text(ids, starts, torch.Generator())
@@ -121,7 +121,7 @@ def live_length(drafter: Any, prefix: Tensor, rule: Any) -> int:
     def step(candidates: list[Tensor]) -> DraftStep:
         return DraftStep(len(candidates), *session.propose_next(candidates), session.embed, greedy=True)
 
-    return len(draft_chain(step, rule, None, chains.MAX_TOKENS))
+    return len(draft_chain(step, rule, None, recorded_chains.MAX_TOKENS))
 
 
 def test_the_interval_of_the_acceptance_is_over_texts(report: Any) -> None:
@@ -251,7 +251,7 @@ def test_labels_of_chains_are_conditioned_on_own_candidates(tmp_path: Path, temp
     made = Trained.load(config)
     target, drafter = made.target, made.drafter
     ids = answers.load(config.work, "train")[0]["input_ids"]
-    recorder = chains.Recorder(made.assistant, target, Sampling(temperature, 0), inputs)
+    recorder = recorded_chains.Recorder(made.assistant, target, Sampling(temperature, 0), inputs)
     rows = recorder.of_text(ids, [6, 7, 15, 25], torch.Generator().manual_seed(0))
     assert rows["index"].tolist() == list(range(20)) * 4
     assert 0.0 < float(rows["label"].mean()) < 1.0
@@ -279,7 +279,7 @@ def test_chains_end_with_the_text(tmp_path: Path) -> None:
     made = Trained.load(config)
     made.target.generation_config.eos_token_id = list(range(0, VOCAB_SIZE, 2))
     ids = answers.load(config.work, "train")[0]["input_ids"]
-    recorder = chains.Recorder(made.assistant, made.target, Sampling(), "before")
+    recorder = recorded_chains.Recorder(made.assistant, made.target, Sampling(), "before")
     rows = recorder.of_text(ids, [6, 9], torch.Generator().manual_seed(0))
     ends = torch.cat((rows["index"][1:] == 0, torch.tensor([True])))
     assert (rows["token"][ends] % 2 == 0).all() or len(rows["token"]) == 40
@@ -317,14 +317,14 @@ def test_greedy_and_sampled_targets_are_calibrated_on_texts_of_their_own() -> No
     for mode, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         # Once more from the recorded chains, in the half that is for fitting.
         sampling = Sampling(temperature, 0)
-        rows = chains.record(made, "heldout", sampling)
+        rows = recorded_chains.record(made, "heldout", sampling)
         assert set(rows["scalars"][:, 5].tolist()) == {float(temperature == 0.0)}
         half = calibration.calibration_half(made, sampling, rows["text"])
-        log_odds = chains.head_estimates(calibrated, rows, made.drafter)
+        log_odds = recorded_chains.head_estimates(calibrated, rows, made.drafter)
         expected = calibrate(log_odds[half], rows["label"][half], rows["index"][half])
         assert calibrated.calibration[mode] == expected
         assert expected.bias == report[f"{temperature:g}"]["bias"]
-    labels = chains.record(made, "heldout", Sampling(0.0, 0))["label"]
+    labels = recorded_chains.record(made, "heldout", Sampling(0.0, 0))["label"]
     assert set(labels.unique().tolist()) == {0.0, 1.0}, "of greedy targets: agreed or not"
 
 

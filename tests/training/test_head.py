@@ -30,12 +30,12 @@ from hf_specdecpp.texts.answers import load as load_answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import features
 from hf_specdecpp.training import head as head_fitting
-from hf_specdecpp.training.chains import Recorder
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig, settings
 from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.distillation.trainer import AdaptedDraft
 from hf_specdecpp.training.features import Examples
 from hf_specdecpp.training.models import Trained, answer_counts, load_assistant, load_head, load_target
+from hf_specdecpp.training.recorded_chains import Recorder
 from hf_specdecpp.training.trainers import last_checkpoint
 
 

@@ -24,7 +24,7 @@ import hf_specdecpp
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli import app
 from hf_specdecpp.texts import answers
-from hf_specdecpp.training import chains, trainers
+from hf_specdecpp.training import recorded_chains, trainers
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.targets import LocalTarget
@@ -59,7 +59,7 @@ def test_from_prompts_to_a_repository(tmp_path: Path, arguments: list[str], monk
     unfinished = tmp_path / "out-work" / "features" / "train-00000.safetensors.123.tmp"  # of a run that was killed
     unfinished.parent.mkdir(parents=True)
     unfinished.touch()
-    monkeypatch.setattr(chains, "STARTS", 3)
+    monkeypatch.setattr(recorded_chains, "STARTS", 3)
     with HubServer() as hub:
         point_client_at(monkeypatch, hub, tmp_path / "cache", token="hf_x")  # noqa: S106
         result = CliRunner().invoke(app, [*arguments, "--push_to_hub", "tester/trained"])

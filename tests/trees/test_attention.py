@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_specdecpp.caches.masks import Prompt, inputs_in_place, tree_inputs, tree_mask
-from hf_specdecpp.cuda_graphs.room_cache import FixedCache, num_room_layers
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_room_layers
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.attention import check_tree
 from hf_specdecpp.trees.tree import relations

@@ -16,7 +16,7 @@ from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, R
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget, captured_target
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps
-from hf_specdecpp.cuda_graphs.room_cache import why_not_in_place, why_not_rooms
+from hf_specdecpp.cuda_graphs.fixed_cache import why_not_in_place, why_not_rooms
 from hf_specdecpp.generation.captured.parts import (
     GraphDrafts,
     RoundGraphs,
@@ -28,12 +28,20 @@ from hf_specdecpp.generation.captured.parts import (
     with_captured_passes,
 )
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget, TargetSide
-from hf_specdecpp.generation.target import has_usual_inputs
-from hf_specdecpp.generation.text import OutputText
+from hf_specdecpp.generation.output_text import OutputText
+from hf_specdecpp.generation.single_target import has_usual_inputs
 from hf_specdecpp.models.causal_lm import cache_among, devices_of, num_processes
 from hf_specdecpp.models.foreign import active_modes
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.throughput.tiers import SPARE, TREES, FastestShapes, RoundSeconds, RuleShapes, Tiers, chains_up_to
+from hf_specdecpp.throughput.round_shapes import (
+    SPARE,
+    TREES,
+    FastestShapes,
+    RoundSeconds,
+    RuleShapes,
+    Tiers,
+    chains_up_to,
+)
 
 MOST_KEPT = 4  # of a target: drafts and ways of drawing
 MOST_TEXTS = 8  # rows of a batch

@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
-from hf_specdecpp.caches.text import width_of
+from hf_specdecpp.caches.cached_context import width_of
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import RoundRules, RoundShape
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds, Report
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.decoding import MEMORY, Drafts, GraphsFailedError, RoundTarget, TargetSide, without_cudnn
+from hf_specdecpp.generation.output_text import NO_SCORES, OutputText, Round, RoundResult
+from hf_specdecpp.generation.single_target import SingleTarget
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.generation.target import SingleTarget
-from hf_specdecpp.generation.text import NO_SCORES, OutputText, Round, RoundResult
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.processors import extend
-from hf_specdecpp.throughput.tiers import FastestShapes, Tiers
+from hf_specdecpp.throughput.round_shapes import FastestShapes, Tiers
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 from hf_specdecpp.trees.verification import as_float32
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_specdecpp.draft_kinds.conditioned import Fusion
+from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import Eagle3Settings
+from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Model
 from hf_specdecpp.drafting.draft_model import DraftModel
-from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.eagle3.config_eagle3 import Eagle3Settings
-from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.quantised import is_quantised, rows_of

@@ -14,12 +14,12 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.draft_kind import DraftKind, Loading, Parts
-from hf_specdecpp.drafts.eagle3.config_eagle3 import usual_reads
-from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Drafter, Eagle3Model
-from hf_specdecpp.drafts.known import EAGLE3, kind_of
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp.draft_kinds.conditioned import Fusion
+from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Loading, Parts
+from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import usual_reads
+from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Drafter, Eagle3Model
+from hf_specdecpp.draft_kinds.known import EAGLE3, kind_of
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.repository import ADAPTER_FOLDER, load_config
 from hf_specdecpp.models.adapters import read_adapter

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_specdecpp.cuda_graphs import captured_draft, captured_rounds
-from hf_specdecpp.cuda_graphs.room_cache import FixedCache
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.generation.captured.entering import BETWEEN
 from hf_specdecpp.generation.captured.parts import GraphDrafts
-from hf_specdecpp.generation.text import OutputText
+from hf_specdecpp.generation.output_text import OutputText
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.trees.tree import DraftTree, TreePass
 

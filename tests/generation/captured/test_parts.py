@@ -21,16 +21,16 @@ from torch import Tensor
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cuda_graphs import captured_rounds, captured_target, on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundShape
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs
-from hf_specdecpp.cuda_graphs.room_cache import FixedCache
 from hf_specdecpp.drafting import drafter as model_steps
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.generation import text as generation_text
+from hf_specdecpp.generation import output_text as generation_text
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.parts import GraphDrafts
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.throughput import tiers
+from hf_specdecpp.throughput import round_shapes
 
 pytestmark = [pytest.mark.usefixtures("pretended"), pytest.mark.takes(6)]
 
@@ -229,7 +229,7 @@ def test_the_verification_that_runs_is_told(
         "verify_tree",
         lambda tree, *how: found.update([f"tree {how[-1]}"] * bool(len(tree))),
     )
-    monkeypatch.setattr(tiers, "PROBES", (2, 4))  # a tree is tried now and then
+    monkeypatch.setattr(round_shapes, "PROBES", (2, 4))  # a tree is tried now and then
     generate(target, assistant, **{**SAMPLED, "max_new_tokens": 30})
     assert found == ran
     assert assistant.stats.decided["verification"] == asked
@@ -437,9 +437,9 @@ def test_throughput_takes_what_is_cheap(cheap: RoundShape, tmp_path: Path, monke
     def seconds(_: Any, shapes: list[RoundShape]) -> Any:
         return torch.tensor([1.0 if shape == cheap else 50.0 for shape in shapes]).numpy()
 
-    monkeypatch.setattr(tiers.RoundSeconds, "of", seconds)
-    monkeypatch.setattr(tiers, "PROBES", (3, 12))
-    monkeypatch.setattr(tiers, "PROBED", (2, 2))
+    monkeypatch.setattr(round_shapes.RoundSeconds, "of", seconds)
+    monkeypatch.setattr(round_shapes, "PROBES", (3, 12))
+    monkeypatch.setattr(round_shapes, "PROBED", (2, 2))
     target, assistant = made("independent", tmp_path, rule="throughput")
     shapes: list[RoundShape] = []
 
@@ -471,13 +471,15 @@ def test_tokens_that_the_draft_has_not_read_come_in_time(
     """Where rounds without candidates pay, one with candidates reads the window when it is full. Without that the
     window would be written to behind its end."""
     monkeypatch.setattr(
-        tiers.RoundSeconds, "of", lambda _, shapes: torch.tensor([50.0 * shape.levels + 1 for shape in shapes]).numpy()
+        round_shapes.RoundSeconds,
+        "of",
+        lambda _, shapes: torch.tensor([50.0 * shape.levels + 1 for shape in shapes]).numpy(),
     )
-    monkeypatch.setattr(tiers, "PROBES", (1000, 1000))
+    monkeypatch.setattr(round_shapes, "PROBES", (1000, 1000))
     target, assistant = made(kind, tmp_path, rule="throughput", max_tokens=5)
     drafted = first_candidates(target, assistant)
     assert len(drafted) > 2
-    assert all(tiers.SPARE <= later - before <= 2 * tiers.SPARE for before, later in pairwise(drafted))
+    assert all(round_shapes.SPARE <= later - before <= 2 * round_shapes.SPARE for before, later in pairwise(drafted))
     assistant.speculation.rule, assistant.speculation.graphs = "fixed", "off"
     assistant.decisions, uncaptured = type(assistant.decisions)(draft_successors=False), dict[int, int]()
     for assistant.speculation.num_tokens in (1, 2):

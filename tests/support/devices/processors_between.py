@@ -12,7 +12,7 @@ from transformers import (
     PrefixConstrainedLogitsProcessor,
 )
 
-from hf_specdecpp.generation.text import OutputText
+from hf_specdecpp.generation.output_text import OutputText
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass

@@ -1,4 +1,4 @@
-"""One of the processes of a target that is spread over two, as `generation/several/test_ranks.py` starts them. It
+"""One of the processes of a target that is spread over two, as `generation/test_ranks.py` starts them. It
 writes what it saw to `FOLDER/rank-N.json`.
 
     RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 rank_program.py FOLDER texts|dies|fails"""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_specdecpp.generation import text as verification
+from hf_specdecpp.generation import output_text as verification
 
 
 def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.drafting.chain import StoppingRule
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.plan import ChainPlan
-from hf_specdecpp.throughput.trees import TreePlan
+from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees.tree import Chain
 
 NO_SCORES = torch.empty(0)

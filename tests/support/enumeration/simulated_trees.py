@@ -7,7 +7,7 @@ from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.throughput.plan import ChainPlan
-from hf_specdecpp.throughput.trees import TreePlan
+from hf_specdecpp.throughput.tree_plan import TreePlan
 from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation, ThresholdSchedule, grow_by_level
 from hf_specdecpp.trees.tree import Chain, DraftTree
 from support.enumeration.toy_trees import RandomDraft

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_specdecpp.caches.cached_context import keep_path
 from hf_specdecpp.caches.masks import tree_inputs, tree_mask
-from hf_specdecpp.caches.text import keep_path
 from hf_specdecpp.models.causal_lm import CausalLM, positions_of
 from hf_specdecpp.trees.tree import relations
 

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.choosing import assist
-from hf_specdecpp.config.assistant import SpecDecPPConfig
-from hf_specdecpp.drafts.draft_kind import Parts
-from hf_specdecpp.drafts.known import DFLASH
-from hf_specdecpp.drafts.mtp.loading_mtp import FIELDS
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp.draft_kinds.draft_kind import Parts
+from hf_specdecpp.draft_kinds.known import DFLASH
+from hf_specdecpp.draft_kinds.mtp.loading_mtp import FIELDS
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.drafts.draft_kind import Parts
-from hf_specdecpp.drafts.known import DFLASH, read_config
+from hf_specdecpp.draft_kinds.draft_kind import Parts
+from hf_specdecpp.draft_kinds.known import DFLASH, read_config
 from hf_specdecpp.files import Repository
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.files.checkpoints import HIDDEN, Numbers, layer_config, written

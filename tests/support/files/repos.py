@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from support.runs.hub_server import HubServer
 from support.targets.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, tiny, told

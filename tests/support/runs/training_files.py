@@ -12,7 +12,7 @@ import datasets
 import pytest
 import torch
 
-from hf_specdecpp.training import calibration, chains, evaluation
+from hf_specdecpp.training import calibration, evaluation, recorded_chains
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import DistillConfig, EvalConfig, HeadConfig, RolloutConfig, TrainingConfig
 from hf_specdecpp.training.distillation import distill as distillation
@@ -57,7 +57,7 @@ def evaluated(inputs: str) -> TrainingConfig:
     head: dict[str, Any] = {"inputs": "after", "rejection_weight": 6.0} if is_paper else {}
     config: TrainingConfig = training_run(Path(tempfile.mkdtemp(dir=KEPT.name)), **head, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chains, "STARTS", 4)
+        patch.setattr(recorded_chains, "STARTS", 4)
         if is_paper:
             patch.setattr(evaluation, "plot_curves", lambda *_: None)  # each takes a second, and they are the same
         else:

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
-from hf_specdecpp.drafts.conditioned import Fusion
-from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Model
+from hf_specdecpp.draft_kinds.conditioned import Fusion
+from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, input_device
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 from hf_specdecpp.training.distillation import first_weights

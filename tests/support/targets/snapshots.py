@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.doors.attached import Method
+from hf_specdecpp.generation.entry.attached import Method
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.targets.models import prompt
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
-from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafts.draft_kind import Parts
-from hf_specdecpp.drafts.eagle3.loading_eagle3 import flat_config
-from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Model
+from hf_specdecpp.draft_kinds.draft_kind import Parts
+from hf_specdecpp.draft_kinds.eagle3.loading_eagle3 import flat_config
+from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Model
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.training import models

@@ -16,15 +16,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.draft_kinds.conditioned import Fusion
 from hf_specdecpp.drafting.unrolling import in_rounds, unrolled
-from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts.answers import load as load_answers
 from hf_specdecpp.training import configuration, models
-from hf_specdecpp.training.chains import Drawing, draft_chains, target_states
 from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.distillation import distill as distillation
 from hf_specdecpp.training.distillation import first_weights
+from hf_specdecpp.training.recorded_chains import Drawing, draft_chains, target_states
 from hf_specdecpp.training.run import train
 
 

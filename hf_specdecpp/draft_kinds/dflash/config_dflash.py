@@ -1,0 +1,170 @@
+"""What a DFlash draft is made of (`DFlashSettings`), by a `config.json` in any of three dialects (`read_settings`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import Qwen3Config
+
+from hf_specdecpp.config.value_checks import CURE, check_layers, check_numbers, check_types
+from hf_specdecpp.draft_kinds import checkpoints
+
+TRANSFORMERS = "muse_glimmer_assistant"
+SCALES = {"input_embedding_scale": "embedding_scale", "output_multiplier": "output_multiplier"}  # what is here what
+OF_TRANSFORMERS = {"block_size", "mask_token_id", "target_layer_ids"}
+
+
+@dataclass(frozen=True)
+class DFlashSettings:
+    """The shape of a draft, and how a block is computed; `ValueError` for numbers that make no sense.
+
+    Example: with `block_size=8` and `reads=[1, 9, 17]` one pass over the last token and 7 mask tokens puts out the
+    distributions of 7 candidates. They attend to the outputs of the target's layers 1, 9 and 17, counted from 0.
+
+    Args:
+        layer: arguments of the `Qwen3Config` of its layers.
+        reads: the target's layers whose outputs are read, in the order in which they are put together.
+        block_size: rows of a block: the last token of the text, then mask tokens.
+        mask_token_id: of the target's tokens.
+        embedding_scale: what the target's embeddings are multiplied with.
+        output_multiplier: what the logits are multiplied with.
+        logit_cap: then they are capped to this: cap * tanh(logits / cap).
+        scales_as_target: the two are the target's own, if it has them (Muse Glimmer).
+        is_causal: whether a row of a block sees no later rows; `None`: in layers with a window only.
+        includes_window: whether a window reaches back as many tokens as its size, the token itself not counted.
+        samples_anchor: whether the row of the last token proposes the first candidate, so that no row is unused.
+        reads_normed: whether the output of the target's last layer is read after the target's final norm.
+        num_target_layers: of the target that it was made for, if that is known.
+        own_embeddings, own_head: whether it brings these or takes the target's.
+    """
+
+    layer: dict[str, Any]
+    reads: list[int]
+    block_size: int
+    mask_token_id: int
+    embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    logit_cap: float | None = None
+    scales_as_target: bool = False
+    is_causal: bool | None = None
+    includes_window: bool = False
+    samples_anchor: bool = False
+    reads_normed: bool = True
+    num_target_layers: int | None = None
+    own_embeddings: bool = False
+    own_head: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_numbers({**vars(self), "layer": {}})
+        check_layers(self.layer)
+        if not self.reads or self.places < 1:
+            raise ValueError(
+                f"A DFlash draft with block_size={self.block_size} that reads layers {self.reads} proposes nothing: a "
+                f"block has at least 2 rows, made of outputs of the target. {CURE}"
+            )
+
+    @property
+    def places(self) -> int:
+        """Candidates of a block."""
+        return self.block_size - (not self.samples_anchor)
+
+    def layer_config(self) -> Qwen3Config:
+        return Qwen3Config(**self.layer)
+
+
+def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
+    """What a `config.json` says: the original dialect (z-lab), that of transformers, or that of speculators.
+    `ValueError` if it is of a relative that is not supported, or a value is missing or makes no sense.
+
+    Ids of layers count what comes out of them, from 0; those of speculators are one higher.
+    """
+    check_numbers(raw)
+    checkpoints.refuse_other_types(raw, "dflash")
+    is_nested, is_theirs = checkpoints.SPECULATORS in raw, raw.get("model_type") == TRANSFORMERS
+    layers = checkpoints.mapping(raw, "transformer_layer_config") if is_nested else raw
+    own = checkpoints.mapping(raw, "dflash_config")
+    said: Any = {**raw, **own}
+    layer, has_other_windows = _layer(layers, said, is_theirs)
+    ids = said.get("aux_hidden_state_layer_ids" if is_nested else "target_layer_ids")
+    if ids is None and not is_nested:
+        ids = usual_reads(said.get("num_target_layers"), layers["num_hidden_layers"])
+    if not isinstance(ids, list) or not ids or any(type(each) is not int or each < is_nested for each in ids):
+        raise ValueError(f"The draft reads layers {ids!r} of its target; they must be listed as whole numbers.")
+    if is_nested and raw.get("draft_vocab_size") not in (None, layers.get("vocab_size")):
+        raise ValueError(
+            f"The draft proposes {raw['draft_vocab_size']} of {layers.get('vocab_size')} tokens (draft_vocab_size) "
+            f"with an LM head of its own, which hf_specdecpp does not read in DFlash drafts. {checkpoints.INSTEAD}."
+        )
+    causal = False if is_theirs or raw.get("sliding_window_non_causal") else _is_causal(raw, own)
+    if causal is None and has_other_windows:
+        causal = False
+    return DFlashSettings(
+        layer=layer,
+        reads=[each - is_nested for each in ids],
+        block_size=said.get("block_size"),
+        mask_token_id=said.get("mask_token_id"),
+        **{field: said[name] for name, field in SCALES.items() if said.get(name) is not None},
+        logit_cap=said.get("final_logit_softcapping") or None,
+        scales_as_target=is_theirs,
+        is_causal=causal,
+        includes_window=is_theirs,
+        samples_anchor=bool(said.get("sample_from_anchor")),
+        reads_normed=not is_nested,
+        num_target_layers=said.get("num_target_layers"),
+    )
+
+
+def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
+    """The layers that are read where a config names none: one for each of the draft's, evenly from 1 to depth - 3.
+
+    Example: a draft of 5 layers reads the layers 1, 9, 17, 25 and 33 of 36, one of a single layer the layer 18.
+    """
+    if type(depth) is not int:
+        return None
+    if num_layers == 1:
+        return [depth // 2]
+    return [round(1 + i * (depth - 4) / (num_layers - 1)) for i in range(num_layers)]
+
+
+def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
+    """Whether rows see no later rows: z-lab says it above, vLLM and Model Optimizer below, JetSpec otherwise."""
+    places = {name: raw.get(name) for name in ("is_causal", "causal")}
+    places |= {f"dflash_config.{name}": own.get(name) for name in ("causal", "is_causal", "causal_head")}
+    said = {name: value for name, value in places.items() if value is not None}
+    if len(set(map(repr, said.values()))) > 1 or not all(isinstance(value, bool) for value in said.values()):
+        raise ValueError(
+            f"The config.json of this DFlash draft has {', '.join(f'{name}={value!r}' for name, value in said.items())}"
+            ", and must say in one way, true or false, whether rows of a block see later rows. Correct it, or ask who "
+            "made it."
+        )
+    return next(iter(said.values()), None)
+
+
+def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) -> tuple[dict[str, Any], bool]:
+    """The config of the draft's layers, and whether `use_swa` gives windows to all of them (MiMo's drafts, in vLLM)."""
+    kind = layers.get("model_type", "qwen3")
+    if kind not in ("qwen3", TRANSFORMERS):
+        raise ValueError(
+            f"The draft has layers of type {kind!r}; DFlash drafts with 'qwen3' layers are read. {checkpoints.INSTEAD}."
+        )
+    layer = checkpoints.layers_of(layers, ["mlp_bias"], f"{checkpoints.INSTEAD}.")
+    types, size = layer.get("layer_types"), said.get("swa_window_size") or layer.get("sliding_window")
+    some_have = isinstance(types, list) and "sliding_attention" in types
+    all_have = bool(said.get("use_swa")) and not some_have
+    if all_have:
+        if size is None:
+            raise ValueError(
+                "The config.json of this DFlash draft gives its layers windows (use_swa) of no size (swa_window_size, "
+                "or sliding_window). Download it again, or ask who made it."
+            )
+        layer.pop("layer_types", None)
+        layer |= {"use_sliding_window": True, "max_window_layers": 0}
+    if is_theirs or (some_have and size is not None and layer.get("use_sliding_window") is None):
+        layer["use_sliding_window"] = True  # without which Qwen3's config drops the size
+    if size is not None and (all_have or some_have):
+        layer["sliding_window"] = size
+    check_layers(layer, "")
+    return layer, all_have

@@ -1,0 +1,133 @@
+"""DFlash drafts (`DFlash`): how their files are read, the tensors of which have other names in each dialect, and how a
+draft is bound to its target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp.draft_kinds import checkpoints
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, read_own, target_of
+from hf_specdecpp.draft_kinds.dflash.config_dflash import OF_TRANSFORMERS, DFlashSettings, read_settings
+from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
+from hf_specdecpp.draft_kinds.draft_kind import Config, PublishedKind, Tensors, pinned
+from hf_specdecpp.models.causal_lm import CausalLM, num_embeddings
+from hf_specdecpp.models.loading import outside
+from hf_specdecpp.models.quantised import is_quantised, sizes_of
+from hf_specdecpp.models.target_states import FINAL
+
+TITLE = "DFlash draft"
+ORIGINAL = {"reader.fc.weight": "fc.weight", "reader.norm.weight": "hidden_norm.weight"}
+# What stands in the file, what it is called here. Example: `encoder.output_norm_enc.weight` is `reader.norm.weight`.
+RENAMED = (
+    (r"^model\.", ""),
+    (r"^(encoder\.)?fc\.", "reader.fc."),
+    (r"^(hidden_norm|encoder\.output_norm_enc)\.", "reader.norm."),
+)
+# Ignored are buffers, and what speculators keeps of the target for training.
+NAMES = Names(
+    RENAMED,
+    r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$",
+    lambda name: ORIGINAL.get(name, name),
+)
+OWN = {"own_embeddings": "embed_tokens", "own_head": "lm_head"}  # of the settings; modules of the draft
+
+
+class DFlash(PublishedKind):
+    """A draft that proposes a block of candidates with one pass, and reads the target's states; `config.draft_id` names
+    the repository of one that others trained, in the original dialect, transformers' or that of speculators."""
+
+    name = "dflash"
+    own_file, own_field = "dflash.safetensors", "dflash"
+    unserved = (
+        "This assistant drafts with DFlash blocks that were trained here: their first row proposes, too, no row sees a "
+        "later one, and engines have not been tried with such blocks, so nothing is exported. They serve EAGLE-3 "
+        "drafts: specdecpp train --draft eagle3."
+    )
+    own_layers = True
+    cannot = {
+        "late verdicts": "judges the state at a candidate, which a block does not read",
+        "draft vocabulary": "a block has the target's own LM head, so it proposes all tokens",
+        "be trained": "blocks are not trained here any more, as a trained one was slower than a single layer. Name the "
+        "repository of a published DFlash draft, or train draft='conditioned' or draft='eagle3'",
+    }
+    belongs = (
+        "It takes the target's own embeddings and LM head, so it works with the target that it was trained for alone: "
+        "load that one, or a draft of this one."
+    )
+    model_class = DFlashModel
+    drafter = DFlashDraft
+    served_by = "vLLM and SGLang serve it from its own repository, with the method dflash"
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
+        blocks = f"DFlash blocks, which read states of {target}"
+        return blocks if config.draft_id is None else f"DFlash {pinned(config)}"
+
+    def recognises(self, raw: Config) -> bool:
+        names = f"{raw.get('architectures')} {raw.get(SPECULATORS)}".lower()
+        is_called_so = any(name in names for name in ("dflash", "dspark", "domino"))
+        return "dflash_config" in raw or is_called_so or set(raw) >= OF_TRANSFORMERS
+
+    def fields(self, raw: Config) -> dict[str, Any]:
+        """transformers compares the size of the vocabulary."""
+        return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
+
+    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
+        named = NAMES.here(tensors, source)
+        own: dict[str, Any] = {name: f"{part}.weight" in named for name, part in OWN.items()}
+        return build(replace(read_settings(raw), **own), tensors, source)
+
+    def read_own(self, arguments: dict[str, Any], path: Path) -> DFlashModel:
+        return read_own(DFlashSettings, build, TITLE, arguments, path)
+
+    def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
+        """As a checkpoint of the original dialect has them."""
+        return NAMES.in_file(state or module.state_dict(), dtype)
+
+    def misfit(self, module: DFlashModel, target: CausalLM) -> str | None:
+        config, settings = target.config.get_text_config(decoder=True), module.settings
+        depth, width = config.num_hidden_layers, module.reader.hidden_size
+        known = num_embeddings(target) if module.embed_tokens is None else module.embed_tokens.num_embeddings
+        theirs = target.get_input_embeddings().weight.shape[1], sizes_of(target.get_output_embeddings())[0]
+        if not width == theirs[0] == theirs[1] == config.hidden_size:
+            sizes = f"{theirs[0]}, {config.hidden_size}, {theirs[1]}"
+            return f"is {width} wide, and embeddings, states and LM head are {sizes}"
+        if settings.num_target_layers not in (None, depth):
+            return f"was made for {settings.num_target_layers} layers, and there are {depth}"
+        if max(settings.reads) >= depth:
+            return f"reads layers {settings.reads}, counted from 0, and there are {depth}"
+        if settings.mask_token_id >= known:
+            return f"has the mask token {settings.mask_token_id}, and there are {known} embeddings"
+        return outside(settings.layer.get("vocab_size"), target)
+
+    def bind(self, module: DFlashModel, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
+        super().bind(module, target, name, dtype)
+        config = target.config.get_text_config(decoder=True)
+        # What a file holds of its target, as those of `speculators` do, is left out: a copy would cost memory.
+        shared = {"own_embeddings": target.get_input_embeddings(), "own_head": target.get_output_embeddings()}
+        for own_name, part in OWN.items():
+            own, of_target = getattr(module, part), shared[own_name]
+            if own is None or is_quantised(of_target) or own.weight.shape != of_target.weight.shape:
+                continue
+            if torch.equal(own.weight, of_target.weight.to(own.weight)):
+                setattr(module, part, None)
+                dropped: dict[str, Any] = {own_name: False}
+                module.settings = replace(module.settings, **dropped)
+        settings = module.settings
+        if settings.scales_as_target:
+            multiplier, cap = (getattr(config, name, None) for name in ("output_multiplier", "final_logit_softcapping"))
+            module.settings = replace(settings, output_multiplier=multiplier or 1.0, logit_cap=cap)
+        final = config.num_hidden_layers - 1 if settings.reads_normed else None
+        module.reader.reads = [FINAL if read == final else read for read in settings.reads]
+
+
+def build(settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
+    """The draft with these settings and the tensors of a checkpoint; errors as above."""
+    named, depth = NAMES.here(tensors, source), settings.layer["num_hidden_layers"]
+    return checkpoints.build(lambda: DFlashModel(settings), named, depth, source, TITLE, NAMES)

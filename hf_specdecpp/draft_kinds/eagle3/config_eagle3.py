@@ -1,0 +1,230 @@
+"""What an EAGLE-3 draft is made of (`Eagle3Settings`), what a `config.json` in either dialect says of that
+(`read_config`), and which layers of a target its ids mean (`meanings`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from hf_specdecpp.config.value_checks import check_layers, check_numbers, check_types, check_values, shown
+from hf_specdecpp.draft_kinds import checkpoints
+from hf_specdecpp.draft_kinds.checkpoints import DEFAULT_THETA, SPECULATORS, mapping
+
+LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+NUM_USUAL = 3  # outputs of layers are read where a checkpoint names none
+OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# What somebody may know better than a config: `from_pretrained(..., eagle3={...})`. The names are those of the settings
+# and of their layers; `own_embeddings=False` takes the target's where the file has some.
+OVERRIDES: dict[str, Any] = {
+    **dict.fromkeys((*FLAGS, "own_embeddings"), bool),
+    "rope_theta": float,
+    "reads": list[int],
+}
+
+
+@dataclass(frozen=True)
+class Eagle3Settings:
+    """The shape of a draft, and how its step is computed; `ValueError` for settings that exclude one another, or a
+    layer of another type.
+
+    Example: of a target of 32 layers `reads=[1, 15, 28]` reads the outputs of its layers 1, 15 and 28, counted from 0.
+    These are the ids 2, 16 and 29 of checkpoints that count what goes into a layer.
+
+    Args:
+        layer: of the draft's layers: `model_type` ("llama" or "qwen3") and arguments of its transformers config.
+        state_size: of the target's hidden states.
+        reads: the target's layers whose outputs are read, in the order in which they are put together; `None` where
+            that depends on the target. Without any, its final state is read, after its final norm.
+        layer_ids: what a checkpoint calls them; `None` for the usual ones.
+        num_reads: how many these are.
+        draft_vocab_size: how many tokens it may propose; `None` for all.
+        norm_before_residual: the residual begins with the normed state instead of the state itself.
+        norm_before_fc: one norm over all states together before they are mixed (gpt-oss).
+        fc_norm: a norm for each of them (EAGLE-3.1).
+        norm_output: the state that a step goes on from is the normed one (EAGLE-3.1).
+        fc_bias: whether what mixes the states has a bias.
+        own_embeddings, own_head: whether it brings these or takes the target's.
+    """
+
+    layer: dict[str, Any]
+    state_size: int
+    reads: list[int] | None = None
+    layer_ids: list[int] | None = None
+    num_reads: int = 3
+    draft_vocab_size: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    fc_bias: bool = False
+    own_embeddings: bool = False
+    own_head: bool = True
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_numbers({**vars(self), "layer": {}})
+        check_layers(self._arguments())
+        if self.layer.get("vocab_size") is None:
+            raise ValueError("layer.vocab_size is missing, so it is not known how many tokens the draft was made for.")
+        if (found := self.layer.get("model_type")) not in tuple(LAYER_CONFIGS):
+            raise ValueError(f"A draft with layers of type {found!r} is not known; there are 'llama' and 'qwen3'.")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError(
+                "norm_before_fc and fc_norm are both set and exclude one another: the states are normed once. Unset "
+                "the wrong one, for example eagle3={'norm_before_fc': False}."
+            )
+        if self.num_reads * self.state_size == self.layer["hidden_size"]:
+            raise ValueError(
+                f"What the draft reads of the target ({self.num_reads} x {self.state_size}) is as wide as its own "
+                f"state ({self.layer['hidden_size']}), so they cannot be told apart. Read another number of layers."
+            )
+        named = self.reads or self.layer_ids or [0] * (NUM_USUAL if self.num_reads else 0)
+        if len(named) != self.num_reads:
+            name = "reads" if self.reads else "eagle_aux_hidden_state_layer_ids"
+            raise ValueError(
+                f"{name}={self.reads or self.layer_ids} must name {self.num_reads} layers of the target, since the "
+                "outputs of so many are mixed. Say which, counted from 0: eagle3={'reads': [...]}."
+            )
+        if self.state_size != self.layer["hidden_size"] and not (self.own_embeddings and self.own_head):
+            raise ValueError(
+                f"The draft is {self.layer['hidden_size']} wide and its target {self.state_size}, so it cannot take "
+                "the target's embeddings and LM head, and it lacks one of them (embed_tokens.weight, lm_head.weight). "
+                "The checkpoint is incomplete: download it again."
+            )
+
+    def layer_config(self) -> Any:
+        return LAYER_CONFIGS[self.layer["model_type"]](**self._arguments())
+
+    def _arguments(self) -> dict[str, Any]:
+        return {name: value for name, value in self.layer.items() if name != "model_type"}
+
+
+def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a `config.json` says before its tensors are looked at: arguments of `Eagle3Settings`. `ValueError` if a
+    value is missing, makes no sense, or is of another kind of draft.
+
+    `layer` is without the number of layers, and perhaps of the other type; `num_reads` is 0 where the final state alone
+    is read, else there is none: tensors tell both.
+
+    Args:
+        overrides: of its values (`OVERRIDES`).
+    """
+    overrides = check_overrides(overrides or {})
+    checkpoints.refuse_other_types(raw, "eagle3")
+    is_nested = SPECULATORS in raw
+    inner = mapping(raw, "transformer_layer_config") if is_nested else raw
+    eagle = mapping(raw, "eagle_config")
+    layer = _layer(raw, inner, overrides.get("rope_theta"))
+    said = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # the former is an older name
+    sizes = {
+        "state_size": raw.get("target_hidden_size") or layer.get("hidden_size"),
+        "draft_vocab_size": raw.get("draft_vocab_size"),
+    }
+    check_numbers({"layer": layer, **sizes})
+    needed = {name: layer.get(name) for name in ("vocab_size", "hidden_size")}
+    check_values({**sizes, **needed}, {**dict.fromkeys((*sizes, *needed), int), "draft_vocab_size": int | None})
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
+    if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int and each >= 0 for each in ids)):
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={ids!r} must list layers of the target in whole numbers, since the "
+            "draft reads their outputs. Correct it in config.json, or leave it out and say eagle3={'reads': [...]}."
+        )
+    if is_nested and ids and 0 in ids:
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids={ids}: 0 is the target's embeddings in this dialect, and "
+            f"hf_specdecpp reads outputs of layers. {checkpoints.INSTEAD}."
+        )
+    reads = overrides.get("reads")
+    if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
+        reads = [each - 1 for each in ids]
+    reads_states = eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False
+    return {
+        **sizes,
+        "layer": layer,
+        "layer_ids": ids,
+        "reads": reads,
+        "own_embeddings": overrides.get("own_embeddings", True),
+        **{name: said.get(name) or False for name in FLAGS},
+        **({} if reads_states else {"num_reads": 0}),
+    }
+
+
+def check_overrides(overrides: Any) -> dict[str, Any]:
+    """The overrides, if they are known and make sense; else `ValueError`."""
+    if not isinstance(overrides, dict):
+        raise ValueError(f"eagle3={shown(overrides)} must be a mapping.")
+    if unknown := sorted(set(map(str, overrides)) - set(OVERRIDES)):
+        raise ValueError(f"eagle3 has {', '.join(unknown)}, which is not known. It may have {', '.join(OVERRIDES)}.")
+    check_values(overrides, OVERRIDES, "eagle3.")
+    if (theta := overrides.get("rope_theta")) is not None and theta <= 0:
+        raise ValueError(f"eagle3.rope_theta={theta} must be above 0. Most drafts have {DEFAULT_THETA:.0f}.")
+    if (reads := overrides.get("reads")) is not None and (not reads or min(reads) < 0):
+        raise ValueError(f"eagle3.reads={reads} must list layers of the target, counted from 0.")
+    return dict(overrides)
+
+
+def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
+    """The config of the draft's layers, whose number tensors tell.
+
+    Where a flat config's architecture is a Llama's, its `model_type`, and windows, may be the target's.
+    """
+    said = inner.get("model_type")
+    is_its_own = said in (None, *LAYER_CONFIGS)
+    is_flat_llama = inner is raw and isinstance(said, str) and "llama" in str(raw.get("architectures")).lower()
+    if not is_its_own and not is_flat_llama:
+        raise ValueError(
+            f"The draft has layers of type {said!r}; EAGLE-3 drafts with 'llama' and 'qwen3' layers are supported. "
+            f"{checkpoints.INSTEAD}."
+        )
+    cure = "Say what rope_theta it was trained with: eagle3={'rope_theta': 10000.0}."
+    return checkpoints.layers_of(inner, ("num_hidden_layers", *(() if is_its_own else OF_QWEN3)), cure, theta)
+
+
+def usual_reads(depth: int) -> list[int] | None:
+    """The layers whose outputs are read where a checkpoint names none, of so many: a low, a middle and a high one;
+    `None` of fewer than four layers, where the high one would be the embeddings.
+
+    Example: of 32 layers 1, 15 and 28, which are the ids 2, 16 and 29 of what goes into a layer.
+    """
+    return [layer - 1 for layer in (2, depth // 2, depth - 3)] if depth > 3 else None
+
+
+def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
+    """The layers whose outputs the ids of a checkpoint may mean, the likelier meaning first; `ValueError` if the target
+    has no such layers.
+
+    One convention counts what goes into a layer (EAGLE, vLLM, speculators): id j is the output of layer j - 1. The
+    other counts outputs (SpecForge, NVIDIA): id j is the output of layer j. The usual list tells which it is; of others
+    the file does not say, but one that begins with 1 is rather of the second.
+
+    Example: with a depth of 32 `[1, 15, 28]` means `[1, 15, 28]`, `[2, 16, 29]` means `[1, 15, 28]`, and `[2, 18, 30]`
+    means `[1, 17, 29]` or `[2, 18, 30]`.
+    """
+    usual = usual_reads(depth)
+    if ids is None:
+        if usual is None:
+            raise ValueError(
+                f"The checkpoint names no layers, and a target of {depth} layers is too small for the usual ones. Say "
+                "which, counted from 0: eagle3={'reads': [...]}."
+            )
+        return [usual]
+    after, before = list(ids), [each - 1 for each in ids]
+    likelier_first = [after, before] if ids[0] == 1 else [before, after]
+    found = [reading for reading in likelier_first if min(reading) >= 0 and max(reading) < depth]
+    if not found:
+        raise ValueError(
+            f"The draft reads layers {list(ids)} of its target, and this one has {depth}. It was trained for another "
+            "target."
+        )
+    return [usual] if usual is not None and usual in found else found
+
+
+def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
+    """The layers whose outputs a draft may read of a target of so many, the likelier ones first; errors as above."""
+    if settings.reads is not None:
+        return [settings.reads]
+    return readings(settings.layer_ids, depth) if settings.num_reads else [[]]

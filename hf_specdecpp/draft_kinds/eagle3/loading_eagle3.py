@@ -1,0 +1,345 @@
+"""EAGLE-3 drafts (`Eagle3`), trained here or by others (`docs/ready-made.md`): how their files are read, the tensors of
+which have other names in each dialect, how a draft is bound to its target, and how it is written for other engines."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp.config.value_checks import LAYER, SLIDING
+from hf_specdecpp.draft_kinds import checkpoints
+from hf_specdecpp.draft_kinds.acceptance import agreement, texts_for
+from hf_specdecpp.draft_kinds.checkpoints import SPECULATORS, Names, read_own, target_of
+from hf_specdecpp.draft_kinds.conditioned import NO_LATE_VERDICTS
+from hf_specdecpp.draft_kinds.draft_kind import Config, Parts, PublishedKind, Tensors, pinned
+from hf_specdecpp.draft_kinds.eagle3 import config_eagle3
+from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import FLAGS, OF_QWEN3, Eagle3Settings, meanings, usual_reads
+from hf_specdecpp.draft_kinds.eagle3.modeling_eagle3 import Eagle3Drafter, Eagle3Model
+from hf_specdecpp.files import CHECKPOINT, save_tensors, save_text
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.loading import load_model_config, outside, tokenizer_of
+from hf_specdecpp.serving import AS_EAGLE3, Destination, Exported, commands_for
+
+logger = logging.get_logger("hf_specdecpp")
+
+
+class Eagle3(PublishedKind):
+    """A layer of its own that reads the target's states; `config.draft_id` names the repository of one that others
+    trained, in the original dialect or that of speculators."""
+
+    name = "eagle3"
+    own_file, own_field = "eagle3.safetensors", "eagle3"
+    own_layers = True
+    cannot = {
+        "stay untrained": "the layer has to be trained, so leave it on, or name the repository of a ready-made one: "
+        "draft=REPO",
+        "late verdicts": NO_LATE_VERDICTS,
+    }
+    belongs = "It was trained for another target, or is read wrongly."
+    model_class = Eagle3Model
+    drafter = Eagle3Drafter
+    no_model = "an EAGLE-3 draft is none by itself. Give the folder or Hub id of its files"
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
+        if config.draft_id is None:
+            return f"an EAGLE-3 layer, which reads states of {target}"
+        otherwise = ", ".join(f"{name}={value}" for name, value in (config.eagle3 or {}).items())
+        return f"EAGLE-3 {pinned(config)}{f', read with {otherwise}' if otherwise else ''}"
+
+    def recognises(self, raw: Config) -> bool:
+        """The configs of EAGLE's own first drafts only say that a Llama has one layer."""
+        layers = raw.get("num_hidden_layers") if raw.get("model_type") in tuple(config_eagle3.LAYER_CONFIGS) else None
+        return layers == 1 or self.is_marked(raw)
+
+    def is_marked(self, raw: Config) -> bool:
+        """A causal LM of one layer is not marked."""
+        marks = {SPECULATORS, "draft_vocab_size", "eagle_config"}
+        return bool(marks & set(raw)) or "eagle" in str(raw.get("architectures")).lower()
+
+    def fields(self, raw: Config) -> dict[str, Any]:
+        config_eagle3.read_config(raw)
+        return {"target_id": target_of(raw)}
+
+    def override(self, config: SpecDecPPConfig, values: Any) -> None:
+        if config.draft_id is None:
+            super().override(config, values)
+        config.eagle3 = config_eagle3.check_overrides(values)
+
+    def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str, overrides: Any = None) -> Eagle3Model:
+        said, named = config_eagle3.read_config(raw, overrides), NAMES.here(tensors, source)
+        if MARK not in named:  # a model of its own, a draft of EAGLE-1 or 2, or heads of another method
+            raise ValueError(checkpoints.not_of_form(source, TITLE, [original(MARK)], []))
+        return build(settings_of(said, named), tensors, source)
+
+    def reader(self, config: SpecDecPPConfig) -> Callable[[Config, Mapping[str, Tensor], str], Eagle3Model]:
+        return partial(self.read, overrides=config.eagle3)
+
+    def read_own(self, arguments: dict[str, Any], path: Path) -> Eagle3Model:
+        return read_own(Eagle3Settings, build, TITLE, arguments, path)
+
+    def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
+        """As a checkpoint of the original dialect has them, which every engine reads."""
+        tensors = NAMES.in_file(state or module.state_dict(), dtype)
+        if (ids := module.token_ids) is not None:
+            ids, known = ids.cpu(), torch.zeros(module.settings.layer["vocab_size"], dtype=torch.bool)
+            tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": known.index_fill_(0, ids, True)}
+        return tensors
+
+    def misfit(self, module: Eagle3Model, target: CausalLM) -> str | None:
+        config, settings = target.config.get_text_config(decoder=True), module.settings
+        depth, largest = config.num_hidden_layers, int(module.token_ids.max()) if module.token_ids is not None else -1
+        if settings.state_size != config.hidden_size:
+            return f"reads states of {settings.state_size} numbers, and they have {config.hidden_size}"
+        if largest >= config.vocab_size:
+            return f"proposes token ids up to {largest}, and there are {config.vocab_size}"
+        if max(found := meanings(settings, depth)[0], default=0) >= depth:
+            return f"reads the outputs of layers {found}, counted from 0, and there are {depth}"
+        return outside(settings.layer["vocab_size"], target)
+
+    def bind(self, module: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
+        """Where a config may mean several lists of layers, the draft reads the one with which it guesses best, and
+        `agreement` of it is known."""
+        super().bind(module, target, name, dtype)
+        config, made_for = target.config.get_text_config(decoder=True), module.settings.layer["vocab_size"]
+        if made_for != config.vocab_size:
+            logger.warning(
+                f"{name} was made for {made_for} token ids, and the target has {config.vocab_size}. That is harmless "
+                "padding if it is the same tokenizer; if almost nothing is accepted, it is not."
+            )
+        found, ids = meanings(module.settings, config.num_hidden_layers), module.settings.layer_ids
+        module.meet(target, found[0])
+        module.agreement = []
+        if len(found) == 1:
+            return
+        texts = texts_for(target, tokenizer_of(target.config.name_or_path))
+        if not texts:
+            logger.warning(
+                f"eagle_aux_hidden_state_layer_ids={ids} may mean the outputs of layers {' or '.join(map(str, found))};"
+                f" the former are read. If little is accepted, say otherwise: eagle3={{'reads': {found[1]}}}."
+            )
+            return
+
+        def rate(reads: list[int]) -> list[float]:
+            module.meet(target, reads)
+            return agreement(Eagle3Drafter(module, target), target, texts)
+
+        rates = {tuple(reads): rate(reads) for reads in found}
+        module.meet(target, chosen := max(rates, key=lambda reads: rates[reads]))
+        module.agreement = rates[chosen]
+        logger.info(
+            f"eagle_aux_hidden_state_layer_ids={ids} means the outputs of layers {list(chosen)}, which agree best."
+        )
+
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
+        """In the original dialect, which vLLM, SGLang and llama.cpp read."""
+        module: Eagle3Model = parts.module
+        if to.target is None:
+            raise ValueError(
+                "The config of this draft names no target, and what it reads depends on it. Name it: --target ID."
+            )
+        target = load_model_config(to.target).get_text_config(decoder=True)
+        depth = target.num_hidden_layers
+        reads = meanings(module.settings, depth)[0]
+        described = flat_config(module.settings, reads, target)
+        save_tensors(self.own_tensors(module, dtype=torch.bfloat16), to.folder / CHECKPOINT)
+        save_text(json.dumps(described, indent=2) + "\n", to.folder / "config.json")
+        return Exported(commands_for(to, AS_EAGLE3), notes(module.settings, reads, depth))
+
+
+# Tensors. -------------------------------------------------------------------------------------------------------------
+
+# Names that mean the same, in order: what stands in the file, what it is called here.
+# Example: `midlayer.self_attn.q_proj.weight` is `decoder.layers.0.self_attn.q_proj.weight`.
+RENAMED = (
+    (r"^model\.", ""),
+    (r"^midlayer\.", "layers.0."),
+    (r"^layers\.([1-9]\d*)\.hidden_norm\.", r"layers.\1.input_layernorm."),  # SGLang's name in further layers
+    (r"^draft_id_to_target_id$", "d2t"),
+    (r"^aux_norm_(low|mid|high)\.", r"fc_norm.\1."),
+    (r"^fc_norm\.low\.", "fc_norm.0."), (r"^fc_norm\.mid\.", "fc_norm.1."), (r"^fc_norm\.high\.", "fc_norm.2."),
+    (r"^(layers|embed_tokens)\.", r"decoder.\1."),
+    (r"^(fc|fc_norm|input_norm)\.", r"reader.\1."),
+)  # fmt: skip
+EMBEDDINGS, MARK = "decoder.embed_tokens.weight", "decoder.layers.0.hidden_norm.weight"
+TITLE = "EAGLE-3 draft"
+
+
+def original(name: str) -> str:
+    """The name in a file of what is called `name` here: `RENAMED` undone."""
+    name = re.sub(r"^(decoder|reader)\.", "", name)
+    return re.sub(r"^layers\.0\.", "midlayer.", name)
+
+
+NAMES = Names(RENAMED, r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", original)
+
+
+def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
+    """The settings that config and tensors agree on; where a config may be silent, tensors say it. `ValueError` for
+    layers of Llama with a window."""
+    layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d{1,4})\.", name))}
+    size, vocab_size, num_reads = said["state_size"], said["layer"]["vocab_size"], said.get("num_reads")
+    if num_reads is None:
+        fc = named.get("reader.fc.weight")
+        width = fc.shape[-1] if fc is not None and fc.dim() == 2 else 0
+        num_named = config_eagle3.NUM_USUAL if said["layer_ids"] is None else len(said["layer_ids"])
+        num_reads = num_named if width % size or not width else width // size
+    head, draft_vocab_size = named.get("lm_head.weight"), said["draft_vocab_size"]
+    if draft_vocab_size is None and head is not None and head.dim() and head.shape[0] < vocab_size:
+        draft_vocab_size = head.shape[0]
+    count = max(len(layers), 1)  # whatever config.json says: some files have one layer and say 40
+    kind = "qwen3" if "decoder.layers.0.self_attn.q_norm.weight" in named else "llama"
+    layer = {"model_type": kind, **said["layer"], "num_hidden_layers": count}
+    types = found if isinstance(found := layer.get("layer_types"), list) else []
+    if types:
+        layer["layer_types"] = types[:count]
+    if kind == "llama":
+        if SLIDING in types:
+            raise ValueError(
+                "The draft is a Llama layer with a sliding window (layer_types), which transformers' Llama does not "
+                f"have, so it would see too much. {checkpoints.INSTEAD}."
+            )
+        layer = {name: value for name, value in layer.items() if name not in OF_QWEN3}
+    settings = {
+        **said,
+        "layer": layer,
+        "num_reads": num_reads,
+        "draft_vocab_size": None if draft_vocab_size == vocab_size else draft_vocab_size,
+        "norm_before_fc": said["norm_before_fc"] or "reader.input_norm.weight" in named,
+        "fc_norm": said["fc_norm"] or "reader.fc_norm.0.weight" in named,
+        "fc_bias": "reader.fc.bias" in named,
+        "own_embeddings": said["own_embeddings"] and EMBEDDINGS in named,
+        "own_head": head is not None or draft_vocab_size not in (None, vocab_size),
+    }
+    return Eagle3Settings(**settings if num_reads else {**settings, "reads": None, "layer_ids": None})
+
+
+def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) -> Eagle3Model:
+    """The draft with these settings and the tensors of a checkpoint; errors as above.
+
+    What the settings leave out may be left over: fc beside `use_aux_hidden_state: false`, and embeddings.
+    """
+    used = {EMBEDDINGS: settings.own_embeddings, "reader.fc.weight": settings.num_reads > 0}
+    named = {name: tensor for name, tensor in NAMES.here(tensors, source).items() if used.get(name, True)}
+    token_ids = _token_ids(settings, named.pop("d2t", None), named.pop("t2d", None), source)
+    depth = settings.layer["num_hidden_layers"]
+    model = checkpoints.build(lambda: Eagle3Model(settings), named, depth, source, TITLE, NAMES)
+    model.token_ids = token_ids
+    return model
+
+
+def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | None, source: str) -> Tensor | None:
+    """The target's ids of the draft's tokens, `[draft_vocab_size]`; `None` for all.
+
+    Example: offsets 0, 0, 3 are the ids 0, 1, 5.
+
+    Args:
+        offsets: `d2t`, what is added to a draft's id. Some files hold the target's ids themselves.
+        kept: `t2d`, `[vocab_size]`: which of the target's tokens the draft has.
+    """
+    vocab_size = settings.layer["vocab_size"]
+    count = settings.draft_vocab_size or vocab_size
+    if offsets is None:
+        if count == vocab_size:
+            return None
+        raise ValueError(
+            f"{source} has no d2t, which says what its {count} tokens are among the target's {vocab_size}. The file is "
+            "incomplete: download it again."
+        )
+    if offsets.dtype not in (torch.int64, torch.int32) or tuple(offsets.shape) != (count,):
+        raise ValueError(
+            f"{source}: d2t is {list(offsets.shape)} of {str(offsets.dtype)[6:]}, and must be [{count}] whole numbers "
+            "(int64), one for each of the draft's tokens. The file is damaged: download it again."
+        )
+    if offsets.is_meta:  # its numbers are read later
+        return None
+    ids = torch.arange(count) + offsets.long()
+    listed = None if kept is None else kept.flatten().bool().nonzero().flatten()  # of some types torch counts none
+    if listed is not None and not torch.equal(ids.sort().values, listed):
+        if not torch.equal(offsets.long(), listed):
+            raise ValueError(
+                f"{source}: d2t and t2d name different tokens ({count} in d2t, {len(listed)} in t2d), so the draft "
+                "would propose wrong ones. The file is damaged: download it again."
+            )
+        logger.warning(f"{source}: d2t holds the target's ids themselves where offsets are usual. It is read as that.")
+        ids = listed
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or ids.unique().numel() != count:
+        raise ValueError(
+            f"{source}: d2t makes ids from {int(ids.min())} to {int(ids.max())}, {ids.unique().numel()} different ones "
+            f"of {count}. They must be distinct and below vocab_size={vocab_size}: the file is damaged, download it "
+            "again."
+        )
+    return None if count == vocab_size and torch.equal(ids, torch.arange(count)) else ids
+
+
+# For other engines. ---------------------------------------------------------------------------------------------------
+
+WRITTEN = [name for name in LAYER if name not in (*OF_QWEN3, "rope_parameters")]  # of the layers
+
+
+def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict[str, Any]:
+    """The config that describes a draft to other engines; `ValueError` if its layers are of another type.
+
+    What is usual is left out, since engines differ in what they understand by it. Layers of the target that are not the
+    usual ones to read stand there twice: in `eagle_config` by what comes out of them (SGLang), at the top by what goes
+    into them (vLLM).
+
+    Example: of a target of 32 layers `reads=[1, 15, 28]` is usual. `[3, 15, 28]` stands there as itself and as
+    `[4, 16, 29]`.
+    """
+    if settings.layer["model_type"] != "llama":
+        raise ValueError(
+            f"The draft has layers of type {settings.layer['model_type']!r}, which only vLLM serves, from the "
+            "repository that it was loaded from. Nothing is exported."
+        )
+    layer = settings.layer_config().to_dict()
+    rope = dict(layer["rope_parameters"])
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type", "default")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **{name: layer[name] for name in WRITTEN},
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else {"rope_type": kind, **rope},
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "draft_vocab_size": settings.draft_vocab_size or layer["vocab_size"],
+        **{name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **{name: True for name in FLAGS if getattr(settings, name)},
+    }
+    if settings.state_size != layer["hidden_size"]:
+        config["target_hidden_size"] = settings.state_size
+    if reads != usual_reads(target.num_hidden_layers):
+        ids: dict[str, Any] = {"use_aux_hidden_state": bool(reads)}
+        if reads:
+            ids["eagle_aux_hidden_state_layer_ids"] = reads
+            config["eagle_aux_hidden_state_layer_ids"] = [read + 1 for read in reads]
+            config["num_aux_hidden_states"] = len(reads)
+        config["eagle_config"] = ids
+    return config
+
+
+def notes(settings: Eagle3Settings, reads: list[int], depth: int) -> list[str]:
+    """What of it some engine does not serve, in whole sentences."""
+    found = []
+    if reads != usual_reads(depth):
+        found.append(
+            f"The draft reads the outputs of layers {reads} of its target, where {usual_reads(depth) or 'others'} are "
+            "usual: llama.cpp, and vLLM and SGLang before 2026, read the usual ones whatever the config says, and "
+            "would draft badly."
+        )
+    flags = [name for name in ("fc_norm", "norm_output", "norm_before_fc") if getattr(settings, name)]
+    if flags:
+        found.append(
+            f"The draft has {' and '.join(flags)} (EAGLE-3.1): new versions of vLLM and SGLang serve that, llama.cpp "
+            "and older ones do not."
+        )
+    return found

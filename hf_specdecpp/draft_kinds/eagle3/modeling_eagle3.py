@@ -1,0 +1,176 @@
+"""The EAGLE-3 draft (arXiv 2503.01840, section 3): a Llama model whose first layer reads an embedding and a state
+(`Eagle3Model`), and that model as one generation sees it (`Eagle3Drafter`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+
+from hf_specdecpp.draft_kinds.eagle3.config_eagle3 import Eagle3Settings
+from hf_specdecpp.drafting.draft import check_beside
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.target_states import FINAL, StateReader
+
+
+class Eagle3Input(StateReader):
+    """The input of a draft step: the embedding of a token, and the state g at the token before it.
+
+    For a token that the target has verified g mixes the target's states there, g = fc([a_1; ...; a_k]); for a candidate
+    after another one it is the draft's own state, as it is.
+    """
+
+    def __init__(self, settings: Eagle3Settings, norm: Any) -> None:
+        super().__init__()
+        self.hidden_size = self.embedding_size = settings.layer["hidden_size"]
+        self.state_size, self.reads = settings.state_size, settings.reads or [FINAL]
+        mixed = settings.num_reads * settings.state_size
+        self.num_reads = settings.num_reads
+        self.fc = nn.Linear(mixed, self.hidden_size, bias=settings.fc_bias) if mixed else None
+        self.input_norm = norm(mixed) if settings.norm_before_fc else None
+        norms = [norm(settings.state_size) for _ in range(settings.num_reads)]
+        self.fc_norm = nn.ModuleList(norms) if settings.fc_norm else None
+
+    @property
+    def width(self) -> int:
+        return max(self.num_reads, 1) * self.state_size
+
+    def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
+        """`[..., 2 * hidden_size]`: the embedding, then g, of the target's states `[..., width]` or the draft's own."""
+        if self.fc is not None and states.shape[-1] == self.width:
+            states = self.fc(self.normed(states))
+        return torch.cat((embeddings, states), dim=-1)
+
+    def normed(self, states: Tensor) -> Tensor:
+        """What fc mixes, of the target's states `[..., width]`."""
+        if self.input_norm is not None:
+            normed: Tensor = self.input_norm(states)
+            return normed
+        if self.fc_norm is not None:
+            parts = states.split(self.state_size, dim=-1)
+            return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return states
+
+
+class FirstLayer(nn.Module):
+    """The first layer of a draft. Its attention reads both, normed apart; its residual is the state alone.
+
+        x = [norm_e(e); norm_g(g)],   r = g + attention(x),   y = r + mlp(norm(r))
+
+    Args:
+        layer: of transformers, whose other parts it keeps.
+        norm_before_residual: r begins with norm_g(g).
+    """
+
+    def __init__(self, layer: Any, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(self.self_attn, name)
+            wide = nn.Linear(2 * old.in_features, old.out_features, bias=old.bias is not None, device=old.weight.device)
+            setattr(self.self_attn, name, wide)
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        size, self.epsilon = layer.input_layernorm.weight.shape[0], layer.input_layernorm.variance_epsilon
+        self.hidden_norm = type(layer.input_layernorm)(size, eps=self.epsilon)
+
+    def forward(self, inputs: Tensor, **attention: Any) -> Tensor:
+        # Both norms at once, of `[..., 2, hidden_size]`: a step is short, and each operation counts.
+        weights = torch.stack((self.input_layernorm.weight, self.hidden_norm.weight))
+        single = inputs.unflatten(-1, (2, -1)).float()
+        single = single * torch.rsqrt(single.square().mean(-1, keepdim=True) + self.epsilon)
+        both = weights * single.to(inputs.dtype)
+        attended, _ = self.self_attn(both.flatten(-2), **attention)
+        state = both[..., 1, :] if self.norm_before_residual else inputs.chunk(2, dim=-1)[1]
+        residual = state + attended
+        states: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return states
+
+
+class Eagle3Model(PreTrainedModel):
+    """The weights of a draft. With a target's embeddings, and its LM head where it has none, it can draft.
+
+    Attributes:
+        settings: of it.
+        reader: makes its inputs.
+        decoder: its layers, without a norm at the end, as a transformers model that reads `inputs_embeds` of
+            `[..., 2 * hidden_size]`.
+        norm: before its LM head; with `norm_output` also before a further step.
+        token_ids: `[draft_vocab_size]` int64: the target's ids of its own; `None` for all.
+        agreement: how often it guesses what its target says (`acceptance.agreement`), if that was measured to bind it.
+    """
+
+    config_class = None
+    _supports_sdpa = True
+    token_ids: Tensor | None
+
+    def __init__(self, settings: Eagle3Settings) -> None:
+        config = settings.layer_config()
+        config._attn_implementation = "sdpa"  # it takes the masks of trees
+        super().__init__(config)
+        self.settings = settings
+        self.decoder = AutoModel.from_config(config, attn_implementation="sdpa")
+        self.norm, self.decoder.norm = self.decoder.norm, nn.Identity()
+        self.decoder.layers[0] = FirstLayer(self.decoder.layers[0], settings.norm_before_residual)
+        if not settings.own_embeddings:
+            del self.decoder.embed_tokens
+        self.reader = Eagle3Input(settings, lambda size: type(self.norm)(size, eps=config.rms_norm_eps))
+        size, count = settings.layer["hidden_size"], settings.draft_vocab_size or config.vocab_size
+        self.lm_head = nn.Linear(size, count, bias=False) if settings.own_head else None
+        self.register_buffer("token_ids", None, persistent=False)
+        self.agreement: list[float] = []
+        self._targets: tuple[Any, Any] = (None, None)  # embeddings and LM head, which are no parts of this module
+
+    def meet(self, target: CausalLM, reads: Sequence[int]) -> None:
+        """Draft for a target: take what is not its own from it, and read the outputs of these of its layers."""
+        self._targets = target.get_input_embeddings(), target.get_output_embeddings()
+        self.settings = replace(self.settings, reads=list(reads))
+        self.reader.reads = list(reads) or [FINAL]
+
+    def to_config(self) -> dict[str, Any]:
+        return asdict(self.settings)
+
+    def get_decoder(self, *_: Any, **__: Any) -> Any:
+        return self.decoder
+
+    def get_input_embeddings(self) -> Any:
+        return self.decoder.embed_tokens if self.settings.own_embeddings else self._targets[0]
+
+    def get_output_embeddings(self) -> Any:
+        return self._targets[1] if self.lm_head is None else self.lm_head
+
+
+class Eagle3Drafter(Drafter):
+    """Drafts with an `Eagle3Model` on the device of the target that it has met, whose embeddings it may share."""
+
+    def __init__(self, model: Eagle3Model, target: CausalLM) -> None:
+        super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)
+        self.agreement = model.agreement
+        check_beside(target)
+
+    @property
+    def num_ids(self) -> int:
+        return int(self.model.config.vocab_size)
+
+    def _head_of_draft_vocab(self) -> nn.Module | None:
+        return None if self.draft_vocab is None else self._head()
+
+    def hidden_states(self, *read: Any, **inputs: Any) -> Tensor:
+        """The states that a further step goes on from."""
+        states = super().hidden_states(*read, **inputs)
+        return self.model.norm(states) if self.model.settings.norm_output else states
+
+    def before_head(self, hidden: Tensor) -> Tensor:
+        return hidden if self.model.settings.norm_output else self.model.norm(hidden)
+
+    def _check_logits(self) -> None:
+        """How states become logits is known: the model is ours."""
+
+    @property
+    def tree_reader(self) -> None:
+        """The layer reads trees: it is a Llama's, with attention that takes any mask."""

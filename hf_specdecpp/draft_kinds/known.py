@@ -1,0 +1,101 @@
+"""The kinds of draft that there are, and which of them a config is of. The one list of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp.draft_kinds.conditioned import Conditioned
+from hf_specdecpp.draft_kinds.dflash.loading_dflash import DFlash
+from hf_specdecpp.draft_kinds.draft_kind import Config, DraftKind, PublishedKind, raw_config
+from hf_specdecpp.draft_kinds.eagle3.loading_eagle3 import Eagle3
+from hf_specdecpp.draft_kinds.gemma4 import Gemma4
+from hf_specdecpp.draft_kinds.mtp.loading_mtp import Mtp
+from hf_specdecpp.draft_kinds.plain import EarlyExit, Independent, Lookup
+from hf_specdecpp.files import Repository
+from hf_specdecpp.models.causal_lm import CausalLM
+
+INDEPENDENT, EARLY_EXIT, CONDITIONED, LOOKUP = Independent(), EarlyExit(), Conditioned(), Lookup()
+PUBLISHED = DFLASH, EAGLE3, GEMMA4, MTP = DFlash(), Eagle3(), Gemma4(), Mtp()
+KINDS: tuple[DraftKind, ...] = (INDEPENDENT, EARLY_EXIT, CONDITIONED, *PUBLISHED, LOOKUP)
+BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+def kind_of(config: SpecDecPPConfig) -> DraftKind:
+    """The kind of an assistant's draft; `ValueError` if there is no such kind."""
+    if config.draft_kind not in BY_NAME:
+        raise ValueError(f"draft_kind={config.draft_kind!r} must be one of {', '.join(BY_NAME)}.")
+    return BY_NAME[config.draft_kind]
+
+
+def kind_to_train(draft: str | None) -> DraftKind:
+    """What `specdecpp train --draft` asks for: a kind's name, "block", a model's name, or nothing, which is an early
+    exit."""
+    return EARLY_EXIT if draft is None else DFLASH if draft == "block" else BY_NAME.get(draft, INDEPENDENT)
+
+
+# Configs. -------------------------------------------------------------------------------------------------------------
+
+
+def recognise(raw: Config) -> DraftKind | None:
+    """The kind of the draft that a `config.json` describes, an assistant's or one of others, if it is one of these."""
+    if raw.get("model_type") == SpecDecPPConfig.model_type:
+        return BY_NAME.get(str(raw.get("draft_kind", SpecDecPPConfig().draft_kind)))
+    if "draft_kind" in raw:  # a damaged one of an assistant
+        return None
+    return next((kind for kind in PUBLISHED if kind.recognises(raw)), None)
+
+
+def read_config(raw: dict[str, Any], kind: DraftKind, source: Repository, commit: str | None) -> SpecDecPPConfig:
+    """The config of an assistant that a `config.json` of this kind describes, an assistant's or one of others;
+    `ValueError` if it is damaged, or of a newer format. `source` and `commit`: where it is from."""
+    if not isinstance(kind, PublishedKind) or raw.get("model_type") == SpecDecPPConfig.model_type:
+        config: SpecDecPPConfig = SpecDecPPConfig.from_dict(raw)
+        return config
+    return published(kind, source, commit, **kind.fields(raw))
+
+
+def published(kind: DraftKind, source: Repository, commit: str | None, **fields: Any) -> SpecDecPPConfig:
+    """The config, with these fields, of an assistant that drafts with what is in a repository of others."""
+    return SpecDecPPConfig(draft_kind=kind.name, draft_id=source.full_name, draft_revision=commit, **fields)
+
+
+def describe(config: SpecDecPPConfig) -> str:
+    return kind_of(config).describe(config)
+
+
+def draft_name(config: SpecDecPPConfig) -> str:
+    """The same for a message, with the names of models."""
+    kind = kind_of(config)
+    if kind.rests_on == "draft":
+        return repr(config.draft_id)
+    return kind.describe(config, repr(config.target_id) if config.target_id else "the target")
+
+
+# Drafts. --------------------------------------------------------------------------------------------------------------
+
+
+def ready_made(draft: CausalLM | str | Path) -> PublishedKind | None:
+    """The kind of a draft that cannot draft by itself: a model object, or what is found in a folder or Hub id."""
+    for kind in PUBLISHED:
+        if kind.model_class is not None and isinstance(draft, kind.model_class):
+            return kind
+    raw = raw_config(draft)
+    if raw is None or raw.get("model_type") == SpecDecPPConfig.model_type or "draft_kind" in raw:
+        return None
+    return next((kind for kind in PUBLISHED if kind.is_marked(raw)), None)
+
+
+def multi_token_layers(
+    target: CausalLM, source: str | Path | None = None, hub_kwargs: dict[str, Any] | None = None
+) -> tuple[SpecDecPPConfig, Any]:
+    """The config of an assistant that drafts with the layers of a target's own checkpoint, and their tensors.
+
+    Raises:
+        ValueError: the target is not from a repository, or its own has no such layers; with what to do.
+        OSError, huggingface_hub errors: a file is missing or cannot be reached.
+    """
+    repository = MTP.repository_of(target, source, hub_kwargs)
+    config = published(MTP, repository, repository.commit(repository.file("config.json")))
+    return config, MTP.load(config, repository)

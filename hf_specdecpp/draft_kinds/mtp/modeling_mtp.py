@@ -1,0 +1,316 @@
+"""Multi-token layers as models that draft (`one_layer`), several of them as one generation sees them (`MtpDraft`), and
+their side of a text (`LayersSession`), or of captured rounds (`LayerSteps`).
+
+A single layer is a `Drafter`: from candidate to candidate it reads its own states, as other drafts do that read the
+target's. Of several, the last does so once each has drafted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, at_last
+from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
+from hf_specdecpp.drafting.draft import DraftingSession, StateDraft
+from hf_specdecpp.drafting.drafter import Drafter, read, read_chain
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
+from hf_specdecpp.models.early_exit import layer_stack, why_no_early_exit, with_layers
+from hf_specdecpp.models.target_states import FINAL, StateReader
+
+# What a config says of the kind of each layer, what it says of that of multi-token layers, and the usual kind of these.
+KINDS = (("layer_types", "mtp_layer_types", "full_attention"), ("mlp_layer_types", "mtp_mlp_layer_types", None))
+POST_NORM = "post_norm.weight"  # of Inkling's layers: one for all of them, or none
+Tensors = Mapping[str, Tensor]
+
+
+class MtpInput(StateReader):
+    """The input of a multi-token layer: x = P [norm_e(e); norm_h(h)] (arXiv 2412.19437, equation 21).
+
+    e is the embedding of a token; h is the target's state at the token before it, after its final norm, or what a
+    multi-token layer returned there.
+
+    Args:
+        norm: the target's final norm, of whose class the two are.
+        states_first: x = P [norm_h(h); norm_e(e)] (Inkling).
+    """
+
+    def __init__(self, tensors: Tensors, norm: nn.Module, states_first: bool = False) -> None:
+        super().__init__()
+        self.states_first = states_first
+        self.reads = [FINAL]
+        self.hidden_size = self.embedding_size = tensors["eh_proj.weight"].shape[0]
+        self.enorm, self.hnorm = _norm(norm, tensors["enorm.weight"]), _norm(norm, tensors["hnorm.weight"])
+        self.eh_proj = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=False, device="meta")
+        self.eh_proj.weight = nn.Parameter(tensors["eh_proj.weight"], requires_grad=False)
+
+    def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
+        """The inputs `[..., hidden_size]` of the layer, of states and embeddings of the same shape."""
+        read = self.enorm(embeddings), self.hnorm(states)
+        inputs: Tensor = self.eh_proj(torch.cat(read[::-1] if self.states_first else read, dim=-1))
+        return inputs
+
+
+def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tuple[CausalLM, MtpInput]:
+    """A causal LM with the multi-token layer at a `place` as its only one and that layer's norm as its final one, and
+    its input; `ValueError` if they do not fit the target.
+
+    The target's embeddings, LM head and rotary frequencies are shared. The layer is of the target's own class, and its
+    tensors are renamed and put together (experts) as transformers does it with the target's.
+    """
+    text = target.config.get_text_config(decoder=True)
+    size = text.hidden_size
+    shapes = {"eh_proj": [size, 2 * size], **dict.fromkeys(("enorm", "hnorm", "post_norm"), [size])}
+    for name, shape in shapes.items():
+        if f"{name}.weight" in tensors and (found := list(tensors[f"{name}.weight"].shape)) != shape:
+            raise ValueError(
+                f"The multi-token layers of {source} have {name} of shape {found}, and {type(target).__name__} needs "
+                f"{shape}. They are of another model: name the repository of this one."
+            )
+    if (reason := why_no_early_exit(target, text)) is not None:
+        raise ValueError(f"{type(target).__name__} {reason}. Use an independent draft.")
+    model = with_layers(target, [_like(text, place)])
+    decoder = inner_decoder(model)
+    for kind, said, usual in KINDS:
+        if (wanted := _wanted(text, place, said, usual)) is not None and getattr(text, kind, None):
+            setattr(decoder.config, kind, [wanted])
+    stack, layers = layer_stack(decoder, model)
+    loaded = _loaded(tensors, decoder, stack, target, source)
+    layer = getattr(loaded, stack)[0]
+    norm = loaded.norm if POST_NORM in tensors else nn.Identity()
+    for module in layer.modules():
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            module.config = decoder.config  # which says how attention is computed
+    reader = MtpInput(tensors, loaded.norm, getattr(text, "mtp_hidden_states_first", False))
+    reader.to(dtype=target.dtype)  # the layer has its own: some parts of experts stay in float32
+    for part in (layer, norm, reader):
+        part.to(device=input_device(target)).requires_grad_(False)
+    layers[0], decoder.norm = layer, norm
+    return model.eval(), reader.eval()
+
+
+def _like(config: Any, place: int) -> int:
+    """The last of the target's layers that is of the kind of a multi-token layer, as far as there is one."""
+    chosen = list(range(config.num_hidden_layers))
+    for kind, said, usual in KINDS:
+        wanted, kinds = _wanted(config, place, said, usual), getattr(config, kind, None)
+        chosen = [layer for layer in chosen if kinds and kinds[layer] == wanted] or chosen
+    return chosen[-1]
+
+
+def _wanted(config: Any, place: int, said: str, usual: str | None) -> str | None:
+    """The kind of a multi-token layer: what the config says of it, or the usual one if the target has such layers."""
+    kinds = getattr(config, said, None)
+    if kinds:
+        return str(kinds[min(place, len(kinds) - 1)])
+    return usual if usual in (getattr(config, "layer_types", None) or ()) else None
+
+
+def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, target: CausalLM, source: str) -> Any:
+    """A decoder with the layer and its norm, read by transformers as it reads the target; next to no embeddings."""
+    config = copy.deepcopy(decoder.config)
+    config.vocab_size, config.pad_token_id = 1, 0
+    if get_checkpoint_conversion_mapping(config.model_type) is None:
+        config.model_type = target.config.model_type  # which says how the whole model's files are written
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    block = {f"{stack}.0.{name[6:]}": tensor for name, tensor in tensors.items() if name.startswith("block.")}
+    embeddings = decoder.get_input_embeddings()
+    table = next(name for name, module in decoder.named_modules() if module is embeddings)
+    around = {f"{table}.{name}": tensor for name, tensor in embeddings.state_dict().items()}
+    around[f"{table}.weight"] = torch.zeros(1, embeddings.weight.shape[1])
+    state = {**around, **block, "norm.weight": tensors.get(POST_NORM, torch.ones(embeddings.weight.shape[1]))}
+    problem = ""
+    try:
+        loaded, found = type(decoder).from_pretrained(
+            None, config=config, state_dict=state, dtype=target.dtype, output_loading_info=True
+        )
+    except (RuntimeError, ValueError) as error:  # shapes that differ
+        problem = str(error)[:600]
+    else:
+        for what in ("missing", "unexpected", "mismatched"):
+            if names := sorted(map(str, found[f"{what}_keys"])):
+                problem += f"{what}: {', '.join(names[:6])}. "
+    if problem:
+        raise ValueError(
+            f"A multi-token layer of {source} is not like the layers of {type(decoder).__name__} ({problem.strip()}), "
+            "so what it computes is not known. If the files are the target's own, its layers are of a form that "
+            "hf_specdecpp does not know: use another draft (specdecpp drafts lists some)."
+        )
+    return loaded
+
+
+def _norm(like: nn.Module, weight: Tensor) -> nn.Module:
+    """A norm with this weight, otherwise like another one."""
+    norm = copy.deepcopy(like)
+    norm.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    return norm
+
+
+class MtpDraft(StateDraft):
+    """Drafts with several multi-token layers, each with its input, of which each proposes one candidate of a round, in
+    their order; the last goes on alone."""
+
+    def __init__(self, layers: Sequence[Drafter], target: CausalLM) -> None:
+        self.layers, self.first = list(layers), layers[0]
+        super().__init__(self.first.model, self.first.fusion, target)
+        self.cannot = {
+            "trees": f"The target has {len(self.layers)} multi-token layers, and each of them reads the rows of the "
+            "one before it, which differ from path to path: nodes of a tree share none. Draft chains (tree=False); a "
+            "single multi-token layer drafts trees, too.",
+        }
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        return list(dict.fromkeys(part for layer in self.layers for part in layer.parts))
+
+    @property
+    def max_length(self) -> float:
+        return self.first.max_length
+
+    def session(self, vocab_size: int) -> DraftingSession:
+        return LayersSession(self.layers, vocab_size)
+
+    def capture_steps(self, wanted: bool, fuse: bool) -> None:
+        for layer in self.layers:
+            layer.capture_steps(wanted, fuse)
+
+    def give_up(self, reason: str) -> None:
+        self.first.give_up(reason)
+
+    def round_steps(self, vocab_size: int) -> LayerSteps | None:
+        copies = [layer.captured_copy for layer in self.layers]
+        return None if None in copies else LayerSteps(copies, vocab_size)
+
+
+class Rows:
+    """What one layer has read: its cache, and the states that it reads.
+
+    Row r of the layer k (from 0) reads the token at r + k + 1 with the state of row r: the target's at r for the first
+    layer, what the layer before returned in that row for others.
+
+    Attributes:
+        count: rows in the cache.
+        states: `[1, n, hidden_size]`, those of the rows from `first` on; `None` before there were any.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.cache = drafter, DynamicCache(config=drafter.text_config)
+        self.cache.activate_past_recording()  # of the prompt, too, its last rows are taken back
+        self.count = self.first = 0
+        self.states: Any = None
+
+    def offer(self, states: Tensor, row: int) -> None:
+        """States of the rows from `row` on, in the place of what was known of them."""
+        if self.states is None:
+            self.states, self.first = states, row
+        else:
+            self.states = torch.cat((self.states[:, : row - self.first], states), dim=1)
+
+    def forget(self, count: int, kept: int) -> None:
+        """Keep the first `count` rows at most, and the states from `kept` rows before these on."""
+        if self.count:
+            self.cache.crop(-max(self.count - count, 0))  # without any to drop, too: windows shrink back
+        self.count = min(self.count, count)
+        drop = max(self.count - kept - self.first, 0)
+        if self.states is not None and drop:
+            self.states, self.first = self.states[:, drop:].clone(), self.first + drop
+
+    def read(self, tokens: Tensor, states: Tensor) -> Tensor:
+        """Read rows `[1, n]`: what the layer returns in them, `[1, n, hidden_size]`."""
+        hidden = self.drafter.hidden_states(tokens, self.cache, states)
+        self.count += tokens.shape[1]
+        return hidden
+
+
+class LayersSession(DraftingSession):
+    """What the layers have read of one text.
+
+    Example: two layers, after the text `a b c d` with the target's states at a, b and c. The first layer reads b, c, d
+    with these, which gives the candidate e. The second reads c, d, e with what the first returned there, which gives f.
+    For a third candidate it goes on, and reads f with what it has just returned. Of these rows that of e stands if e is
+    accepted; the last one never does.
+    """
+
+    def __init__(self, layers: Sequence[Drafter], vocab_size: int) -> None:
+        super().__init__()
+        self.layers, self.vocab_size, self.embed = [Rows(layer) for layer in layers], vocab_size, layers[0].embed
+        self.device = layers[0].device
+        self._text: Tensor = torch.empty(1, 0, dtype=torch.long, device=self.device)
+        self._last: Any = None  # what the last layer returned in its last row, `[1, 1, hidden_size]`
+
+    @property
+    def length(self) -> int:
+        return self._text.shape[1]
+
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
+        if states is None:
+            raise ValueError("Multi-token layers read the target's states, and none were handed over.")
+        before = self.length
+        for place, layer in enumerate(self.layers):
+            # Rows that read a token of the text that stands; further ones of the last layer read states of its own.
+            layer.forget(max(min(before - 1, before + num_accepted - 1 - place), 0), len(self.layers))
+        tokens, states = new_tokens.to(self.device), states.to(self.device)
+        if not before:  # fewer states than tokens where a cache is carried on
+            tokens = tokens[:, -(states.shape[1] + 1) :]
+        self._text = torch.cat((self._text, tokens), dim=1)
+        rows = self.length - 1
+        states = states[:, -min(states.shape[1], rows) :]
+        self.layers[0].offer(states, rows - states.shape[1])
+        self.unread, self.passes = rows - self.layers[0].count, 0
+
+    def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        place = min(len(candidates), len(self.layers) - 1)
+        layer, rows = self.layers[place], self.length - 1
+        if len(candidates) < len(self.layers):
+            begin = layer.count
+            first = begin + place + 1  # the token that the first unread row reads
+            drawn = [each.view(1, 1) for each in candidates[max(first - self.length, 0) :]]
+            states = layer.states[:, begin - layer.first : rows - layer.first]
+            hidden = layer.read(torch.cat((self._text[:, first:], *drawn), dim=1), states)
+            if place + 1 < len(self.layers):
+                self.layers[place + 1].offer(hidden, begin)
+        else:
+            hidden = layer.read(candidates[-1].view(1, 1), self._last)
+        self._last, self.unread = hidden[:, -1:], 0
+        self.passes += 1
+        return layer.drafter.logits(hidden[0, -1], self.vocab_size), hidden[0, -1]
+
+
+class LayerSteps(RoundSteps):
+    """As `LayersSession`, but that all layers read the rows of the window anew: of a row that read a candidate nothing
+    is kept.
+
+    Example: two layers, and a window of b c d after the text `a`. The first layer reads b, c, d with the target's
+    states at a, b and c, which gives the candidate e. The second reads c, d, e with what the first returned there.
+    When e and f stand and g follows, the next window is d e f g: the second layer reads e, f, g and a candidate.
+    """
+
+    draws_trees = False
+
+    def __init__(self, layers: Sequence[Any], vocab_size: int) -> None:
+        self.layers = layers
+        super().__init__(self.layers[0], vocab_size, tuple(layers), self.layers[0].fusion.width)
+        self.num_layers, self.again, self.least = len(layers), len(layers) - 1, len(layers)
+
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - chains alone
+        parts = [cache.part(place, 1) for place in range(len(self.layers))]  # each layer is the first of its model
+        tokens, count = functional.pad(window.tokens, (0, len(parts))), window.tokens.shape[1]
+        states: Any = window.states
+        for place, (layer, part) in enumerate(zip(self.layers, parts, strict=True)):
+            states = read_chain(layer, part, layer.known(tokens[:, place : place + count]), states)
+            hidden = at_last(states, window.last)
+            level = yield layer.logits(hidden, self.vocab_size)[:, None], hidden[:, None]
+            tokens = tokens.scatter(1, window.last[:, None] + 1 + place, level.tokens)
+        cache.length.add_(window.last + 1)
+        while True:
+            own = Window(layer.known(level.tokens), hidden[:, None], window.last.new_zeros(len(hidden)))
+            logits, hidden = read(layer, part, own, self.vocab_size)
+            level = yield logits[:, None], hidden[:, None]

@@ -1,0 +1,130 @@
+"""The kinds that need no code of their own beside a causal LM: a smaller model with the target's tokenizer
+(`Independent`), some of the target's own layers, which any target has (`EarlyExit`), and no draft at all, where all
+candidates come from text that was seen before (`Lookup`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.config.assistant_config import SpecDecPPConfig
+from hf_specdecpp.draft_kinds.draft_kind import DraftKind, Loading, Parts, pinned
+from hf_specdecpp.drafting.draft import Draft, DraftingSession
+from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.models.adapters import add_adapter
+from hf_specdecpp.models.early_exit import early_exit, per_layer
+from hf_specdecpp.models.loading import check_hash, check_named_draft, load_draft, load_model
+from hf_specdecpp.serving import Destination, Exported, write_plain_model
+
+
+class Independent(DraftKind):
+    """A smaller model with the target's tokenizer."""
+
+    name = "independent"
+    rests_on = "draft"
+    is_named = True
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:  # noqa: ARG002
+        return pinned(config)
+
+    def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
+        """The adapter is merged into a model that is given by name."""
+        chosen, revision = (config.draft_id, config.draft_revision) if how.draft is None else (how.draft, None)
+        if how.target is not None and isinstance(chosen, str | Path):
+            check_named_draft(chosen, revision, how.target, parts.draft_vocab is not None, how.hub_kwargs)
+        model = load_draft(chosen, revision, how.target, how.dtype, how.device, how.hub_kwargs)
+        if parts.adapter is not None:
+            model = add_adapter(model, parts.adapter, merge=isinstance(chosen, str | Path))
+        return Drafter(model, parts.draft_vocab)
+
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
+        model = self.make(config, parts, Loading()).model
+        return write_plain_model(model, str(config.draft_id), config.draft_revision, config, to)
+
+
+class EarlyExit(DraftKind):
+    """Some of the target's own layers."""
+
+    name = "early_exit"
+    first_layers: ClassVar[int | None] = 4
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
+        """Such as "layers 0, 1 of the target"."""
+        layers = config.draft_layers or []
+        return f"layer{'s' if len(layers) != 1 else ''} {', '.join(map(str, layers))} of {target}"
+
+    def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
+        draft = early_exit(how.target, config.draft_layers or [])
+        if parts.adapter is not None:
+            draft = add_adapter(draft, parts.adapter, merge=parts.merge)
+        if parts.module is not None:
+            parts.module.to(draft.device, draft.dtype)
+        return Drafter(draft, parts.draft_vocab, shares_target=True, fusion=parts.module)
+
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
+        if to.target is None:
+            raise ValueError(
+                "This assistant drafts with layers of a target that its config.json does not name (target_id), so "
+                "there are no weights to export. Name it: --target ID_OR_FOLDER."
+            )
+        target = load_model(to.target, to.revision)
+        check_hash(target, config.vocab_hash, config.target_id)
+        draft = self.make(config, parts, Loading(target=target)).model
+        exported = write_plain_model(draft, to.target, to.revision, config, to)
+        kinds = sorted(name for name, each in per_layer(target.config).items() if len(set(map(str, each))) > 1)
+        if kinds and config.draft_layers != list(range(draft.config.num_hidden_layers)):
+            exported.notes.append(
+                f"The target's layers are of several kinds ({', '.join(kinds)}), and these are not its first ones. An "
+                "engine that reckons the kind from a layer's number, as llama.cpp does for some families, drafts badly."
+            )
+        return exported
+
+
+class Lookup(DraftKind):
+    """No draft: all candidates come from text that was seen before."""
+
+    name = "lookup"
+    rests_on = "nothing"
+    unserved = (
+        "This assistant looks its candidates up and has no draft, so there is nothing to export. Engines look "
+        "candidates up by themselves, such as vLLM with the method ngram."
+    )
+    untrainable = "there is nothing to train where all candidates are looked up"
+
+    def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:  # noqa: ARG002
+        return "text that was seen before"
+
+    def make(self, *_: Any) -> Draft:
+        return NoDraft()
+
+
+class NoDraft(Draft):
+    """A draft that never draws a candidate."""
+
+    model = None
+    places = 0
+
+    def session(self, vocab_size: int) -> NoSession:  # noqa: ARG002
+        return NoSession()
+
+
+class NoSession(DraftingSession):
+    """Its side of a generation, which does nothing: lookups need no model."""
+
+    length = 0
+
+    @staticmethod
+    def embed(_ids: Tensor) -> Tensor:
+        return torch.empty(0)
+
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
+        pass
+
+    def propose_next(self, _candidates: list[Tensor]) -> None:
+        pass
+
+    def commit_path(self, path: list[int]) -> None:
+        pass

@@ -1,0 +1,79 @@
+"""Drafting for the rows of a batch, step by step together (`BatchDrafts`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains, pays_to_go_on
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.decoding import Drafts, RoundTarget
+from hf_specdecpp.generation.output_text import OutputText, Round
+from hf_specdecpp.lookup.looking_up import count_together
+from hf_specdecpp.throughput.known_costs import Drafting as Drafted
+from hf_specdecpp.trees.tree import Chain, DraftTree
+
+
+class BatchDrafts(Drafts):
+    """Proposes for the rows of a batch. `generators`: one for each row."""
+
+    def __init__(self, generators: Sequence[SpecDecPPCandidateGenerator]) -> None:
+        first = generators[0]
+        self.count, self.plan = len(generators), first.plan
+        self.times = first.times
+        self.together = first.setup.drafter.batch([each.session for each in generators])
+
+    @torch.inference_mode()
+    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
+        if texts[0].generator.is_paused:
+            self.times = None
+            return [Chain() for _ in texts]
+        if self.plan is not None:
+            self.plan.follow(max(text.length for text in texts))
+        # What the whole batch takes is learned while it is whole.
+        times = self.times if len(texts) == self.count else None
+        if times is not None:
+            times.begin_round()
+        generators = [text.generator for text in texts]
+        rows = [text.generator.draft_step_by_step(text.ids, text.states) for text in texts]
+        read = max(each.session.unread for each in generators)
+        if self.plan is not None:
+            self.plan.begin_batch(read)
+        self._look_up(generators, rows)
+        chains = self._draft(generators, rows)
+        if times is not None:
+            passes = max(each.session.passes for each in generators)
+            further = max(max(chain.num_drawn for chain in chains) - passes, 0)
+            times.drafted(None if any(chain.looked_up for chain in chains) else Drafted(passes, read - 1, further))
+        for each, chain in zip(generators, chains, strict=True):
+            chain.passes = each.session.passes
+        return [*chains]
+
+    def _look_up(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> None:
+        """Put what rows look up in the place of what they would draft."""
+        lookups = [each.lookup for each in generators if each.lookup is not None]
+        together = count_together(lookups) if lookups else 0
+        for place, lookup in enumerate(lookups):
+            if count := together or (lookup.count_alone() if lookup.choice is None else 0):
+                rows[place] = at_once(lookup.first_candidates(count))
+
+    def _draft(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> list[Chain]:
+        def prepare(asking: dict[int, list[Tensor]]) -> bool:
+            rules = [rule for place in asking if (rule := generators[place].method.rule) is not None]
+            goes_on = not any(asking.values()) or pays_to_go_on(rules, len(generators))
+            if goes_on:
+                self.together.run_draft(asking)
+            return goes_on
+
+        return draft_chains(rows, prepare)
+
+    def record_outcome(self, rounds: Sequence[Round]) -> None:
+        for each in rounds:
+            each.text.generator.record_outcome(each.tree, each.verdict.path, each.text.before)
+        if self.times is not None and len(rounds) == self.count:
+            self.times.end(max(each.text.before for each in rounds), rounds[0].width)
+
+    def select(self, places: Sequence[int]) -> None:
+        self.together.select(places)

@@ -1,0 +1,137 @@
+"""Captures all that texts up to a length need, before the first of them (`warm_up`): by generating one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import GenerationMode
+
+from hf_specdecpp.caches.cached_context import width_of
+from hf_specdecpp.config.speculation import MOST_CANDIDATES
+from hf_specdecpp.cuda_graphs import graphs
+from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
+from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
+from hf_specdecpp.cuda_graphs.fixed_cache import LEAST_ROOM, room_for
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.captured.parts import GraphDrafts, GraphTarget, pass_widths
+from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.entry.calls import Call, decoding_of
+from hf_specdecpp.generation.refusals import check_mode
+from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.generation.stats import LatestCalls
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, keeping_generators, longest_text, num_processes
+from hf_specdecpp.models.cpu.weight_copies import background
+from hf_specdecpp.throughput.memory import Memory
+from hf_specdecpp.throughput.round_shapes import SPARE
+
+PROMPT, ROUNDS = 8, 2  # tokens; of the assistant's own, in each room
+USUAL_LENGTH = 2048  # tokens
+
+
+class WarmUp:
+    """An assistant from whose generations nothing is learned (`generation.entry.calls.Assistant`)."""
+
+    def __init__(self, setup: DraftSetup) -> None:
+        self.setup, self.speculation = replace(setup, memory=Memory(setup.memory.calibration)), setup.speculation
+        self.calls = LatestCalls()
+
+    def start_generation(
+        self, target: CausalLM, config: GenerationConfig, logits_processor: Any, attention_mask: Tensor | None, *_: Any
+    ) -> SpecDecPPCandidateGenerator:
+        return SpecDecPPCandidateGenerator(self.setup, config, logits_processor, attention_mask, target=target)
+
+
+class WarmUpDecoding(AssistedDecoding):
+    """A text that moves from room to room, and makes in each all passes that may be made there."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.text = self.texts[0]
+        self.text.max_length, self.text.eos, self.text.all_simple = float("inf"), set(), True  # nothing ends it
+        self.generator = self.text.generator
+        self.most = self.generator.setup.most_tokens
+
+    def _make_rounds(self) -> None:
+        target = self.target
+        if not isinstance(target, GraphTarget):
+            raise ValueError(
+                f"Nothing can be captured here, so there is nothing to warm up. Of {type(self.side.model).__name__}: "
+                f"{self.text.stats.uncaptured or 'SpeculationConfig.graphs is off'}."
+            )
+        if isinstance(drafts := self.drafts, GraphDrafts):
+            drafts.begin_texts()
+        self.generator.times = None  # these rounds are unlike others
+        further = 2 * width_of(self.most + 1) + SPARE
+        room = LEAST_ROOM
+        while room <= room_for(self.side.config.max_length + further):
+            target.passes.text.with_room(room)
+            if isinstance(drafts, GraphDrafts):
+                self._make_whole_rounds(drafts)
+            else:
+                self._read_target(target.passes, room)
+            room *= 2
+
+    def _make_whole_rounds(self, drafts: GraphDrafts) -> None:
+        for shape in {RoundShape(0), *drafts.tiers.shapes}:
+            drafts.time(shape)
+
+    def _read_target(self, passes: CapturedTarget, room: int) -> None:
+        """A pass of each width, of trees a path of each, too; and some rounds."""
+        for width in pass_widths(self.most):
+            if width <= min(room - passes.text.held, MOST_CANDIDATES + 1):
+                places = torch.arange(width, device=passes.device)
+                as_tree = width > 1 and self.generator.method.for_trees
+                passes.read(places[None] * 0, (places <= places[:, None], places) if as_tree else None)
+                if as_tree:
+                    passes.move(places)
+        for _ in range(ROUNDS):
+            self.round()
+
+
+def warm_up(setup: DraftSetup, target: CausalLM, max_length: int | None, options: dict[str, Any]) -> float:
+    """Prepare all that one text of up to `max_length` tokens needs (`SpecDecPPAssistant.warm_up`): seconds it took."""
+    longest = longest_text(target)
+    if max_length is None:
+        max_length = int(min(USUAL_LENGTH, longest))
+    if not isinstance(max_length, int) or not PROMPT + 2 <= max_length <= longest:
+        most = f" and at most {longest:.0f}, which {type(target).__name__} has positions for" if longest < 1e9 else ""
+        raise ValueError(f"max_length={max_length!r} must be a whole number of tokens, at least {PROMPT + 2}{most}.")
+    if num_processes(target) > 1:
+        raise ValueError("A target that is spread over several processes warms up with its first texts.")
+    device, begin = input_device(target), time.perf_counter()
+    if setup.uses_copies(target) and not graphs.can_capture(device) and setup.products(target).layers:
+        background.wait()
+        return time.perf_counter() - begin
+    prompt = torch.arange(PROMPT, device=device)[None]
+    with keeping_generators(device):
+        target.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            custom_generate=partial(_rehearse, WarmUp(setup)),
+            **{**options, "max_length": max_length, "return_dict_in_generate": False},
+        )
+    return time.perf_counter() - begin
+
+
+def _rehearse(
+    assistant: WarmUp,
+    target: CausalLM,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    **kwargs: Any,
+) -> Tensor:
+    """In the place of transformers' decoding (`custom_generate`)."""
+    check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
+    if len(input_ids) > 1:
+        raise ValueError(f"A batch of {len(input_ids)} sequences has no captured passes that could be warmed up.")
+    call = Call.of(target, logits_processor, stopping_criteria, generation_config, **kwargs)
+    text: Tensor = decoding_of(call, assistant, input_ids, WarmUpDecoding)(input_ids)
+    return text

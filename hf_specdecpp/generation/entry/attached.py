@@ -1,0 +1,321 @@
+"""Attach an assistant to a target and detach it: four methods of the target's class ask which assistants it has.
+
+Why the class: `generate()` looks its decoding method up on the type of the model. The alternatives break more. A class
+of its own for each target changes `type(model)` under calls that are running in other threads (`super()` in them
+fails), has torch.compile compile anew, and has to be hidden from pickle and copy. A `generate` of the instance is a
+further attribute, is in the way of models that bring one along (`custom_generate`), is passed by
+`type(model).generate(model)`, and does not know yet how a call will decode.
+
+So a target is not touched at all. The methods are put on where they are defined: on transformers' `GenerationMixin` as
+long as there are assistants, since a call may name one of a model that has none, and is attached then; on a class with
+methods of its own while its models have assistants. Other models go through these methods to their own; the methods
+keep the originals, so calls that began before they came or went end as they would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial, update_wrapper
+from threading import RLock
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, finalize
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import GenerationMode
+from transformers.utils import logging
+
+from hf_specdecpp.caches.masks import check_windows
+from hf_specdecpp.caches.states import check_states
+from hf_specdecpp.generation.entry.calls import MODE_KWARGS, Assistant, Call, decoding_of
+from hf_specdecpp.generation.refusals import LateRefusalError, PlainCallError, check_mode, check_object, own_speculation
+from hf_specdecpp.generation.stats import SpeculationStats
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.models.checks import check_target
+
+
+@dataclass
+class Attached:
+    """The assistants of a target.
+
+    Attributes:
+        default: drafts for calls without an assistant. It is held as long as the target lives: an assistant knows parts
+            of its target, never the target.
+    """
+
+    assistants: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    default: Any = None
+
+
+# Kept here, so that targets stay as they are. Calls read them without the lock, which whoever changes them holds; while
+# it is held, the garbage collector may call `_take_off` in the same thread.
+_attached: WeakKeyDictionary[CausalLM, Attached] = WeakKeyDictionary()
+NOTHING = Attached()  # to targets that have never had an assistant
+_assistants: WeakSet[Any] = WeakSet()  # all that calls may name
+_changed: set[type[Any]] = set()  # classes that have methods of ours
+_paused: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many `paused` contexts an assistant is in
+_lock = RLock()
+# A target and the default of its calls in this thread, in the place of its own.
+_default_here: ContextVar[tuple[CausalLM, Any] | None] = ContextVar("default_here", default=None)
+
+logger = logging.get_logger("hf_specdecpp")
+
+BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.GROUP_BEAM_SEARCH)
+
+
+def answer_calls(assistant: Assistant) -> None:
+    """From now on `generate(assistant_model=assistant)` of a model that it is not attached to attaches it."""
+    with _lock:
+        _assistants.add(assistant)
+        finalize(assistant, _take_off).atexit = False
+        _put_on(GenerationMixin)
+
+
+def attach(assistant: nn.Module, target: CausalLM) -> None:
+    """Let `target.generate(assistant_model=assistant)` run our loop; `ValueError` if it cannot be assisted."""
+    check_reading(target)
+    with _lock:
+        if (found := _attached.get(target)) is None:
+            found = _attached[target] = Attached()
+            finalize(target, _take_off).atexit = False
+        found.assistants.add(assistant)
+        _put_on(type(target))
+
+
+def check_reading(target: CausalLM) -> None:
+    """Raise `ValueError` if the target does not read several tokens at once as it reads one after the other."""
+    check_target(target, recurrent=True)
+    check_windows(target)
+    check_states(target)
+
+
+def detach(assistant: nn.Module, target: CausalLM) -> None:
+    """Undo `attach`. The class has its own methods again when the last assistant of its models leaves or is deleted."""
+    with _lock:
+        if is_attached(assistant, target):
+            set_default(assistant, target, False)
+            _attached[target].assistants.discard(assistant)
+            _take_off()
+
+
+def is_attached(assistant: Any, target: CausalLM) -> bool:
+    return isinstance(assistant, nn.Module) and assistant in _attached.get(target, NOTHING).assistants
+
+
+def is_default(assistant: Any, target: CausalLM) -> bool:
+    """Whether calls without an assistant run this one."""
+    return assistant is not None and _attached.get(target, NOTHING).default is assistant
+
+
+def set_default(assistant: Any, target: CausalLM, value: bool) -> None:
+    """Whether calls without an assistant run this attached one and no other; if not, any other stays."""
+    with _lock:
+        if (value and is_attached(assistant, target)) or is_default(assistant, target):
+            _attached[target].default = assistant if value else None
+
+
+def targets_of(assistant: nn.Module) -> list[CausalLM]:
+    with _lock:
+        return [target for target, found in _attached.items() if assistant in found.assistants]
+
+
+def assistants_of(target: CausalLM) -> list[Any]:
+    with _lock:
+        return list(_attached.get(target, NOTHING).assistants)
+
+
+@contextmanager
+def paused(assistant: nn.Module) -> Iterator[None]:
+    """Within, calls that do not name this default assistant are plain ones, in all threads."""
+    with _lock:
+        _paused[assistant] = _paused.get(assistant, 0) + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _paused[assistant] -= 1
+
+
+@contextmanager
+def as_default(assistant: nn.Module | None, target: CausalLM) -> Iterator[None]:
+    """Within, this thread's calls of `target` without an assistant run this attached one, whatever its default is; or
+    none."""
+    token = _default_here.set((target, assistant))
+    try:
+        yield
+    finally:
+        _default_here.reset(token)
+
+
+def default_of(target: CausalLM) -> Any:
+    """What drafts for this thread's calls without an assistant; `None` if nothing does."""
+    here, default = _default_here.get(), _attached.get(target, NOTHING).default
+    if here is not None and here[0] is target:
+        return here[1]
+    return None if default is None or _paused.get(default) else default
+
+
+# The methods of a class ----------------------------------------------------------------------------------------------
+
+
+class Method:
+    """Replaces a method of a class: `ours` is called with the model, the model's original method, and the arguments."""
+
+    def __init__(self, kind: type[Any], name: str, ours: Callable[..., Any]) -> None:
+        self.kind, self.name, self.ours, self.original = kind, name, ours, vars(kind)[name]
+        # transformers reads its arguments' names; what another `Method` knows is not this one's.
+        update_wrapper(self, self.original, updated=())
+
+    def __get__(self, target: CausalLM | None, kind: Any = None) -> Any:
+        return self if target is None else MethodType(self, target)
+
+    def __call__(self, target: CausalLM, *args: Any, **kwargs: Any) -> Any:
+        # Of several, as where a class and a subclass of it have assistants, the first that is met decides.
+        first = next((each for each in type(target).__mro__ if isinstance(vars(each).get(self.name), Method)), None)
+        if first is not self.kind:
+            return self.original(target, *args, **kwargs)
+        return self.ours(target, partial(self.original, target), *args, **kwargs)
+
+
+def _put_on(kind: type[Any]) -> None:
+    for name, ours in METHODS.items():
+        owner = next(each for each in kind.__mro__ if name in vars(each))
+        if not isinstance(vars(owner)[name], Method):
+            setattr(owner, name, Method(owner, name, ours))
+            _changed.add(owner)
+
+
+def _take_off() -> None:
+    """Give classes their own methods back where no assistant needs ours any more."""
+    with _lock:
+        used: list[type[Any]] = [type(target) for target, found in _attached.items() if list(found.assistants)]
+        if list(_assistants):
+            used.append(GenerationMixin)
+        for kind in [each for each in _changed if not any(issubclass(one, each) for one in used)]:
+            _changed.discard(kind)
+            for name in METHODS:
+                if isinstance(method := vars(kind).get(name), Method):
+                    setattr(kind, name, method.original)
+
+
+def _is_assistant(named: Any) -> bool:
+    return isinstance(named, nn.Module) and named in _assistants
+
+
+def _extract_generation_mode_kwargs(
+    target: CausalLM,
+    original: Any,
+    custom_generate: Any,
+    kwargs: Any,
+    synced_gpus: Any,
+    assistant_model: Any,
+    *rest: Any,
+) -> Any:
+    if _is_assistant(assistant_model):
+        with torch.inference_mode(False):  # a draft that is made here is used by other calls, too
+            assistant_model.answer(target)
+    return original(custom_generate, kwargs, synced_gpus, assistant_model, *rest)
+
+
+def _validate_generation_mode(
+    target: CausalLM, original: Any, mode: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]
+) -> None:
+    assistant: Any = mode_kwargs.get("assistant_model")
+    if assistants_of(target):
+        check_object(assistant)
+    if _is_assistant(assistant):
+        _check(target, mode, config, mode_kwargs)
+        # Its text is that of the plain call, and so is the rest of what is checked. Of assisted ones transformers
+        # compares padded vocabulary sizes (tokenizers were compared when attaching), and refuses several sequences and
+        # all models of classes that keep a recurrent state.
+        mode_kwargs = {name: value for name, value in mode_kwargs.items() if name != "assistant_model"}
+        mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
+    elif mode in BEAMS and (default := default_of(target)) is not None:
+        beams = f"num_beams={config.num_beams}, and it proposes one continuation of one sequence."
+        _leave_out(default, target, beams, mode_kwargs.get("streamer"))
+    original(mode, config, mode_kwargs)
+
+
+def _sample(
+    target: CausalLM,
+    original: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    **kwargs: Any,
+) -> Any:
+    given = input_ids, logits_processor, stopping_criteria, generation_config
+    default = default_of(target)
+    # As another model's draft it has to say how sure it is of each token.
+    if default is None or generation_config.is_assistant:
+        return original(*given, **kwargs)
+    try:
+        _check(target, GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
+        decode = decoding_of(Call.of(target, *given[1:], **kwargs), default, input_ids)
+    except ValueError as refusal:
+        _leave_out(default, target, str(refusal), kwargs.get("streamer"))
+    else:
+        try:
+            return decode(input_ids)
+        except LateRefusalError as refusal:
+            _leave_out(default, target, str(refusal), kwargs.get("streamer"))
+    return original(*given, **kwargs)
+
+
+def _assisted_decoding(
+    target: CausalLM,
+    original: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    inputs_tensor: Tensor | None = None,
+    assistant_model: Any = None,
+    **kwargs: Any,
+) -> Any:
+    given = input_ids, logits_processor, stopping_criteria, generation_config
+    if not _is_assistant(assistant_model):
+        default = None if assistant_model is not None or generation_config.is_assistant else default_of(target)
+        if default is not None:
+            reason, is_model_s = own_speculation(generation_config, target)
+            _leave_out(default, target, reason, kwargs.get("streamer"), says=is_model_s)
+        return original(*given, inputs_tensor=inputs_tensor, assistant_model=assistant_model, **kwargs)
+    try:
+        decode = decoding_of(Call.of(target, *given[1:], **kwargs), assistant_model, input_ids)
+    except PlainCallError as refusal:
+        _leave_out(assistant_model, target, str(refusal), kwargs.get("streamer"))
+        others = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
+        with as_default(None, target):
+            return type(target)._sample(target, *given, **others)
+    return decode(input_ids)
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "_extract_generation_mode_kwargs": _extract_generation_mode_kwargs,
+    "_validate_generation_mode": _validate_generation_mode,
+    "_sample": _sample,
+    "_assisted_decoding": _assisted_decoding,
+}
+
+
+def _check(target: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
+    """Raise `ValueError` if such a call of the target cannot be assisted."""
+    check_reading(target)
+    check_mode(mode, config, mode_kwargs)
+
+
+def _leave_out(assistant: Assistant, target: CausalLM, reason: str, streamer: Any, says: bool = True) -> None:
+    """Note that a call is plain though it has an assistant, in its statistics and, once, for its user."""
+    assistant.calls.record_call(SpeculationStats(refusal=reason), streamer)
+    if not says:
+        return
+    logger.warning_once(
+        f"This generate() of {type(target).__name__} is a plain one, without its assistant, which cannot help here: "
+        f"{reason}"
+    )

@@ -1,0 +1,192 @@
+"""What runs a `generate()` call with an assistant (`decoding_of`): for one text, for a batch, on one of many ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from hf_specdecpp.caches.cached_context import num_rows
+from hf_specdecpp.caches.static import as_growing, copy_back, with_static
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation.batch.batch_drafts import BatchDrafts
+from hf_specdecpp.generation.batch.batch_target import BatchTarget, InStep
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.captured.entering import on_graphs
+from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
+from hf_specdecpp.generation.output_text import OutputText
+from hf_specdecpp.generation.ranks import DraftOfRanks, Ranks, RankText, check_ranks
+from hf_specdecpp.generation.refusals import (
+    LateRefusalError,
+    PlainCallError,
+    check_batch,
+    check_for_one,
+    check_foreign,
+    check_inputs,
+    ends_as_told,
+    warn_of_ignored,
+)
+from hf_specdecpp.generation.single_target import SingleTarget
+from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among, num_processes
+from hf_specdecpp.sampling.processors import Processing, for_row, in_order
+
+# Arguments of transformers' decoding method that are not for the model's forward.
+MODE_KWARGS = ("synced_gpus", "tokenizer", "assistant_tokenizer")
+
+
+class Assistant(Protocol):
+    """What a call asks of its assistant, which is a module (`SpecDecPPAssistant`)."""
+
+    speculation: SpeculationConfig
+    calls: LatestCalls
+
+    def start_generation(
+        self,
+        target: CausalLM,
+        config: GenerationConfig,
+        logits_processor: Any,
+        attention_mask: Tensor | None,
+        rows: int = 1,
+        first: SpecDecPPCandidateGenerator | None = None,
+    ) -> SpecDecPPCandidateGenerator:
+        """Begin one `generate()` call of `target`, or one of the `rows` of a batch."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A `generate()` call as transformers prepared it; `model_kwargs` are the forward's other arguments."""
+
+    target: CausalLM
+    processors: Any
+    criteria: Any
+    config: GenerationConfig
+    streamer: Any
+    model_kwargs: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, target: CausalLM, processors: Any, criteria: Any, config: GenerationConfig, streamer: Any = None,
+        **kwargs: Any,
+    ) -> Call:  # fmt: skip
+        """The arguments are those of transformers' decoding methods."""
+        model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
+        return cls(target, processors, criteria, config, streamer, model_kwargs)
+
+
+def decoding_of(
+    call: Call, assistant: Assistant, input_ids: Tensor, kind: type[AssistedDecoding] = AssistedDecoding
+) -> Callable[[Tensor], Any]:
+    """What runs a call with an assistant: a function of `input_ids`. All but its run is done here. `ValueError` if the
+    call cannot be assisted. Nothing has been read then, and nothing drawn."""
+    target, count = call.target, input_ids.shape[0]
+    check_inputs(input_ids, call.model_kwargs)
+    warn_of_ignored(call.config)
+    given = cache_among(call.model_kwargs)
+    call = _growing(call, input_ids)
+    unused = _unused_layers(cache := cache_among(call.model_kwargs))
+    if num_processes(target) > 1:
+        check_ranks(target, assistant.speculation, Processing(call.processors), count)
+    if count > 1:
+        check_for_one(call.streamer, assistant.speculation.draws_trees)
+        check_batch(target, call.model_kwargs, call.config, call.processors, call.criteria)
+        check_foreign(target, cache, count)
+        return partial(_run, _batch_decoding(call, assistant, count), cache, unused)
+    run = partial(_run, _text_decoding(call, assistant, input_ids.shape[1], kind).run, cache, unused)
+    return run if given is cache else partial(_run_static, run, given, cache)
+
+
+def _growing(call: Call, input_ids: Tensor) -> Call:
+    """The call with a cache that grows in the place of a static one; `ValueError` if there can be none."""
+    if not isinstance(cache := cache_among(call.model_kwargs), StaticCache):
+        return call
+    mask, config = call.model_kwargs.get("attention_mask"), copy.copy(call.config)
+    read = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
+    # With the text of earlier turns, of which perhaps nothing but the rows in the cache is left.
+    longest = config.max_length + read - input_ids.shape[1]
+    growing, config.cache_implementation = as_growing(call.target, cache, len(input_ids), longest), None
+    kwargs = {name: growing if each is cache else each for name, each in call.model_kwargs.items()}
+    return replace(call, config=config, model_kwargs=kwargs)
+
+
+def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[AssistedDecoding]) -> AssistedDecoding:
+    """The decoding of one sequence whose prompt has so many tokens."""
+    target, config, model_kwargs = call.target, call.config, call.model_kwargs
+    foreign = check_foreign(target, cache_among(model_kwargs), 1)
+    processors = call.processors
+    if not all(ends_as_told(each, config) for each in call.criteria):  # the draft may go on behind the end
+        processors = in_order(processors, call.criteria)
+    try:
+        generator = assistant.start_generation(target, config, processors, model_kwargs.get("attention_mask"))
+    except ValueError as refusal:
+        if foreign is None:
+            raise
+        raise PlainCallError(f"{type(target).__name__} runs {foreign.name}, and so: {refusal}") from refusal
+    assistant.calls.record_call(generator.stats, call.streamer)
+    parts = target, generator, call.criteria, config, call.streamer
+    if num_processes(target) > 1:
+        ranks = Ranks(target, most=generator.setup.most_tokens + 3)
+        text: OutputText = RankText(ranks, *parts)
+        draft: Drafts = DraftOfRanks(ranks)
+    else:
+        generator.begin_text(length)
+        text, draft = OutputText(*parts), Drafts()
+    return kind([text], draft, SingleTarget(target, text, config, model_kwargs, foreign), on_graphs)
+
+
+def _unused_layers(cache: Cache) -> list[Any] | None:
+    """Copies of the layers of a cache that nothing has been read into."""
+    is_used = num_rows(cache) or any(isinstance(each, CacheLayerMixin) and each.is_initialized for each in cache.layers)
+    return None if is_used else copy.deepcopy(cache.layers)
+
+
+def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None, input_ids: Tensor) -> Any:
+    """Generate; an empty cache is given back as it was, for whoever generates without an assistant then."""
+    try:
+        return decode(input_ids)
+    except LateRefusalError:
+        if unused is not None:
+            cache.layers = unused
+        raise
+
+
+def _run_static(run: Callable[[Tensor], Any], static: StaticCache, growing: DynamicCache, input_ids: Tensor) -> Any:
+    """The same, after which a static cache holds the text of a growing one, also after an exception."""
+    try:
+        found = run(input_ids)
+    except LateRefusalError:  # a plain call follows
+        raise
+    except BaseException:
+        with suppress(IndexError):
+            copy_back(static, growing)
+        raise
+    copy_back(static, growing)
+    return with_static(found, static, growing)
+
+
+def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[Tensor], Any]:
+    """What runs a call for `count` sequences."""
+    mask = call.model_kwargs.get("attention_mask")
+    generators: list[SpecDecPPCandidateGenerator] = []
+    for row, own in enumerate([None] * count if mask is None else mask.split(1)):
+        processors, first = for_row(call.processors, row, count), generators[0] if generators else None
+        generators.append(assistant.start_generation(call.target, call.config, processors, own, count, first))
+    texts = [OutputText(call.target, each, call.criteria, call.config) for each in generators]
+    side = BatchTarget(call.target, texts, call.config, call.model_kwargs)
+    parts = texts, BatchDrafts(generators), side, on_graphs
+    decoding = AssistedDecoding(*parts) if generators[0].processing.answers_all else InStep(call.processors, *parts)
+
+    def run(input_ids: Tensor) -> Any:
+        try:
+            return decoding.run(input_ids)
+        finally:
+            assistant.calls.record_call(SpeculationStats.of_batch([each.stats for each in generators]))
+
+    return run

@@ -1,0 +1,384 @@
+"""One sequence of a `generate()` call (`OutputText`): which candidates of a round stand, and where the text ends.
+
+Chains and trees are verified on one route. The tests are pure functions in `trees.verification`. Here it is
+decided which of them is asked, and when the logits processors are called.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import compress
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specdecpp.caches.cached_context import PathRows
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
+from hf_specdecpp.generation.outputs import TokenRecords
+from hf_specdecpp.models.causal_lm import CausalLM
+from hf_specdecpp.sampling.ngram_corrections import contexts_of
+from hf_specdecpp.sampling.processors import class_of, extend
+from hf_specdecpp.sampling.randomness import NothingToDrawError, waits_for_reads
+from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass, upload
+from hf_specdecpp.trees.verification import (
+    as_float32,
+    follow_tree,
+    likeliest_tokens,
+    test_children,
+    verify_greedy,
+    verify_sampled,
+    verify_tree,
+    verify_tree_greedy,
+)
+
+NO_SCORES = torch.empty(0, 0)
+
+
+@dataclass
+class RoundResult:
+    """What the target says of a round.
+
+    Example: the chain 7 8 9 was read, 7 and 8 stand, and 4 follows: `path` is [1, 2], `emitted` [7, 8, 4]. Where the
+    round was over after 8, as that ends the text, `emitted` is [7, 8].
+    """
+
+    path: list[int]  # the accepted nodes
+    emitted: list[int]  # their tokens, and the token after them
+    scores: Tensor  # `[k, vocab]` or more rows, processed logits that the k emitted tokens were chosen from
+    raw: Tensor  # the same before processing; `scores` where nobody asked for them
+    rows: list[int] | None = None  # of the root and the accepted nodes in the pass, where they were a tree
+    ended: bool | None = None  # whether they end the text, where criteria were asked, and given the scores, on the way
+    waited: float = 0.0  # seconds that reading from the device took, which has the target's pass to finish first
+
+
+class OutputText:
+    """A sequence that is being generated.
+
+    Attributes:
+        ids: `[1, length]`, the prompt and what was emitted.
+        states: `[1, n, width]` of the target, if the draft reads them, at the n tokens that the last pass left in the
+            text.
+        before: tokens before the latest round.
+        finished: whether it has ended.
+        goes_on: whether tokens follow its end, as in the rows of a batch that are not padded; `False` by default.
+        end_length: the length at which it ends, as far as is known.
+        waits: whether reading from its device waits for all that this has to do.
+        records: what `return_dict_in_generate` asks for.
+    """
+
+    ids: Tensor
+    prompt_length: int
+    before: int
+    waits: bool
+    states: Tensor | None = None
+
+    def __init__(
+        self,
+        target: CausalLM,
+        generator: SpecDecPPCandidateGenerator,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+    ) -> None:
+        self.generator, self.stats, self.streamer = generator, generator.stats, streamer
+        self.finished = self.goes_on = False
+        self.records, self.criteria = TokenRecords(config, target.config.get_text_config(decoder=True)), criteria
+        # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
+        lengths = [c.max_length for c in criteria if class_of(c) is MaxLengthCriteria]
+        self.max_length: float = min(lengths, default=math.inf)
+        self.end_length = self.max_length
+        self.eos = {i for c in criteria if class_of(c) is EosTokenCriteria for i in c.eos_token_id.tolist()}
+        self.all_simple = all(class_of(c) in (EosTokenCriteria, MaxLengthCriteria) for c in criteria)
+        self.processing, self.randomness = generator.processing, generator.randomness
+        self.verification, self.keeps_raw = generator.setup.decisions.verification, self.records.logits is not None
+
+    def begin(self, ids: Tensor) -> None:
+        """The text is a prompt, `[1, length]`."""
+        self.ids, self.prompt_length, self.waits = ids, ids.shape[1], waits_for_reads(ids.device)
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    def verify(self, each: Round) -> RoundResult:
+        """Which candidates of a round stand, and the token after them, by the logits of its pass.
+
+        Processors that have an answer to any text are asked about every node of a chain, and of a tree on a device,
+        which then is read once; on a CPU only about those nodes of a tree that p is needed at. All others are asked on
+        the way down only.
+        """
+        logits = each.outputs.logits[0, -len(each.tree) - 1 :]
+        if self.generator.successors is not None:
+            self.record_corrections(each.rows, logits)
+        if not self.processing.answers_all:
+            return self._verify_on_the_way(each, logits)
+        return self._verify_chain(each, logits) if isinstance(each.tree, Chain) else self._verify_tree(each, logits)
+
+    def record_corrections(self, tree_pass: TreePass, logits: Tensor) -> None:
+        """Take note of what the target says after the nodes of a round, where the draft mixes that in."""
+        tree, generator = tree_pass.tree, self.generator
+        # Where drafting does not pay, what this costs would be most of what a round loses to plain decoding.
+        if generator.successors is not None and (len(tree) or generator.plan is None or generator.plan.pays):
+            generator.successors.record(contexts_of(self.ids, [tree.path(node) for node in tree_pass.order]), logits)
+
+    def emit(self, verdict: RoundResult) -> Emitted:
+        """Add tokens, up to the first that ends the text."""
+        emitted, rows = verdict.emitted, verdict.rows
+        self.before = before = self.ids.shape[1]
+        path, new_ids = None, torch.tensor([emitted])  # as int64 whatever the prompt's type is, like plain generation
+        if rows is None:
+            new_ids = new_ids.to(self.ids.device)
+        else:
+            new_ids, on_device = upload([new_ids, torch.tensor(rows)], self.ids.device)
+            path = PathRows(rows, on_device)
+        ids = torch.cat((self.ids, new_ids), dim=1)
+        kept, self.finished = len(emitted), bool(verdict.ended)
+        if verdict.ended is None:
+            kept, self.finished = self.first_stop(ids, emitted, verdict.scores, verdict.raw)
+        self.ids = ids if kept == len(emitted) else ids[:, : before + kept]
+        return Emitted(kept, path)
+
+    def end(self) -> None:
+        """The text is complete."""
+        setup = self.generator.setup
+        if setup.speculation.lookup == "history":  # for those of later texts
+            setup.memory.answers.add(self.ids[0, self.prompt_length :].tolist())
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
+        """How many of the emitted tokens, the last of `ids` `[1, length]`, stand, and whether the text ends there.
+
+        Where a text `goes_on`, criteria cut nothing: they find its `end_length`.
+        """
+        before = ids.shape[1] - len(emitted)
+        kept, finished, room = len(emitted), False, max(self.max_length - before, 1)
+        if kept >= room or not self.eos.isdisjoint(emitted):
+            ends = [place for place, token in enumerate(emitted, 1) if token in self.eos or place >= room]
+            kept, finished = ends[0], True
+        if self.all_simple:
+            if self.records.are_asked_for:
+                self.records.add_scores(scores, raw, kept)
+            return kept, finished
+        for i in range(kept):
+            self.records.add_scores(scores[i:], raw[i:], 1)
+            if bool(self.criteria(ids[:, : before + i + 1], self.records.scores).all()):
+                self.end_length = min(self.end_length, before + i + 1)
+                if not self.goes_on:
+                    return i + 1, True
+        return kept, finished
+
+    # Verification. --------------------------------------------------------------------------------------------------
+
+    def _verify_chain(self, each: Round, logits: Tensor) -> RoundResult:
+        """By p of all candidates."""
+        chain = each.tree
+        scores = logits.to(self.ids.device, torch.float32, copy=self.keeps_raw)
+        if not self.processing.does_nothing:
+            scores = self.process(TreePass(chain, range(len(chain) + 1)), scores)
+        begin = time.perf_counter()
+        path, token = self._accept_chain(chain, as_float32(scores, self.randomness is None))
+        waited = time.perf_counter() - begin if self.waits else 0.0
+        raw = logits.to(scores) if self.keeps_raw else scores
+        return RoundResult(path, [*chain.tokens[1 : len(path) + 1], token], scores, raw, waited=waited)
+
+    def _verify_tree(self, each: Round, logits: Tensor) -> RoundResult:
+        """By p of the nodes that matter, each processed once; on a device by p of all, which are read at once."""
+        tree, rows, randomness, begin = each.tree, each.rows.rows, self.randomness, 0.0
+        if self.waits:
+            processed = logits.to(self.ids.device, torch.float32, copy=True)
+            if not self.processing.does_nothing:
+                processed = self.process(each.rows, processed)
+            begin, exact = time.perf_counter(), as_float32(processed, randomness is None)
+            read: Any = likeliest_tokens(exact) if randomness is None else self._on_host(tree, exact)
+
+        @cache
+        def scores(node: int) -> Tensor:
+            if self.waits:
+                return processed[rows[node]]
+            row = logits[rows[node]].to(self.ids.device, torch.float32, copy=self.keeps_raw)
+            if self.processing.does_nothing or self._ends_text(tree, node):
+                return row
+            return self.processing.one(self.ids, tree.path(node), row)
+
+        def asked(node: int) -> Any:
+            """The likeliest token after a node, or p there."""
+            if self.waits:
+                return read[rows[node]]
+            exact = as_float32(scores(node), randomness is None)
+            return likeliest_tokens(exact[None])[0] if randomness is None else exact.softmax(dim=-1)
+
+        if randomness is None:
+            path, token = verify_tree_greedy(tree, asked)
+        else:
+            path, token = verify_tree(tree, asked, randomness, self.verification)
+        if tree.looked_up:
+            path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
+        waited = time.perf_counter() - begin if self.waits else 0.0
+        taken, chosen_from = [rows[node] for node in (0, *path)], torch.stack([scores(node) for node in (0, *path)])
+        raw = logits[taken].to(chosen_from) if self.keeps_raw else chosen_from
+        return RoundResult(path, [tree.tokens[node] for node in path] + [token], chosen_from, raw, taken, waited=waited)
+
+    def _verify_on_the_way(self, each: Round, logits: Tensor) -> RoundResult:
+        """By p of the accepted nodes alone."""
+        walk = Walk(self, each.rows, logits)
+        while walk.node is not None:
+            walk.choose(self.processing.one(walk.ids, [], walk.raw))
+        return walk.verdict
+
+    def _accept_chain(self, chain: DraftTree, scores: Tensor) -> tuple[list[int], int]:
+        if self.randomness is None:
+            accepted, token = verify_greedy(chain.tokens[1:], scores)
+            return list(range(1, accepted + 1)), token
+        p, drawn, randomness = scores.softmax(dim=-1), chain.num_drawn, self.randomness
+        q = torch.stack([chain.q(node) for node in range(drawn)]).to(p.device) if drawn else p[:0]
+        candidates = cast(Chain, chain).ids(p.device)[:drawn]
+        accepted, token = verify_sampled(candidates, p[: drawn + 1], q, randomness, self.verification)
+        path = list(range(1, accepted + 1))
+        return follow_tree(chain, path, token, lambda node: self._draw(scores[node]))
+
+    def _on_host(self, tree: DraftTree, scores: Tensor) -> Tensor:
+        """p of all rows on the host; the same read brings q of the tree there."""
+        parents = [node for node, children in enumerate(tree.children) if children]
+        of_draft = [tree.scores[node].to(scores.device)[None] for node in parents]
+        both = torch.cat((scores, *of_draft)).softmax(dim=-1).cpu()
+        tree.distributions = dict(zip(parents, both[len(scores) :], strict=True))
+        return both
+
+    def _draw(self, scores: Tensor) -> int:
+        """A token by `[vocab]` processed scores of the target."""
+        if self.randomness is None:
+            return likeliest_tokens(scores[None])[0]
+        p = as_float32(scores).softmax(dim=-1)
+        token = self.randomness.categorical(p)
+        if self.waits and not bool(p.gather(0, token.view(1)) > 0.0):
+            raise NothingToDrawError
+        return int(token)
+
+    def process(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
+        """Process the scores of all rows, `[rows, vocab]` float32, which may be written to where a tree branches."""
+        tree, order, processing = tree_pass.tree, tree_pass.order, self.processing
+        if not processing.answers_all:
+            return self._process_allowed(tree_pass, scores.clone())
+        if isinstance(tree, Chain):
+            return processing.along(self.ids, tree.ids(scores.device), scores)
+        rows = [row for row, node in enumerate(order) if not self._ends_text(tree, node)]
+        paths = [tree.path(order[row]) for row in rows]
+        if len(rows) == len(scores):
+            return processing.after_each(self.ids, paths, scores)
+        found = processing.after_each(self.ids, paths, scores[rows])
+        scores = scores.to(found.dtype)  # a processor may return another
+        scores[rows] = found
+        return scores
+
+    def _process_allowed(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
+        """Process the rows of nodes that may be accepted, level by level with one read each: those that a greedy text
+        takes, or that processors allow. These are not asked what follows a candidate that they forbid or that ends the
+        text, and nobody needs its row."""
+        tree, rows, level = tree_pass.tree, tree_pass.rows, [0]
+        while level:
+            here = [rows[node] for node in level]
+            found = self.processing.after_each(self.ids, [tree.path(node) for node in level], scores[here])
+            scores = scores.to(found.dtype)
+            scores[here] = found
+            below = [each for node in level for each in tree.below(node) if not self._ends_text(tree, each)]
+            parents, tokens = [rows[tree.parents[node]] for node in below], [tree.tokens[node] for node in below]
+            if self.randomness is None:  # where nothing is allowed, too, there is a likeliest token
+                stands = (scores[parents].argmax(-1) == torch.tensor(tokens, device=scores.device)).tolist()
+            else:
+                stands = (scores[parents, tokens] > -math.inf).tolist()
+            level = list(compress(below, stands))
+        return scores
+
+    def _ends_text(self, tree: DraftTree, node: int) -> bool:
+        """Whether a node ends the text: plain generation does not ask the processors what would follow."""
+        return node > 0 and (tree.tokens[node] in self.eos or self.length + tree.depths[node] >= self.max_length)
+
+
+class Walk:
+    """The verification of a round on the way down. As in plain generation the scores after a token are processed, the
+    next token is chosen, and the stopping criteria are asked, before the next scores are processed.
+
+    Attributes:
+        ids: `[1, length]`, the text with the tokens that were chosen.
+        node: after which the next token is to be chosen; `None` where the round is over, since the last token is no
+            candidate or ends the text.
+        ended: whether the text has ended.
+    """
+
+    def __init__(self, text: OutputText, tree_pass: TreePass, logits: Tensor) -> None:
+        self.text, self.tree_pass, self.logits = text, tree_pass, logits
+        self.ids, self.node, self.ended = text.ids, cast("int | None", 0), False
+        self._path: list[int] = []
+        self._emitted: list[int] = []
+
+    @property
+    def raw(self) -> Tensor:
+        """The target's logits after the node, `[vocab]` float32, which may be written to."""
+        row = self.tree_pass.rows[cast(int, self.node)]
+        return self.logits[row].to(self.ids.device, torch.float32, copy=True)
+
+    def choose(self, scores: Tensor) -> None:
+        """Choose a token by the processed scores after the node, `[vocab]`."""
+        text, raw = self.text, self.raw if self.text.keeps_raw else scores
+        tree, node = self.tree_pass.tree, cast(int, self.node)
+        if text.randomness is None:
+            token = likeliest_tokens(scores[None])[0]
+            child = tree.child(node, token)
+        else:  # token by token (DySpec, Algorithm 3)
+            child, token = test_children(tree, node, as_float32(scores).softmax(dim=-1), text.randomness)
+        child = tree.looked_up.get((node, token)) if child is None else child
+        self.ids = extend(self.ids, [token])
+        self._emitted.append(token)
+        if child is not None:
+            self._path.append(child)
+        _, self.ended = text.first_stop(self.ids, [token], scores[None], raw[None])
+        self.node = None if self.ended else child
+
+    @property
+    def verdict(self) -> RoundResult:
+        """Of the round, so far."""
+        rows, is_chain = self.tree_pass.rows, isinstance(self.tree_pass.tree, Chain)
+        taken = None if is_chain else [rows[node] for node in (0, *self._path)]
+        return RoundResult(self._path, self._emitted, NO_SCORES, NO_SCORES, taken, ended=self.ended)
+
+
+class Emitted(NamedTuple):
+    """How many tokens a round added to a text, and of a tree the rows of the root and the accepted candidates."""
+
+    kept: int
+    path: PathRows | None = None
+
+
+@dataclass
+class Round:
+    """A round of one text, from what is proposed to what stands.
+
+    Attributes:
+        tree: what the draft proposes; a chain is a tree of one branch, and an empty one leaves the round to the target.
+        is_prompt: whether it is the pass over the prompt, which is no round for those who learn.
+        is_verified: whether the device has verified it, with the pass.
+        outputs: of the target's pass: `logits` `[1, rows, vocab]`, and what else the text is asked for.
+        width: tokens that the pass read, dummies included.
+    """
+
+    text: OutputText
+    tree: DraftTree
+    is_prompt: bool = False
+    is_verified: bool = False
+    outputs: Any = None
+    width: int = 0
+    verdict: RoundResult = field(init=False)
+    emitted: Emitted = field(init=False)
+
+    @cached_property
+    def rows(self) -> TreePass:
+        """The tree as the target reads it."""
+        return TreePass(self.tree)

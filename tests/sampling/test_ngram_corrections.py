@@ -1,0 +1,227 @@
+"""The table of the target's latest successors, against a dictionary of plain numbers; and what it makes of logits."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
+
+from hf_specdecpp.sampling import ngram_corrections
+from hf_specdecpp.sampling.ngram_corrections import (
+    BUCKETS,
+    DECAY,
+    MOST_LIKELY,
+    ORDERS,
+    SUREST,
+    MixedProcessing,
+    NgramCorrections,
+    contexts_of,
+)
+from hf_specdecpp.sampling.processors import Processing
+
+VOCAB, CPU = 12, torch.device("cpu")
+IMPOSSIBLE = float("-inf")
+
+
+def logits_of(**probs: float) -> Tensor:
+    """Logits `[1, VOCAB]` of probabilities: `_3=0.8` is that of token 3."""
+    p = torch.zeros(1, VOCAB)
+    for token, value in probs.items():
+        p[0, int(token[1:])] = value
+    return p.log()
+
+
+def contexts(*said: int | Sequence[int]) -> Tensor:
+    """`[n, 3]`: of each its last tokens; a token alone follows none."""
+    texts = [torch.tensor([[each] if isinstance(each, int) else list(each)]) for each in said]
+    return torch.cat([contexts_of(text, [[]]) for text in texts])
+
+
+def row(table: NgramCorrections, *tokens: int) -> Tensor:
+    """What is kept after just these tokens, `[VOCAB]`; nothing is 0."""
+    places, keys = table._places(contexts(tokens))
+    place, key = places[0, len(tokens) - 1], keys[0, len(tokens) - 1]
+    found = torch.zeros(VOCAB).scatter(0, table.ids[place].long(), table.probs[place])
+    return found if table.keys[place] == key else torch.zeros(VOCAB)
+
+
+def known(table: NgramCorrections, *tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_known` finds after these tokens."""
+    places, keys = table._places(contexts(tokens))
+    return table._known(places, table.keys[places] == keys)
+
+
+def test_the_longest_known_part_of_a_context_counts() -> None:
+    table = NgramCorrections(VOCAB, CPU)
+    table.record(contexts((4, 5, 7)), logits_of(_1=1.0))
+    table.record(contexts((6, 5, 7)), logits_of(_2=1.0))
+    table.record(contexts((6, 8, 7)), logits_of(_3=1.0))
+
+    def likeliest(*tokens: int) -> tuple[int, int]:
+        order, ids, r = known(table, *tokens)
+        return int(order[0]), int(ids[0, r.argmax()])
+
+    assert [likeliest(4, 5, 7), likeliest(9, 5, 7), likeliest(9, 9, 7)] == [(3, 1), (2, 2), (1, 3)]
+    assert likeliest(9, 9, 9)[0] == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1000)), min_size=1, max_size=5), min_size=1, max_size=8
+    )
+)
+def test_it_is_what_a_dictionary_would_keep(rounds: list[list[tuple[int, int]]]) -> None:
+    """The tokens of a round follow each other."""
+    table = NgramCorrections(VOCAB, CPU)
+    expected: dict[tuple[int, ...], dict[int, float]] = {}
+    for said in rounds:
+        tokens = [token for token, _ in said]
+        logits = torch.stack([4.0 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(s)) for _, s in said])
+        table.record(contexts(*(tokens[: place + 1] for place in range(len(tokens)))), logits)
+        for place, p in enumerate(logits.softmax(-1)):
+            likely, ids = p.topk(MOST_LIKELY)
+            new = dict(zip(ids.tolist(), likely.tolist(), strict=True))
+            for order in range(1, min(place + 1, ORDERS) + 1):
+                context = tuple(tokens[place + 1 - order : place + 1])
+                old = expected.get(context)
+                known = new if old is None else {t: DECAY * (old.get(t, 0.0) + new.get(t, 0.0)) for t in {*old, *new}}
+                best = sorted(known, key=known.__getitem__, reverse=True)[:MOST_LIKELY]
+                expected[context] = {each: known[each] for each in best}
+    assert DECAY == 1 - DECAY
+    for context, kept in expected.items():
+        wanted = torch.zeros(VOCAB)
+        for each, value in kept.items():
+            wanted[each] = value
+        assert_close(row(table, *context), wanted, atol=1e-5, rtol=0.0)
+    for token in range(4):
+        assert table.ids[token].unique().numel() == MOST_LIKELY, "no id twice, or it would be written to twice"
+    assert float(table.probs.sum(-1).max()) <= 1.0 + 1e-6
+
+
+def test_contexts_that_share_a_place_are_not_mistaken_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest stays, with nothing of the other, and a context that is gone has what is kept of its last token."""
+    monkeypatch.setattr(ngram_corrections, "PLACES", 1)
+    table = NgramCorrections(VOCAB, CPU)
+    table.record(contexts((1, 7), (2, 7)), torch.cat((logits_of(_3=1.0), logits_of(_4=1.0))))
+    assert_close(row(table, 2, 7)[3:5], torch.tensor([0.0, 1.0]))
+    assert not row(table, 1, 7).any()
+    order, _, r = known(table, 1, 7)
+    assert order.tolist() == [1]
+    assert r.amax() == 0.5
+
+
+def test_how_far_it_is_trusted_follows_what_came_true() -> None:
+    """By length of the context and by how sure it was: here always certain, and right after 5 6 8 only."""
+    table, sure = NgramCorrections(VOCAB, CPU), BUCKETS - 1
+    before = table.odds.clone()
+    for place in range(60):
+        table.record(contexts(9), logits_of(**{f"_{place % 2}": 1.0}))
+        table.record(contexts((5, 6, 8)), logits_of(_3=1.0))
+    assert table.odds[3 * BUCKETS + sure] > before[3 * BUCKETS + sure]
+    came_true = table.came_true / table.trials
+    assert came_true[3 * BUCKETS + sure] > 0.95
+    uncertain = came_true[3 * BUCKETS : 3 * BUCKETS + sure]
+    assert float(uncertain[5]) < 0.4, "after what is before the text and 9 the one that came last never came next"
+
+
+def test_its_memory_is_what_is_documented_and_never_grows() -> None:
+    table = NgramCorrections(49_152, CPU)
+    size = table.nbytes
+    assert size == 72 * (49_153 + 2 * 65_536)
+    for seed in range(5):
+        told = torch.randint(0, 49_152, (6, 3), generator=torch.Generator().manual_seed(seed))
+        table.record(told, torch.randn(6, 49_152))
+    assert table.nbytes == size
+
+
+def test_a_small_vocabulary_and_unknown_tokens() -> None:
+    table = NgramCorrections(4, CPU)
+    table.record(contexts(9, 3), torch.eye(4)[:2] * 50.0)  # a prompt may end with what no logits belong to
+    assert table.probs[3].max() == table.probs[4].max() == 1.0
+    assert_close(*(table.mixed(contexts(*two), torch.zeros(2, 4), True) for two in ((9, 1_000), (4, 4))))
+
+
+def test_what_is_no_number_counts_for_nothing() -> None:
+    table = NgramCorrections(VOCAB, CPU)
+    table.record(contexts(1, 2), torch.stack([torch.full((VOCAB,), torch.nan), torch.full((VOCAB,), torch.inf)]))
+    assert not table.probs.any()
+    scores = torch.randn(1, VOCAB)
+    assert_close(table.mixed(contexts(1), scores, True), scores)
+
+
+def taught() -> NgramCorrections:
+    table = NgramCorrections(VOCAB, CPU)
+    for _ in range(20):
+        table.record(contexts(7, 8), torch.cat((logits_of(_3=0.8, _4=0.2), logits_of(_5=1.0))))
+    return table
+
+
+def mixture(scores: Tensor, greedy: bool) -> Tensor:
+    """By the definition: what `taught` makes of logits `[3, VOCAB]` after the tokens 7, 8 and 1."""
+    q, r = scores.double().softmax(-1), torch.zeros(3, VOCAB, dtype=torch.float64)
+    r[0, 3], r[0, 4], r[1, 5] = 0.8, 0.2, 1.0
+    t, table = q.amax(-1, keepdim=True), taught()
+    came_true = (table.came_true / table.trials).clamp_max(SUREST).view(ORDERS + 1, BUCKETS)
+    # Before the two is always the same, so the longest context is known.
+    m = came_true[[3, 3, 0], [int(0.8 * BUCKETS), BUCKETS - 1, 0]].double()[:, None]
+    ratio = (m / (1 - m)) / (t / (1 - t))
+    odds = ratio**2 if greedy else ratio / 2
+    mixed = (q + odds * r) / (1 + odds)
+    return (mixed / mixed.sum(-1, keepdim=True)).float()
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_softmax_is_the_mixture(greedy: bool) -> None:
+    scores = 2.0 * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    q = taught().mixed(contexts(7, 8, 1), scores, greedy).softmax(-1)
+    assert_close(q, mixture(scores, greedy), atol=1e-5, rtol=0.0)
+    assert float((q - scores.softmax(-1))[:2].abs().amax(-1).min()) > 0.05
+    assert_close(q[2], scores[2].softmax(-1))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000), st.floats(0.1, 300.0), st.booleans())
+def test_logits_of_any_size_stay_numbers(seed: int, scale: float, greedy: bool) -> None:
+    scores = scale * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(seed))
+    before, q = scores.clone(), taught().mixed(contexts(7, 8, 1), scores, greedy).softmax(-1)
+    assert torch.equal(scores, before), "a block draft gives its logits to several nodes"
+    assert_close(q, mixture(scores, greedy), atol=1e-4, rtol=0.0)
+
+
+def test_what_the_draft_cannot_say_the_target_may_have_said() -> None:
+    scores = torch.zeros(3, VOCAB)
+    scores[:, 3] = IMPOSSIBLE
+    scores[1] = IMPOSSIBLE  # a block's end
+    scores[2, :11] = IMPOSSIBLE  # a draft that is certain
+    mixed = taught().mixed(contexts(7, 7, 7), scores, True)
+    assert mixed[0].softmax(-1)[3] > 0.5
+    assert mixed[0].softmax(-1)[4] > scores[0].softmax(-1)[4]
+    assert torch.equal(mixed[1:].isneginf(), scores[1:].isneginf())
+    assert mixed[2].softmax(-1)[11] == 1.0
+
+
+@pytest.mark.parametrize(("greedy", "temperature"), [(True, 1.0), (False, 0.8)])
+def test_processors_come_after_it(greedy: bool, temperature: float) -> None:
+    """What they forbid stays forbidden, each place has the token before it, and the draft's temperature is of q."""
+    processors = [SuppressTokensLogitsProcessor([3], "cpu"), TemperatureLogitsWarper(0.5)]
+    mixing, table = MixedProcessing(Processing(processors), taught(), greedy, temperature), taught()
+    text, scores = torch.tensor([[1, 7]]), torch.randn(2, VOCAB)
+    by_hand = table.mixed(contexts((1, 7), (7, 2, 8)), scores / temperature, greedy) / 0.5
+    by_hand[:, 3] = IMPOSSIBLE
+    assert_close(mixing.after_each(text, [[], [2, 8]], scores), by_hand)
+    assert_close(mixing.one(text, [], scores[0]), by_hand[0])
+    assert_close(mixing.one(text, [torch.tensor(2), torch.tensor(8)], scores[1]), by_hand[1])
+    assert mixing.forbids_all(torch.full((VOCAB,), IMPOSSIBLE))
+
+
+def test_each_node_is_mixed_once() -> None:
+    """Also where a processor looks at its path."""
+    mixing = MixedProcessing(Processing([RepetitionPenaltyLogitsProcessor(1.3)]), taught(), True)
+    text, paths, scores = torch.tensor([[1, 7]]), [[], [2, 8]], torch.randn(2, VOCAB)
+    alone = [mixing.one(text, path, row) for path, row in zip(paths, scores, strict=True)]
+    assert_close(mixing.after_each(text, paths, scores), torch.stack(alone))
