@@ -37,7 +37,7 @@ _MODULES = {
     "AcceptanceHead": "estimation.acceptance_head",
     "SpecDecPPAssistant": "assistant",
     "SpecDecPPCandidateGenerator": "generation.candidate_generator",
-    "SpecDecPPConfig": "config.assistant",
+    "SpecDecPPConfig": "config.assistant_config",
     "SpeculationConfig": "config.speculation",
     "SpeculationStats": "generation.stats",
     "assist": "choosing",

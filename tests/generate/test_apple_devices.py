@@ -1,6 +1,6 @@
 """On Apple's devices, pretended: no float64, and the operations alone that torch has kernels for there. Texts are those
 of plain generation, and what training computes is what the host computes. Every kind of draft is tried in
-`tests/drafts/test_draft_kind.py`."""
+`tests/draft_kinds/test_draft_kind.py`."""
 
 from pathlib import Path
 from typing import Any
