@@ -129,7 +129,7 @@ class Draft:
             tokens; `None` where a pass proposes one candidate.
         max_length: tokens of the longest text that it can read.
         cannot: what this draft cannot do, with the reason: `"trees"`, `"batches"`.
-        agreement: how often it guesses what its target says, if that is known already (`draft_kinds.acceptance.agreement`).
+        agreement: how often it guesses its target's tokens, if that is known (`draft_kinds.acceptance.agreement`).
         shares_cache: whether its sessions read the target's own cache (`DraftingSession.bind_cache`).
         captured: what captured rounds were made of, and the copy of this draft that drafts in them, if one can.
     """
