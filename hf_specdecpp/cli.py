@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from hf_specdecpp.cli_options import BenchmarkConfig, ChatConfig, DemoConfig, TrainOptions, options_of, settings_from
 
 if TYPE_CHECKING:
-    from hf_specdecpp.hub.inspection import Report
+    from hf_specdecpp.hub.inspection import RepositoryReport
 
 
 class _Commands(TyperGroup):
@@ -248,7 +248,7 @@ def _console(stderr: bool = False) -> Console:
     return console
 
 
-def _show(report: Report, console: Console) -> None:
+def _show(report: RepositoryReport, console: Console) -> None:
     facts, table = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     facts.add_row("repository" if report.is_foreign else "assistant", _text(_pinned(report.name, report.commit)))
     for label, fact in _facts(report).items():
@@ -263,7 +263,7 @@ def _show(report: Report, console: Console) -> None:
     console.print(f"{broken} of {len(report.files)} files have problems." if broken else "All files are sound.")
 
 
-def _facts(report: Report) -> dict[str, str]:
+def _facts(report: RepositoryReport) -> dict[str, str]:
     from hf_specdecpp.draft_kinds.known import describe
 
     config = report.config

@@ -173,7 +173,7 @@ def shown_rows(layer: Any, num_queries: int) -> int:
 WINDOWED = ("sliding_attention", "chunked_attention")
 
 
-class Prompt(NamedTuple):
+class CachedPrompt(NamedTuple):
     """A prompt in a cache of fixed size.
 
     Example: `[pad, pad, 5, 6]` in a room of 8 is shown as 0011 1111, its offset is -2: 6 is in row 3, at position 1.

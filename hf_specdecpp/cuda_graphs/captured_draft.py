@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.cuda_graphs.draft_steps import Level, RoundSteps, Window
+from hf_specdecpp.cuda_graphs.draft_steps import DrawnLevel, RoundSteps, Window
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCaches, FixedContext
 from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.cuda_graphs.identity import identity
@@ -225,7 +225,7 @@ class CapturedDraft:
                 self.ancestors[:, own.start + 1 : own.stop + 1, 1 : nodes + 1] = seen
             numbers, values = (1 + span[own]).expand(len(self.last), -1), drawn.values
             if place + 1 < taken:
-                logits, hidden = steps.send(Level(drawn.tokens, drawn.parents, seen))
+                logits, hidden = steps.send(DrawnLevel(drawn.tokens, drawn.parents, seen))
         self.ancestors[:, 0, 1:] = False
         cache.length.copy_(before)
         self.count.copy_(self._count(shape, levels, rules))

@@ -40,7 +40,7 @@ class Accepted(NamedTuple):
     path: Tensor
 
 
-class Report(NamedTuple):
+class RoundReport(NamedTuple):
     """What the host reads of a round of a text: what was submitted, what stands and follows, and estimates."""
 
     tree: DraftTree
@@ -97,7 +97,7 @@ class CapturedRounds:
         self._make_room(shape, rules)
         self._launch_draft(shape, rules)
 
-    def verify(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> list[Report]:
+    def verify(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> list[RoundReport]:
         """Launch the target's pass and the verification. Returns a report of each unfinished text, ordered as in
         `continue_with`. `process`: processors of the target that the `rules` leave out."""
         self._launch_target(shape, rules, process)
@@ -258,14 +258,14 @@ class CapturedRounds:
         tree.passes = shape.levels
         return tree
 
-    def _told(self, row: list[float], shape: RoundShape, rules: RoundRules) -> Report:
+    def _told(self, row: list[float], shape: RoundShape, rules: RoundRules) -> RoundReport:
         tree = self._tree(row, shape)
         accepted, token, last = map(int, row[: TOLD - 1])
         if token < 0:
             raise NothingToDrawError
         path = list(range(1, accepted + 1)) if shape.width == 1 else tree.nodes_to(last)
         judged = rules.num_judged(len(tree)) if shape.width == 1 else 0
-        return Report(tree, path, token, row[TOLD + 2 * self.draft.nodes :][:judged])
+        return RoundReport(tree, path, token, row[TOLD + 2 * self.draft.nodes :][:judged])
 
 
 NO_SCORES = torch.empty(0)

@@ -22,7 +22,7 @@ class Window(NamedTuple):
     last: Tensor
 
 
-class Level(NamedTuple):
+class DrawnLevel(NamedTuple):
     """Nodes that were drawn after a step, and are read in the next: `tokens` `[texts, width]`, their parents' places in
     the level above, and which of the n nodes of a round each of them sees, `[texts, width, n]` bool."""
 
@@ -32,7 +32,7 @@ class Level(NamedTuple):
 
 
 # After the window and after each level: logits `[texts, m, vocab]` and hidden states `[texts, m, size]` of its m nodes.
-Unrolled = Generator[tuple[Tensor, Tensor], Level, None]
+Unrolled = Generator[tuple[Tensor, Tensor], DrawnLevel, None]
 
 
 class RoundSteps(ABC):
@@ -72,7 +72,7 @@ class RoundSteps(ABC):
         logits, _ = next(steps)
         nothing = torch.zeros((len(logits), 1), dtype=torch.long, device=logits.device)
         for _ in range(self.least - 1):
-            steps.send(Level(nothing, nothing, nothing[..., None] > 0))
+            steps.send(DrawnLevel(nothing, nothing, nothing[..., None] > 0))
         cache.length.copy_(before + (window.last + 1 - self.again).clamp_min(0))
 
 

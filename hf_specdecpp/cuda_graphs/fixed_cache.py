@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from hf_specdecpp.caches.batches import other_layers
 from hf_specdecpp.caches.cached_context import width_of
-from hf_specdecpp.caches.masks import MASKED, Prompt, counts_rows, unknown_window
+from hf_specdecpp.caches.masks import MASKED, CachedPrompt, counts_rows, unknown_window
 from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.cuda_graphs.model_copy import for_groups
 from hf_specdecpp.models.causal_lm import CausalLM
@@ -88,10 +88,10 @@ class FixedCache(Cache):
         texts = 1 if positions is None else positions[-2]
         with lasting():
             self.length = torch.zeros(texts, dtype=torch.long, device=device)
-            self.prompt: Prompt | None = None
+            self.prompt: CachedPrompt | None = None
             if positions is not None:
                 shown = torch.ones((texts, room), dtype=torch.bool, device=device)
-                self.prompt = Prompt(shown, torch.zeros(positions, dtype=torch.long, device=device))
+                self.prompt = CachedPrompt(shown, torch.zeros(positions, dtype=torch.long, device=device))
         self._rows: list[Tensor] = []
         super().__init__(layers=[FixedLayer(self.length, self._rows, room) for _ in range(num_layers)])
         self.room = room

@@ -36,7 +36,7 @@ def identity(*parts: object, by_value: bool = False) -> list[Hashable]:
     Args:
         by_value: compare tensors by their numbers: those of two objects lie at different addresses.
     """
-    walk = Walk(by_value)
+    walk = ObjectWalk(by_value)
     walk.go((torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, *parts))
     return [*_kernels(), *walk.found]
 
@@ -54,7 +54,7 @@ def _kernels() -> Iterator[Hashable]:
 
 def tensors_of(*parts: object) -> list[Tensor]:
     """All tensors that models or other objects refer to."""
-    walk = Walk()
+    walk = ObjectWalk()
     walk.go(parts)
     return walk.tensors
 
@@ -73,7 +73,7 @@ class SameObject:
         return id(self.ref)
 
 
-class Walk:
+class ObjectWalk:
     """A walk through objects and all that they refer to. Each is described once, and named by its number after that.
     Functions and classes of installed packages are what they are; of a user's, and of transformers' models, which users
     patch, all that they refer to counts, too.

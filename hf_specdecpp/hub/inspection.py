@@ -44,7 +44,7 @@ class FileReport:
 
 
 @dataclass
-class Report:
+class RepositoryReport:
     """What `inspect` found: files that there are or that the config promises, and traps, which a sound assistant may
     have. `config` is `None` if it cannot be read, and `settings` are those of a draft that has layers of its own.
     `is_foreign`: whether others made the draft."""
@@ -62,10 +62,10 @@ class Report:
         return all(file.problem is None for file in self.files)
 
 
-def inspect(repository: Repository) -> Report:
+def inspect(repository: Repository) -> RepositoryReport:
     """Load every file of an assistant's repository, or of a draft's, but no pickle, no code and no other models."""
     folder = repository.folder(PATTERNS)
-    report, here = Report(repository.name, repository.commit(folder / CONFIG)), Repository(str(folder))
+    report, here = RepositoryReport(repository.name, repository.commit(folder / CONFIG)), Repository(str(folder))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _check(report, folder, CONFIG, lambda: _read_config(report, here))
@@ -103,7 +103,7 @@ def check_draft(repository: Repository, target_id: str, revision: str | None = N
     return acceptance.describe(draft.agreement or acceptance.agreement(draft, target, texts))
 
 
-def _check(report: Report, folder: Path, name: str, read: Callable[[], Any]) -> None:
+def _check(report: RepositoryReport, folder: Path, name: str, read: Callable[[], Any]) -> None:
     """Report a file: what `read` finds in it, or what it raises."""
     file = FileReport(name)
     report.files.append(file)
@@ -119,7 +119,7 @@ def _check(report: Report, folder: Path, name: str, read: Callable[[], Any]) -> 
     file.content = f"{(folder / name).stat().st_size:,} bytes, {found}"
 
 
-def _promised(report: Report, here: Repository) -> dict[str, Callable[[], Any]]:
+def _promised(report: RepositoryReport, here: Repository) -> dict[str, Callable[[], Any]]:
     """How to read the files that the config promises, and then the draft that they make."""
     config, folder = report.config or SpecDecPPConfig(), Path(here.name)
     kind, found = kind_of(config), dict[str, Callable[[], Any]]()
@@ -144,7 +144,7 @@ def _promised(report: Report, here: Repository) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def _read_config(report: Report, here: Repository) -> str:
+def _read_config(report: RepositoryReport, here: Repository) -> str:
     if "auto_map" in repository.read_config(here.file(CONFIG))[1]:
         report.traps.append(f"{CONFIG} has an auto_map: trust_remote_code=True would run foreign code. Delete it.")
     config = load_config(here)
@@ -183,7 +183,7 @@ def _list(repository: Repository, folder: Path) -> list[str]:
     return [name.removeprefix(prefix) for name in remote if name.startswith(prefix)]
 
 
-def _look_for_traps(report: Report, names: list[str]) -> None:
+def _look_for_traps(report: RepositoryReport, names: list[str]) -> None:
     config = report.config
     if ADAPTER_FILES[0] in names:
         problem = f"AutoModelForCausalLM takes the repository for an adapter. Move both files to {ADAPTER_FOLDER}/."

@@ -78,7 +78,7 @@ def by_estimate(estimates: Sequence[float], drafting: float) -> int:
 ASSUMED = 8.0  # candidates that `USUAL_ACCEPTANCE` counts for
 
 
-class Plan(Protocol):
+class LookupPlan(Protocol):
     """Knows what rounds cost, at the length of the text at hand."""
 
     costs: Costs
@@ -108,7 +108,7 @@ class LookingUp:
         rates: LookupRates,
         most: int,
         has_draft: bool,
-        plan: Plan | None = None,
+        plan: LookupPlan | None = None,
         choice: Choice | None = None,
     ) -> None:
         self.text, self.rates, self.most = text, TextRates(rates), most

@@ -80,7 +80,7 @@ class RuleShapes:
         return next((shape for shape in self.shapes if shape.levels > self._expected), self.shapes[-1])
 
     def record_round(self, shape: RoundShape, reports: Sequence[Any]) -> None:
-        """Told of a round: for each text a `cuda_graphs.captured_rounds.Report`."""
+        """Told of a round: for each text a `cuda_graphs.captured_rounds.RoundReport`."""
         if len(self.shapes) > 1:
             submitted = max(len(each.tree) for each in reports)
             reached = submitted + 1 if submitted == shape.levels else submitted

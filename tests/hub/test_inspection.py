@@ -15,14 +15,14 @@ from support.runs.hub_server import HubServer, point_client_at
 
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository, save_tensors
-from hf_specdecpp.hub.inspection import Report, inspect
+from hf_specdecpp.hub.inspection import RepositoryReport, inspect
 
 
-def problems(report: Report) -> dict[str, str]:
+def problems(report: RepositoryReport) -> dict[str, str]:
     return {file.name: file.problem for file in report.files if file.problem is not None}
 
 
-def look(folder: Path) -> Report:
+def look(folder: Path) -> RepositoryReport:
     return inspect(Repository(str(folder)))
 
 

@@ -25,7 +25,7 @@ from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.conversion import convert
-from hf_specdecpp.hub.inspection import Report, inspect
+from hf_specdecpp.hub.inspection import RepositoryReport, inspect
 
 FIXED = SpeculationConfig("fixed", num_tokens=3)
 OURS = {"README.md", "config.json", "acceptance_head.safetensors"}
@@ -116,11 +116,11 @@ def test_a_subfolder(hub: HubServer, tmp_path: Path) -> None:
         SpecDecPPAssistant.from_pretrained("org/heads/large", target=target)
 
 
-def look(folder: Path) -> Report:
+def look(folder: Path) -> RepositoryReport:
     return inspect(Repository(str(folder)))
 
 
-def contents(report: Report) -> dict[str, str]:
+def contents(report: RepositoryReport) -> dict[str, str]:
     return {file.name: file.problem or file.content for file in report.files}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_specdecpp.caches.masks import Prompt, inputs_in_place, tree_inputs, tree_mask
+from hf_specdecpp.caches.masks import CachedPrompt, inputs_in_place, tree_inputs, tree_mask
 from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache, num_room_layers
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.trees.attention import check_tree
@@ -220,7 +220,7 @@ def passes(
     shown = torch.ones((1, ROOM), dtype=torch.bool)
     shown[0, :total] = mask[0].bool()
     known: dict[str, Any] = {"ancestors": F.pad(ancestors, (0, 3)), "depths": F.pad(depths, (0, 3)), "places": depths}
-    known |= {"num_prefix": torch.tensor([total]), "prompt": Prompt(shown, position[:, None] - total)}
+    known |= {"num_prefix": torch.tensor([total]), "prompt": CachedPrompt(shown, position[:, None] - total)}
     given = change(known)
     room.prompt = given.pop("prompt")
     fixed = inputs_in_place(model, room, **given)
@@ -246,8 +246,10 @@ def test_additive_masks() -> None:
 
 ALL_SHOWN = torch.ones((1, ROOM), dtype=torch.bool)
 MUTANTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "shows padding": lambda given: {"prompt": Prompt(ALL_SHOWN, given["prompt"].offset)},
-    "rows as positions": lambda given: {"prompt": Prompt(given["prompt"].shown, torch.zeros(1, 1, dtype=torch.long))},
+    "shows padding": lambda given: {"prompt": CachedPrompt(ALL_SHOWN, given["prompt"].offset)},
+    "rows as positions": lambda given: {
+        "prompt": CachedPrompt(given["prompt"].shown, torch.zeros(1, 1, dtype=torch.long))
+    },
     "sees siblings": lambda given: {"ancestors": given["ancestors"].cummax(dim=1).values},
     "stands in rows": lambda _: {"depths": torch.arange(8), "places": torch.arange(5)},
     "one row short": lambda given: {"num_prefix": given["num_prefix"] - 1},
@@ -269,7 +271,7 @@ def test_chunks_do_not_count_padding() -> None:
     def counts(given: dict[str, Any]) -> dict[str, Any]:
         shown = given["prompt"].shown.clone()
         shown[0] = True  # as if padding began after it
-        return given | {"prompt": Prompt(shown, given["prompt"].offset)}
+        return given | {"prompt": CachedPrompt(shown, given["prompt"].offset)}
 
     found, expected = passes(model, 26, 3, counts)
     assert not torch.allclose(found, expected, atol=1e-6)

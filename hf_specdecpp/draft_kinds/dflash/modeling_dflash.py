@@ -43,7 +43,7 @@ class Context(StateReader):
         return normed
 
 
-class Rows:
+class ContextRows:
     """Keys and values of the verified text, in each layer `[1, heads, n, head_dim]`; none before the first pass."""
 
     def __init__(self, depth: int) -> None:
@@ -85,7 +85,7 @@ class DFlashModel(PreTrainedModel):
     def to_config(self) -> dict[str, Any]:
         return asdict(self.settings)
 
-    def forward(self, block: Tensor, states: Tensor, first: int, rows: Rows) -> Tensor:
+    def forward(self, block: Tensor, states: Tensor, first: int, rows: ContextRows) -> Tensor:
         """Final states `[1, b, hidden_size]` of a block; `rows` goes on by the m verified tokens.
 
         Example: a text has 10 tokens, of which the last is in the block, and 6 were read before. Then the states of the
@@ -257,7 +257,7 @@ class BlockSession(DraftingSession):
     def __init__(self, draft: DFlashDraft, vocab_size: int) -> None:
         super().__init__()
         self.draft, self.vocab_size, self.embed = draft, vocab_size, draft.embed
-        self.rows = Rows(len(draft.model.layers))
+        self.rows = ContextRows(len(draft.model.layers))
         self._pending: list[Tensor] = []  # states `[1, m, width]` that were not read yet
         self._found: tuple[Tensor, Tensor] | None = None
 

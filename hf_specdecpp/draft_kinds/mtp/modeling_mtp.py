@@ -190,7 +190,7 @@ class MtpDraft(StateDraft):
         return None if None in copies else LayerSteps(copies, vocab_size)
 
 
-class Rows:
+class LayerRows:
     """What one layer has read: its cache, and the states that it reads.
 
     Row r of the layer k (from 0) reads the token at r + k + 1 with the state of row r: the target's at r for the first
@@ -241,7 +241,7 @@ class LayersSession(DraftingSession):
 
     def __init__(self, layers: Sequence[Drafter], vocab_size: int) -> None:
         super().__init__()
-        self.layers, self.vocab_size, self.embed = [Rows(layer) for layer in layers], vocab_size, layers[0].embed
+        self.layers, self.vocab_size, self.embed = [LayerRows(layer) for layer in layers], vocab_size, layers[0].embed
         self.device = layers[0].device
         self._text: Tensor = torch.empty(1, 0, dtype=torch.long, device=self.device)
         self._last: Any = None  # what the last layer returned in its last row, `[1, 1, hidden_size]`

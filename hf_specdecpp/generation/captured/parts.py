@@ -16,7 +16,7 @@ from transformers.utils import logging
 from hf_specdecpp.caches.cached_context import width_of
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import RoundRules, RoundShape
-from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds, Report
+from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds, RoundReport
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation.decoding import MEMORY, Drafts, GraphsFailedError, RoundTarget, TargetSide, without_cudnn
 from hf_specdecpp.generation.output_text import NO_SCORES, OutputText, Round, RoundResult
@@ -87,7 +87,7 @@ class GraphDrafts(Drafts):
         self._graphs, self._launched = len(self.rounds.graphs), time.perf_counter()
         self.rounds.propose(self.shape, self.rules, length)
 
-    def verify(self) -> list[Report]:
+    def verify(self) -> list[RoundReport]:
         """Launch the target's pass over the candidates, and wait for the device's verdicts."""
         reports = self.rounds.verify(self.shape, self.rules, self.process)
         if isinstance(self.tiers, FastestShapes) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
