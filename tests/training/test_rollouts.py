@@ -172,7 +172,7 @@ def test_no_training_on_test_sets(tested: TrainingConfig, limit: int | None, mon
     monkeypatch.setattr("hf_specdecpp.texts.prompts.logger.warning", warned.append)
     tested.evaluation.max_prompts = limit
     rollouts.run(tested)
-    assert warned == ["2 prompts are in a test set, too: nothing is trained on them."]
+    assert warned == ["2 prompts are also in a test set and are not trained on."]
     expected = sorted(f"p{n}" for n in range(NUM_PROMPTS) if n not in (1, 5))
     assert sorted(row["prompt_id"] for row in rows_of(tested)) == expected, "also those that the limit leaves out"
     rows = list(answers.load(tested.work, "quiz"))
@@ -186,7 +186,7 @@ def test_no_training_on_test_sets(tested: TrainingConfig, limit: int | None, mon
 @pytest.mark.parametrize("name", ["other/quiz.jsonl", "heldout.jsonl", "train.jsonl"])
 def test_names_of_test_sets_that_clash(tested: TrainingConfig, tmp_path: Path, name: str) -> None:
     tested.evaluation.data.append(str(tmp_path / name))
-    said = r"need names of their own, .* other than train and heldout\. Rename the files"
+    said = r"need different names, .* other than train and heldout\. Rename the files"
     with pytest.raises(ValueError, match=said):
         rollouts.run(tested)
     assert not tested.work.exists()
