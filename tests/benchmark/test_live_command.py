@@ -32,7 +32,7 @@ def test_no_assistant_no_matplotlib(target: PreTrainedModel, tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run_bench(target, tmp_path, "--quick", "--max_new_tokens", "8", draft=())
     assert result.exit_code == 0, result.output
-    assert "Without --assistant or --layers nothing drafts: the text itself is searched." in result.output
+    assert "Without --assistant or --layers candidates are looked up in the text." in result.output
     assert "cheaper draft" not in result.output
     assert "report.md, no pictures, which need matplotlib." in " ".join(result.output.split())
     assert "![" not in (tmp_path / "bench/report.md").read_text()
@@ -108,14 +108,14 @@ def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, m
     result = run_bench(target, tmp_path, *options)
     assert result.exit_code == 1
     assert "fixed 3 left the text of plain generate() at token" in " ".join(result.output.split())
-    assert "FAILED: not the texts of plain generate()" in result.output
+    assert "FAILED: answers differ from plain generate()" in result.output
 
 
 @pytest.mark.parametrize(("options", "says"), [
     (("--temperatures", "hot"), "must be numbers such as"),
-    (("--contestants", "nobody"), "No contestant is called"),
+    (("--contestants", "nobody"), "No contestant matches"),
     (("--batch_size", "9"), "batch_size=9, and there are 2 prompts"),
-    (("--data", "elsewhere/questions.jsonl"), "need names of their own, which are those of their files. Rename"),
+    (("--data", "elsewhere/questions.jsonl"), "need different names, which are those of their files. Rename"),
 ])  # fmt: skip
 def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
     result = run_bench(target, tmp_path, "--max_new_tokens", "4", *options)
