@@ -269,4 +269,4 @@ def test_damaged_files(tmp_path: Path, name: str, damage: Callable[[bytes], byte
 def test_pickles_of_something_else(tmp_path: Path, content: Any) -> None:
     folder = write_config(tmp_path / "in", hidden_size=SIZE, num_layers=0)
     torch.save(content, folder / "pytorch_model.bin")
-    assert_refused(folder, "something else than named tensors")
+    assert_refused(folder, "objects other than named tensors")
