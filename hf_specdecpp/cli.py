@@ -171,7 +171,7 @@ def export(
     assistant: Annotated[str, typer.Argument(metavar="ASSISTANT", help="Hub id or folder of its repository.")],
     output: Annotated[Path, typer.Option(metavar="DIR", help="New or empty folder for the draft.")],
     target: Annotated[
-        str | None, typer.Option(metavar="ID", help="Hub id or folder of the target; by default what ASSISTANT names.")
+        str | None, typer.Option(metavar="ID", help="Hub id or folder of the target; by default that of ASSISTANT.")
     ] = None,
 ) -> None:
     """Write a draft for vLLM, SGLang and llama.cpp.
@@ -187,7 +187,7 @@ def export(
     console.print(_text(f"Written: {output}"), soft_wrap=True)
     for note in exported.notes:
         console.print(Text("note     ", "yellow") + _text(note), soft_wrap=True)
-    for engine, commands in exported.commands.items():  # unbroken, on lines of their own, to be copied
+    for engine, commands in exported.commands.items():  # one line per command, for copying
         console.print(Text(f"\n{engine}", "bold"))
         for command in commands:
             console.print(_text(command), soft_wrap=True)
@@ -236,7 +236,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _pin(model: str | None) -> tuple[str | None, str | None]:
-    """Id and commit of `id@commit`."""
+    """Split `id@commit` into id and commit; the commit is `None` for `id`."""
     name, _, commit = (model or "").partition("@")
     return name or None, commit or None
 
@@ -286,13 +286,13 @@ def _facts(report: Report) -> dict[str, str]:
 
 
 def _items(values: dict[str, Any] | None) -> str:
-    """Such as "hidden_size=8, inputs='after', temperatures=[1.2, 1.1, 1.3, 1.2, ... +16]"."""
+    """Settings as text, such as "hidden_size=8, inputs='after', temperatures=[1.2, 1.1, 1.3, 1.2, ... +16]"."""
     shown = {name: pretty_repr(value, max_width=1000, max_length=4) for name, value in (values or {}).items()}
     return ", ".join(f"{name}={value}" for name, value in shown.items()) or "none"
 
 
 def _pinned(name: str | None, revision: str | None) -> str:
-    """Such as "org/model at 1a2b3c". Folders have no commits."""
+    """Name and commit, such as "org/model at 1a2b3c"; folders have no commit."""
     if name is None or os.path.isdir(name):  # noqa: PTH112 - Path.is_dir fails at very long names
         return name or "not recorded"
     return f"{name} at {revision or 'a commit that is not recorded'}"

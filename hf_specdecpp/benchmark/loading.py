@@ -194,7 +194,7 @@ class RunLog:
             save_text(json.dumps(settings, indent=2) + "\n", known)
         elif different := differences(read_json(known), settings):
             raise ValueError(
-                f"{folder} has results from other settings: {'; '.join(different)}. They cannot be compared: go on "
+                f"{folder} has results from other settings: {'; '.join(different)}. They cannot be compared: continue "
                 "with the earlier settings, choose another --output, or delete the folder."
             )
         lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else [""]

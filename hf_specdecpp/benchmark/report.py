@@ -127,7 +127,7 @@ def notes(results: dict[str, Any]) -> list[str]:
 
 
 def describe_mismatch(found: Row) -> str:
-    """Where a greedy text left that of plain generation."""
+    """A sentence on the first difference between a greedy answer and plain generation (`mismatches`)."""
     where = (
         f"{found['contestant']} left the text of plain generate() at token {found['place']} of "
         f"{found['set']}/{found['prompt']}"
@@ -139,7 +139,7 @@ def describe_mismatch(found: Row) -> str:
 
 
 def lossless(results: dict[str, Any]) -> bool:
-    """Whether all texts of ours were those of plain generation."""
+    """Whether no mismatch fails the benchmark (`counts`)."""
     return not any(counts(found, results) for found in results["mismatches"])
 
 
@@ -185,7 +185,7 @@ def _checks(results: dict[str, Any]) -> list[str]:
     ours = [found for found in results["mismatches"] if found["contestant"] in results["ours"]]
     greedy = [row for row in results["runs"] if row["temperature"] == 0.0 and row["contestant"] != PLAIN.name]
     compared = sum(len(row["answers"]) for row in greedy)
-    lines = [f"- {compared} greedy texts were compared with those of plain generate(); {len(ours)} of ours differ."]
+    lines = [f"- {compared} greedy answers were compared with plain generate(); {len(ours)} of hf_specdecpp differ."]
     lines += [f"- {describe_mismatch(found)}" for found in results["mismatches"]]
     return ["## Checks", "\n".join(lines)]
 

@@ -77,7 +77,7 @@ def _moment(row: Row) -> Moment:
 
 
 def _over(rows: Iterable[Row], others: Mapping[Moment, Row]) -> list[float] | None:
-    """The median ratio of speeds to `others` (by `_moment`), with its interval; `None` if no row has another."""
+    """The median ratio of speeds to the rows of `others` at the same moments, with its interval; `None` if empty."""
     ratios = _ratios(rows, others)
     return list(median_of_ratios(ratios)) if ratios else None
 

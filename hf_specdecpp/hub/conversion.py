@@ -24,7 +24,7 @@ from hf_specdecpp.files import CHECKPOINT, PICKLE
 from hf_specdecpp.hub.repository import CONFIG, HEAD
 from hf_specdecpp.version import __version__
 
-PATTERNS = [CONFIG, CHECKPOINT, PICKLE]  # what to download
+PATTERNS = [CONFIG, CHECKPOINT, PICKLE]  # files to download
 PARTS = ("weight", "bias")  # of a block
 
 
@@ -118,12 +118,12 @@ def _released(name: str, depth: int) -> str:
 
 
 def _read_sizes(path: Path) -> tuple[int, int]:
-    """`hidden_size` and `num_layers`."""
+    """`hidden_size` and `num_layers` in the config of a released head. `ValueError` if they are invalid."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; it says how large the head is. Download the whole repository.")
+        raise FileNotFoundError(f"{path} is missing, which has the head's size. Download the whole repository.")
     config = files.read_json(path, files.MOST_CONFIG_BYTES)
     if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:
-        raise ValueError(f"{path} is in our format already. Use it as it is.")
+        raise ValueError(f"{path} is in the format of hf_specdecpp already and needs no conversion.")
     size, depth = (config.get(key) if isinstance(config, dict) else None for key in ("hidden_size", "num_layers"))
     if type(size) is not int or type(depth) is not int or size < 1 or not 0 <= depth <= MOST_BLOCKS:
         raise ValueError(

@@ -97,7 +97,7 @@ def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
     path = repository.file(DRAFT_VOCAB)
     token_ids = load_strict(path, {"token_ids": [config.draft_vocab_size or 0]}, hint)["token_ids"]
     if token_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{path} holds {str(token_ids.dtype)[6:]}; token ids are whole numbers. Make it again.")
+        raise ValueError(f"{path} holds {str(token_ids.dtype)[6:]}, but token ids are integers. Write the file again.")
     check_draft_vocab(token_ids, config.vocab_size or int(token_ids.max()) + 1)
     return token_ids
 

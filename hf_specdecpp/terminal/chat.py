@@ -178,7 +178,7 @@ def facts(model: CausalLM, assistant: SpecDecPPAssistant, config: DraftChoice) -
 
 
 def where(model: CausalLM) -> str:
-    """Such as "bfloat16 on cpu, 1 thread"."""
+    """Dtype and device of a model, such as "bfloat16 on cpu, 1 thread"."""
     count = torch.get_num_threads()
     threads = f", {count} thread{'s' * (count > 1)}" if model.device.type == "cpu" else ""
     return f"{str(model.dtype)[6:]} on {model.device.type}{threads}"

@@ -45,7 +45,7 @@ class Answer:
 
     @property
     def rate(self) -> str:
-        """Such as "64 tokens in 2.31 s, 27.7 tokens/s"."""
+        """Length and speed, such as "64 tokens in 2.31 s, 27.7 tokens/s"."""
         count = len(self.said)
         return f"{count} tokens in {self.seconds:.2f} s, {count / self.seconds:.1f} tokens/s"
 

@@ -174,7 +174,7 @@ class Drawing:
 
 
 def together(starts: Sequence[int] | Tensor, *models: CausalLM) -> Sequence[Tensor]:
-    """Groups of starts whose chains the models read in one pass: one group, or one per start if one reads no trees."""
+    """Groups of starts whose chains the models read in one pass: all starts, or single ones if a model reads no trees."""
     starts = torch.as_tensor(starts, dtype=torch.long)
     try:
         for model in models:
@@ -261,7 +261,7 @@ class BranchingText:
     def __init__(self, reader: Reader, ids: list[int], states: Tensor | None = None) -> None:
         self.reader, self.length, self.first = reader, len(ids), int(states is not None)
         self.cache = DynamicCache(config=reader.text_config)
-        self.cache.activate_past_recording()  # sliding windows must not drop what earlier branches see
+        self.cache.activate_past_recording()  # sliding windows must not drop tokens that earlier branches attend to
         conditions: dict[str, Any] = {} if states is None else {"states": states[:, : len(ids) - 1].to(reader.device)}
         tokens = torch.tensor([ids[self.first :]], device=reader.device)
         hidden = reader.hidden_states(tokens, self.cache, **conditions)[0]
@@ -275,8 +275,8 @@ class BranchingText:
         Args:
             tokens: `[n]`, the nodes' tokens.
             starts: `[n]`, how many tokens of the sequence each node attends to.
-            below: bool `[n, read + n]`, which nodes each node attends to: of those read earlier, then of these.
-            depths: `[read + n]`, the position of each node in the sequence.
+            below: bool `[n, read + n]`, which nodes each node attends to; earlier nodes come first, then the new ones.
+            depths: `[read + n]`, the position of each earlier and new node in the sequence.
             states: `[n, hidden_size]`, a conditioned draft's own state before each node.
         """
         inputs: dict[str, Any] = {} if states is None else {"states": states[None]}

@@ -172,7 +172,7 @@ class EvalConfig(Section):
 @with_checked_names
 @dataclass
 class TrainingConfig(Section):
-    """A whole run of `specdecpp train`.
+    """Settings of a run of `specdecpp train`.
 
     Args:
         target: Hub id or folder of the target.
@@ -279,7 +279,7 @@ class TrainingConfig(Section):
             raise ValueError(f"head.dropout={self.head.dropout} must be at least 0 and under 1: it is a share.")
         if self.draft_id is not None and self.named_draft is None:
             raise ValueError(
-                f"draft_id={self.draft_id!r} names a draft of its own, but layers of the target are trained. Set "
+                f"draft_id={self.draft_id!r} names an independent draft, but layers of the target are trained. Set "
                 "draft, too, or leave draft_id out."
             )
         for role in ("target", "draft"):

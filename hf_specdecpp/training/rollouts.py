@@ -82,9 +82,9 @@ def run(config: TrainingConfig) -> None:
         return
     with state.main_process_first():
         # Answers are expensive, so those from other or unknown settings are not deleted: the run stops.
-        advice = f"Go on with the earlier settings, choose another work_dir, or delete {folder} to begin anew."
+        advice = f"Continue with the earlier settings, choose another work_dir, or delete {folder} to start again."
         if not record.path.is_file() and any(folder.glob("*/shard-*.parquet")):
-            raise ValueError(f"{folder} has answers but no {RECORD} that says from which settings. {advice}")
+            raise ValueError(f"{folder} has answers but no {RECORD}, so their settings are unknown. {advice}")
         if different := record.changes():
             raise ValueError(f"{folder} has answers from other settings: {'; '.join(different)}. {advice}")
         record.begin()

@@ -99,7 +99,7 @@ def test_the_report(ran: tuple[Path, Any]) -> None:
     assert len(pictures) == 2
     assert all((folder / picture).is_file() for picture in pictures)
     assert "| batches of 2 | " in report
-    assert re.search(r"- \d+ greedy texts were compared with those of plain generate\(\); 0 of ours differ.", report)
+    assert re.search(r"- \d+ greedy answers were compared with plain generate\(\); 0 of hf_specdecpp differ.", report)
 
 
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,7 +243,7 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
     ({"target": ""}, "needs target. Pass --target"),
     ({"rollouts": {"data": []}}, "needs prompts. Pass --data"),
     ({"dtype": "float8"}, "dtype='float8' must be one of auto, bfloat16, float32"),
-    ({"draft_id": "org/draft"}, "draft_id='org/draft' names a draft of its own, but layers of the target"),
+    ({"draft_id": "org/draft"}, "draft_id='org/draft' names an independent draft, but layers of the target"),
     ({"target_revision": "abc"}, "target_revision='abc' is a commit of target_id, which is not set. Set both"),
     ({"draft": "d", "draft_revision": "abc"}, "draft_revision='abc' is a commit of draft_id, which is not set"),
     ({"rollouts": {"heldout": 1.0}}, r"rollouts.heldout=1.0 must be between 0 and 1"),

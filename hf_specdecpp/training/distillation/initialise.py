@@ -55,7 +55,7 @@ class DistillationInputs:
 
     @classmethod
     def load(cls, config: TrainingConfig) -> DistillationInputs:
-        """Load models and rollouts; `ValueError` if there are none, or they or the draft do not fit the target."""
+        """Load models and rollouts. `ValueError` if there are no rollouts, or rollouts or draft do not fit the target."""
         train, heldout = (answers.load(config.work, split) for split in ("train", "heldout"))
         dtype = torch.bfloat16 if config.distill.bf16 else torch.float32
         target = models.load(config.target, dtype)
@@ -157,7 +157,7 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
 
 @torch.no_grad()
 def _copy_weights(draft: AdaptedDraft, work: Path, kind: DraftKind) -> None:
-    """Copy the adapter and the fusion of another run into `draft`; `ValueError` if their shapes differ."""
+    """Copy the adapter and the fusion of another run into `draft`. `ValueError` if their shapes differ."""
     if not (work / ADAPTER_FOLDER).is_dir():
         raise ValueError(f"distill.start_from={str(work)!r} has no trained adapter. Name the work_dir of a run.")
     theirs = read_adapter(work / ADAPTER_FOLDER).loras
@@ -177,7 +177,7 @@ def _copy_weights(draft: AdaptedDraft, work: Path, kind: DraftKind) -> None:
         fusion = models.load_own(kind, work)
         if fusion.to_config() != own.to_config():
             raise ValueError(
-                f"The fusion in {work} is of {fusion.to_config()}, this draft's of {own.to_config()}. Set "
+                f"The fusion in {work} has the settings {fusion.to_config()}, this draft's {own.to_config()}. Set "
                 "reads and distill.fusion_rank as in that run."
             )
         own.load_state_dict(fusion.state_dict())
