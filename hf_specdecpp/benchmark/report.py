@@ -129,7 +129,7 @@ def notes(results: dict[str, Any]) -> list[str]:
 def describe_mismatch(found: Row) -> str:
     """A sentence on the first difference between a greedy answer and plain generation (`mismatches`)."""
     where = (
-        f"{found['contestant']} left the text of plain generate() at token {found['place']} of "
+        f"{found['contestant']} differs from plain generate() from token {found['place']} on, in "
         f"{found['set']}/{found['prompt']}"
     )
     tokens = " and ".join("the end" if text is None else repr(text) for text in found["texts"])

@@ -174,7 +174,7 @@ class Drawing:
 
 
 def together(starts: Sequence[int] | Tensor, *models: CausalLM) -> Sequence[Tensor]:
-    """Groups of starts whose chains the models read in one pass: all starts, or single ones if a model reads no trees."""
+    """Groups of starts whose chains can be read in one pass: all starts, or single ones if a model reads no trees."""
     starts = torch.as_tensor(starts, dtype=torch.long)
     try:
         for model in models:

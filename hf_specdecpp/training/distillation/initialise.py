@@ -55,7 +55,7 @@ class DistillationInputs:
 
     @classmethod
     def load(cls, config: TrainingConfig) -> DistillationInputs:
-        """Load models and rollouts. `ValueError` if there are no rollouts, or rollouts or draft do not fit the target."""
+        """Load models and rollouts. `ValueError` if there are no rollouts, or they or the draft do not fit the target."""
         train, heldout = (answers.load(config.work, split) for split in ("train", "heldout"))
         dtype = torch.bfloat16 if config.distill.bf16 else torch.float32
         target = models.load(config.target, dtype)
