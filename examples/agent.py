@@ -11,7 +11,7 @@ cannot be saved, because the assistant would be part of their JSON.
 import sys
 from pathlib import Path
 
-from hf_specdecpp import assist
+from hf_specdecpp.choosing import assist
 
 try:
     from smolagents import CodeAgent, TransformersModel

@@ -39,8 +39,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
-from hf_specdecpp.config.speculation import Decisions
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import with_layers

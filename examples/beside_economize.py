@@ -20,8 +20,9 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.clocks import computing_clock
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.texts.encoding import Codec, padded
 from hf_specdecpp.texts.prompts import read_prompts

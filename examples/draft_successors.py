@@ -18,7 +18,7 @@ from timeit import repeat
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.clocks import computing_clock
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.figures import median_of_ratios

@@ -13,7 +13,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.report import markdown_table
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.texts.encoding import padded

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import assist
+from hf_specdecpp.choosing import assist
 
 CARDS = Path(__file__).parents[1] / "hub_cards"
 target, published = sys.argv[1:] or ("HuggingFaceTB/SmolLM2-135M-Instruct", CARDS / "specdecpp-smollm2-135m-instruct")

@@ -21,10 +21,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.estimation.estimators import MODES
 from hf_specdecpp.estimation.metrics import auc, binary_kl
-from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.chains import MAX_TOKENS, STARTS, BranchingText, Recorder, head_estimates, target_states
@@ -48,7 +48,7 @@ def of_text(ids: list[int], assistant: SpecDecPPAssistant, target: nn.Module) ->
     the last tokens and how often they were its likeliest. Example: a round that begins at place 9 looks at the target's
     distribution after place 7, which token 8 was chosen from, and at tokens 1 to 8.
     """
-    reader, drafter = Reader(target), assistant.ready_drafter()
+    reader, drafter = DraftModel(target, shares_target=True), assistant.ready_drafter()
     width, tokens = target.config.vocab_size, torch.tensor(ids)[1:, None]
     p = reader.logits(reader.hidden_states(torch.tensor([ids]))[0, :-1], width).log_softmax(-1)
     draft = BranchingText(drafter, ids, target_states(target, drafter, ids)).states[:-1]

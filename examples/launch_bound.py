@@ -24,8 +24,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.clocks import computing_clock
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.causal_lm import CACHE
 from hf_specdecpp.models.early_exit import early_exit
 

@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models import foreign
 
 NEW_TOKENS, REPETITIONS = 128, 7

@@ -19,7 +19,7 @@ from typing import Any
 from transformers.cli.serve import Serve
 from transformers.cli.serving import model_manager
 
-from hf_specdecpp import assist
+from hf_specdecpp.choosing import assist
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PUBLISHED = Path(__file__).parents[1] / "hub_cards" / "specdecpp-smollm2-135m-instruct"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import assist
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.training.configuration import DistillConfig, HeadConfig, RolloutConfig, TrainingConfig
 from hf_specdecpp.training.run import train
 

@@ -14,8 +14,10 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.clocks import computing_clock
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation.stats import SpeculationStats
 
 SIZES = ("64x28", "128x12", "256x8", "576x8", "1536x4")  # hidden size x layers
 NEW_TOKENS, REPETITIONS, WARM_UP = 96, 9, 3

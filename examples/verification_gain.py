@@ -20,10 +20,11 @@ from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.sampling.verification import block_tests, carried, chain_ratios, leftovers, token_weights
-from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_shape, make_shape
-from hf_specdecpp.trees.slots import Growth, Level, Slots
+from hf_specdecpp.trees.growth import Growth, Slots, ThresholdSchedule, grow_by_level, grow_shape
+from hf_specdecpp.trees.head_siblings import Level
+from hf_specdecpp.trees.shapes import make_shape
 from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.verification import block_tests, carried, chain_ratios, leftovers, token_weights
 
 sys.path.append(str(Path(__file__).parent / "replay"))
 from rounds import ends_at

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,8 +17,9 @@ from transformers.utils import logging
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import check_values
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
+from hf_specdecpp.drafting.checks import check_head
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafting.drafter import Drafter, check_head
+from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafts import acceptance
 from hf_specdecpp.drafts.draft_kind import Loading, Parts, PublishedKind
 from hf_specdecpp.drafts.known import describe, draft_name, kind_of
@@ -167,23 +168,19 @@ class AssistantModel(PreTrainedModel):
                 self.copies.clear()
                 self.int8.clear()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Within, calls without an assistant are plain ones, though this is a target's default assistant.
 
         `assistant_model=None` says nothing to transformers, so a single call cannot leave its default out.
         """
-        with attached.paused(self):
-            yield
+        return attached.paused(self)
 
-    @contextmanager
-    def as_default(self, target: CausalLM) -> Iterator[None]:
+    def as_default(self, target: CausalLM) -> AbstractContextManager[None]:
         """Within, calls of `target` in this thread that name no assistant use this one, which is attached to it.
 
         The target's default assistant stays what it is: for other threads, and afterwards.
         """
-        with attached.as_default(self, causal_lm.base_model(target)):
-            yield
+        return attached.as_default(self, causal_lm.base_model(target))
 
     def warm_up(self, max_length: int | None = None, target: CausalLM | None = None, **options: Any) -> float:
         """Capture all that single texts of up to `max_length` tokens need as CUDA graphs, so that no text waits for it;

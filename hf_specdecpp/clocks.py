@@ -18,6 +18,12 @@ def computing_clock(*devices: torch.device) -> Callable[[], float]:
     return time.thread_time if only_here and os.name == "posix" else time.perf_counter
 
 
+def working_clock() -> Callable[[], float]:
+    """Reads the seconds of the processor; with one thread of PyTorch, those of this thread alone, as another one may
+    copy weights beside it."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.process_time
+
+
 def typical(times: Sequence[float]) -> float | None:
     """The median of the times; their mean if the median is 0, as with a coarse clock; `None` if both are invalid.
 

@@ -1,5 +1,5 @@
-"""Imports point down the floors that docs/architecture.md lists, no files import one another in a circle, and tests have
-the names of what they test."""
+"""Imports point down the floors that docs/architecture.md lists, no files import one another in a circle, and tests
+have the names of modules."""
 
 import ast
 import re

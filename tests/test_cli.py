@@ -6,19 +6,21 @@ from typing import Any
 import pytest
 import torch
 import typer
-from support.assistant_files import FILES, edit_config, write_assistant
-from support.eagle3_files import VARIANTS
-from support.hub_server import HubServer, point_client_at
-from support.models import tiny
-from support.released_heads import ReleasedHead, save_bin, save_mixin
-from support.repos import files_of, save_chat_model, save_model
+from support.files.assistant_files import FILES, edit_config, write_assistant
+from support.files.eagle3_files import VARIANTS
+from support.files.released_heads import ReleasedHead, save_bin, save_mixin
+from support.files.repos import files_of, save_chat_model, save_model
+from support.runs.hub_server import HubServer, point_client_at
+from support.targets.models import tiny
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp import SpecDecPPAssistant, __version__, cli_options
+from hf_specdecpp import cli_options
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli import app
 from hf_specdecpp.cli_options import BenchmarkConfig
 from hf_specdecpp.models.loading import load_model
 from hf_specdecpp.terminal import demo
+from hf_specdecpp.version import __version__
 
 
 def run(*arguments: object) -> Result:

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import click
 import pytest
-from support.models import partly_agreeing
-from support.repos import chat_tokenizer, save_chat_model, save_model
+from support.files.repos import chat_tokenizer, save_chat_model, save_model
+from support.targets.models import partly_agreeing
 from transformers import AutoModelForCausalLM
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.cli import app
 
 VERBS = sorted(get_command(app).commands)  # type: ignore[attr-defined]

@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 import yaml
-from support.eagle3_files import Checkpoint
-from support.models import partly_agreeing, quiet_later_layers, tiny
-from support.repos import PROMPT, chat_tokenizer, save_adapter, save_model
+from support.files.eagle3_files import Checkpoint
+from support.files.repos import PROMPT, chat_tokenizer, save_adapter, save_model
+from support.targets.models import partly_agreeing, quiet_later_layers, tiny
 from typer.main import get_command
 from typer.testing import CliRunner
 

@@ -15,12 +15,12 @@ import torch
 import transformers
 from packaging.version import Version
 from rounds import ends_at
-from support.models import tiny
-from support.pretend_graph import pretend_graphs
-from support.repos import save_model
+from support.devices.pretend_graph import pretend_graphs
+from support.files.repos import save_model
+from support.targets.models import tiny
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.trees.tree import DraftTree
 
 pytestmark = pytest.mark.apart

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from support import mtp_files
-from support.hub_server import HubServer, point_client_at
-from support.models import assistant_for, partly_agreeing, prompt, random_layer, tiny
-from support.repos import save_model, tokenizer
+from support.files import mtp_files
+from support.files.repos import save_model, tokenizer
+from support.runs.hub_server import HubServer, point_client_at
+from support.targets.models import assistant_for, partly_agreeing, prompt, random_layer, tiny
 from transformers import AutoModelForCausalLM, pipeline
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.hub.published import advice, published, table
 from hf_specdecpp.models.causal_lm import CausalLM
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import assistant_for, tiny
-from support.repos import save_model
+from support.files.repos import save_model
+from support.targets.models import assistant_for, tiny
 from transformers import AutoModelForCausalLM
 
 import hf_specdecpp

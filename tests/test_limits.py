@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import informed_draft, model_of
-from support.models import prompt, tiny
-from support.multimodal import multimodal
-from support.quantised import with_bitsandbytes, with_torch_ao, with_torchao
-from support.zoo import tiny_of
+from support.devices.quantised import with_bitsandbytes, with_torch_ao, with_torchao
+from support.targets.families import informed_draft, model_of
+from support.targets.models import prompt, tiny
+from support.targets.multimodal import multimodal
+from support.targets.zoo import tiny_of
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 
 pytestmark = pytest.mark.takes(60)
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import partly_agreeing, tiny
-from support.repos import save_model, tokenizer
+from support.files.repos import save_model, tokenizer
+from support.targets.models import partly_agreeing, tiny
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 
 FILE = Path(__file__).parents[1] / "examples" / "first_steps.ipynb"
 CELLS = json.loads(FILE.read_text(encoding="utf-8"))["cells"]

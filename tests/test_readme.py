@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.repos import save_chat_model
+from support.files.repos import save_chat_model
 from typer.main import get_command
 
-from hf_specdecpp import SpecDecPPAssistant, provenance
+from hf_specdecpp import provenance
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli import app
 from hf_specdecpp.config.speculation import RULES, TREES
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import model_of
-from support.models import prompt, tiny
-from support.repos import tokenizer
-from support.zoo import tiny_of
+from support.files.repos import tokenizer
+from support.targets.families import model_of
+from support.targets.models import prompt, tiny
+from support.targets.zoo import tiny_of
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -1,4 +1,4 @@
-"""By Windows' rules of files, pretended (`support/windows.py`), and on terminals in cp1252: what is saved, pushed,
+"""By Windows' rules of files, pretended (`support/runs/windows.py`), and on terminals in cp1252: what is saved, pushed,
 trained, exported, converted and remembered."""
 
 import ast
@@ -11,10 +11,8 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
-from support.hub_server import HubServer
-from support.models import assistant_of, quiet_later_layers, tiny
-from support.released_heads import ReleasedHead, save_mixin
-from support.repos import (
+from support.files.released_heads import ReleasedHead, save_mixin
+from support.files.repos import (
     greedy,
     head_for,
     publish_pair,
@@ -23,12 +21,15 @@ from support.repos import (
     save_model,
     tokenizer,
 )
-from support.training_files import training_run
-from support.windows import in_use, windows
+from support.runs.hub_server import HubServer
+from support.runs.training_files import training_run
+from support.runs.windows import in_use, windows
+from support.targets.models import assistant_of, quiet_later_layers, tiny
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_specdecpp import SpecDecPPAssistant, figures, files
+from hf_specdecpp import figures, files
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark import loading
 from hf_specdecpp.cli import _Commands, app
 from hf_specdecpp.cli_options import BenchmarkConfig

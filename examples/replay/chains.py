@@ -15,11 +15,12 @@ from record import Record
 from texts import Text
 from torch import Tensor
 
-from hf_specdecpp import AcceptanceHead
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.drafting.stopping import Proposal, StoppingRule
+from hf_specdecpp.drafting.chain import StoppingRule
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability, DraftStep, Estimator
 from hf_specdecpp.figures import Floats
+from hf_specdecpp.trees.tree import DraftTree
 
 SVIP_GAMMA = 0.15
 ADAEDL_GAMMA = 0.2
@@ -103,7 +104,7 @@ class ChainReplay:
         rounds, start, unread = [], self.text.first, self.text.first
         while start < len(self.text.ids):
             drafted, accepted = self.round(rule, start, unread)
-            rule.saw(Drawn(drafted), range(accepted))
+            rule.saw(Drawn(drafted), range(accepted))  # type: ignore[arg-type]
             rounds.append((drafted, accepted, unread))
             unread = 1 + accepted - min(accepted, drafted - 1) if drafted else unread + 1
             start += accepted + 1
@@ -242,10 +243,10 @@ class AdaEDL(Baseline):
     def stops(self, signal: float | None) -> bool:
         return signal is not None and 1.0 - math.sqrt(ADAEDL_GAMMA * max(signal, 0.0)) < self.bound
 
-    def saw(self, proposal: Proposal, stands: Sequence[int]) -> None:
-        if proposal.num_drawn == 0:
+    def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
+        if tree.num_drawn == 0:
             return
-        self.acceptance_rate = 0.5 * self.acceptance_rate + 0.5 * len(stands) / proposal.num_drawn
+        self.acceptance_rate = 0.5 * self.acceptance_rate + 0.5 * len(path) / tree.num_drawn
         moved = self.bound + (0.01 if self.acceptance_rate < 0.9 else -0.01)
         self.bound = min(max(0.9 * self.bound + 0.1 * moved, 0.0), 1.0)
 

@@ -31,9 +31,9 @@ import torch
 from texts import Text
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.estimation.estimators import scalar_features
-from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.randomness import draw_rows, uniform
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import chains as branches
@@ -79,7 +79,7 @@ def record(
 
     Another `seed` of the coins and the draft's draws is another sample of the same distribution.
     """
-    drafter, reader, head = assistant.ready_drafter(), Reader(target), assistant.head
+    drafter, reader, head = assistant.ready_drafter(), DraftModel(target, shares_target=True), assistant.head
     vocab_size = target.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(seed)
     before = head is not None and head.inputs == "before"

@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.loading import Benchmark, RunLog
 from hf_specdecpp.benchmark.report import markdown_table, mode, ratio
 from hf_specdecpp.benchmark.summary import grouped
+from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.figures import ratio_of_sums
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.sampling.randomness import seed_of
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.chains import BranchingText, target_states
@@ -80,7 +80,11 @@ class RoundReplay:
     @cached_property
     def branching(self) -> BranchingText | None:
         """What the target reads to judge drafts; a greedy one's choice is the text."""
-        return None if self.sampling.greedy else BranchingText(Reader(self.target), self.text.ids[:-1])
+        return (
+            None
+            if self.sampling.greedy
+            else BranchingText(DraftModel(self.target, shares_target=True), self.text.ids[:-1])
+        )
 
     @cached_property
     def states(self) -> Tensor | None:
@@ -114,9 +118,7 @@ class RoundReplay:
         config = GenerationConfig(max_length=self.text.max_length, eos_token_id=sorted(self.text.eos) or None, **how)
         found = SpecDecPPCandidateGenerator(setup, config, self.sampling.processors, target=self.target)
         session: Any = Rereading(found.session)
-        found.session = session
-        if found.trees is not None:
-            found.trees.session = session
+        found.session = found.method.session = session
         return found
 
     def _p(self, branching: BranchingText, tree: DraftTree, position: int) -> Tensor:

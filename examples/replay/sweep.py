@@ -20,12 +20,12 @@ from record import MAX_TOKENS, record
 from texts import Text, load, once, options, text_sets, write
 from transformers.utils import logging
 
-from hf_specdecpp import AcceptanceHead, SpeculationConfig
 from hf_specdecpp.benchmark.loading import Benchmark, RunLog
 from hf_specdecpp.benchmark.report import markdown_table, mode
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftProbability
 from hf_specdecpp.figures import COLOURS, MARKERS, new_figure, ratio_of_sums, save
 from hf_specdecpp.generation.setup import make_rule, plan_for
 from hf_specdecpp.sampling.randomness import seed_of

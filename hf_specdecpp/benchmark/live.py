@@ -63,7 +63,7 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
     busy = busy_elsewhere(rows)
     load = f", other processes keeping {busy:.1f} of {where['processors']} processors busy" if busy else ""
     facts = {"command": command(), "device": where["device"] + load, "dtype": settings["dtype"]}
-    results = {
+    results: dict[str, Any] = {
         "command": command(), "environment": where, "pictures": find_spec("matplotlib") is not None,
         "settings": {
             **settings, "temperatures": benchmark.config.temperatures,

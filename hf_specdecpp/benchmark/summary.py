@@ -38,7 +38,8 @@ def summarise(rows: Sequence[Row], contestants: Sequence[Contestant]) -> list[Ro
     best: dict[Moment, Row] = {}
     for temperature in {row["temperature"] for row in alone}:
         here = [{at: row for at, row in of.items() if row["temperature"] == temperature} for of in constants]
-        best |= max(here, key=lambda rows: median(_ratios(rows.values(), plain) or [0.0]), default={})
+        fastest = max(here, key=lambda rows: median(_ratios(list(rows.values()), plain) or [0.0]), default=None)
+        best |= fastest or {}
     summary = [
         {"set": name, "batch": group[0]["batch"], "temperature": temperature, "contestant": contestant,
          "family": by_name[contestant].family, "ours": by_name[contestant].ours,

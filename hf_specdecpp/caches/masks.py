@@ -1,13 +1,19 @@
-"""Who sees whom: the masks that models take, by kind of attention layer, and the windows that caches and masks have."""
+"""Who sees whom: the masks that models take, by kind of attention layer, for batches and token trees, and the windows
+that caches and masks have.
+
+A node of a tree sees the text and its own ancestors, and stands behind them as if no other node were there. Windows are
+measured between places in the text (number of tokens before), not between rows of the cache, where siblings lie in
+between.
+"""
 
 from __future__ import annotations
 
 import inspect
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
@@ -159,3 +165,139 @@ def shown_rows(layer: Any, num_queries: int) -> int:
     if type(layer) is DynamicSlidingWindowLayer and layer.record_past:
         return min(rows, layer.sliding_window - 1 + num_queries)
     return rows
+
+
+# Token trees. -------------------------------------------------------------------------------------------------------
+
+
+WINDOWED = ("sliding_attention", "chunked_attention")
+
+
+class Prompt(NamedTuple):
+    """A prompt in a cache of fixed size.
+
+    Example: `[pad, pad, 5, 6]` in a room of 8 is shown as 0011 1111, its offset is -2: 6 is in row 3, at position 1.
+    """
+
+    shown: Tensor  # `[texts, room]` bool, false where a row is hidden from all queries
+    offset: Tensor  # `[texts, 1]`, or `[d, texts, 1]` where a model has d positions: of a token less its row
+
+
+def tree_inputs(model: CausalLM, cache: Cache, ancestors: Tensor, depths: Tensor, num_prefix: int) -> dict[str, Any]:
+    """Forward arguments for one pass over the last n_query of n nodes; `check_tree(model)` says whether they work.
+
+    Example: 3 tokens of text and a root with two children, none of them fed yet. The positions are 3, 4, 4; the mask's
+    rows, over the 3 rows of text and the 3 nodes, are 111 100, 111 110 and 111 101.
+
+    Args:
+        cache: holds `num_prefix` tokens of text, then the n - n_query nodes fed earlier in this round (the levels of a
+            growing tree).
+        ancestors: bool `[n_query, n]`, on the model's device as `depths` are: which nodes, in feeding order and itself
+            included, a query sees.
+        depths: int `[n]`: node i stands at place `num_prefix + depths[i]`. The root, which is the last emitted token
+            and not yet in the cache, has depth 0.
+        num_prefix: tokens of text in the cache, masked ones included.
+
+    Returns:
+        `attention_mask`: `[1, 1, n_query, kv]`, bool where the attention implementation is sdpa and additive in the
+        model's dtype where it is eager; or a dict of such masks by layer type where layers differ.
+        `position_ids`: `[1, n_query]`, where the root's is `num_prefix`.
+    """
+    mask = tree_mask(model, cache, ancestors, depths, num_prefix)
+    return {"attention_mask": mask, "position_ids": (num_prefix + depths[-ancestors.shape[0] :])[None]}
+
+
+def tree_mask(
+    model: CausalLM,
+    cache: Cache,
+    ancestors: Tensor,
+    depths: Tensor,
+    num_prefix: int,
+    prefix_mask: Tensor | None = None,
+) -> Any:
+    """The mask of `tree_inputs` alone, for a text whose rows are not its positions: after masked tokens and images.
+    `prefix_mask`, bool `[num_prefix]`, is false where a token is padding, which nobody sees; `None` if none is."""
+    config = model.config.get_text_config(decoder=True)
+    num_queries = ancestors.shape[0]
+    if num_queries < ancestors.shape[1]:
+        grow_in(cache)
+    if prefix_mask is not None:
+        prefix_mask = prefix_mask.to(ancestors.device)
+    masks = {}
+    for kind, layer in _kinds(config, cache).items():
+        num_rows = num_queries if layer is None else shown_rows(layer, num_queries)
+        num_text = num_rows - ancestors.shape[1]
+        seen = nn.functional.pad(ancestors, (num_text, 0), value=True)  # without any window
+        if prefix_mask is not None:
+            seen[:, :num_text] = prefix_mask[num_prefix - num_text :]
+        if kind in WINDOWED:
+            text = torch.arange(num_prefix - num_rows + depths.shape[0], num_prefix, device=ancestors.device)
+            padding = 0 if prefix_mask is None else (prefix_mask.cumsum(0) == 0).sum()
+            places = torch.cat((text, num_prefix + depths))
+            seen &= _near(config, kind, places[-num_queries:], places, padding)
+        masks[kind] = as_mask(seen, model)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
+    """The kinds of attention layer in a model, each with the first cache layer of its kind (`None` before any pass)."""
+    types = layer_types(config, config.num_hidden_layers)
+    kinds: dict[str, Any] = dict.fromkeys(types)
+    missing = len(kinds)
+    layers: list[Any] = cache.layers
+    for kind, layer in zip(types, layers, strict=False):
+        if kinds[kind] is None and layer.keys is not None:  # else it is new, or shares another layer's keys
+            kinds[kind] = layer
+            missing -= 1
+            if not missing:
+                break
+    return kinds
+
+
+def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor | int = 0) -> Tensor:
+    """Bool `[..., n_query, kv]`: which keys lie within the window of each query, or its chunk, which counts no
+    padding; by their places `[..., n_query]` and `[..., kv]`."""
+    keys, queries = keys[..., None, :], queries[..., None]
+    if kind == "sliding_attention":
+        return keys > queries - config.sliding_window
+    size = config.attention_chunk_size
+    return (keys - padding) // size == (queries - padding) // size
+
+
+def inputs_in_place(
+    model: CausalLM, cache: Any, ancestors: Tensor, depths: Tensor, places: Tensor, num_prefix: Tensor
+) -> dict[str, Any]:
+    """The same for texts in caches of fixed size, where nothing depends on numbers of the host: for captured passes.
+
+    Example: a cache with room for 8 tokens holds 3 tokens of text and a root, below which two children are read. With
+    room for 4 nodes, `ancestors` are 1100 and 1010, `depths` 0, 1, 1, 0 and `places` 1, 1. The positions are 4, 4; the
+    mask's rows are 1111 1000 and 1111 0100.
+
+    Args:
+        cache: has a `room` for so many tokens, and the `prompt`: what of it is hidden, and where its tokens stand;
+            `None` where nothing is, and rows are positions.
+        ancestors: bool `[n_query, n]`, or `[texts, n_query, n]` where texts have other trees: which of up to n nodes a
+            query sees. They lie after the text, in this order.
+        depths: `[n]`, of all nodes.
+        places: `[n_query]`, depths of the queries.
+        num_prefix: `[texts]`, tokens of each text in the cache.
+    """
+    config = model.config.get_text_config(decoder=True)
+    begin, (count, most), prompt = num_prefix[:, None], ancestors.shape[-2:], cache.prompt
+    nodes = torch.arange(cache.room, device=ancestors.device) - begin  # negative: text
+    known = nodes.clamp(0, most - 1)
+    text = nodes < 0 if prompt is None else (nodes < 0) & prompt.shown
+    of_rows = ancestors.expand(len(begin), -1, -1).gather(2, known[:, None].expand(-1, count, -1))
+    seen = (of_rows & ((nodes >= 0) & (nodes < most))[:, None]) | text[:, None]
+    keys = begin + torch.where(nodes < 0, nodes, depths[known])
+    queries = begin + places
+    padding = 0 if prompt is None else (prompt.shown.cumsum(-1) == 0).sum(-1)[:, None, None]
+    masks = {
+        kind: as_mask(seen & _near(config, kind, queries, keys, padding) if kind in WINDOWED else seen, model)
+        for kind in dict.fromkeys(layer_types(config, config.num_hidden_layers))
+    }
+    return {
+        "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+        # Padding, which nobody sees, has no positions, and a table of positions has none below 0.
+        "position_ids": queries if prompt is None else (queries + prompt.offset).clamp_min(0),
+    }

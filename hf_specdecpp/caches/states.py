@@ -35,7 +35,7 @@ class Mark:
         self.copies = [[state.clone() for state in _states(layer)] for layer in self.recurrent]
         self.windows = [(layer, dict(vars(layer))) for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
         rows = [layer for layer in layers if isinstance(layer, DynamicLayer) and layer.keys is not None]
-        others = [layer for layer in rows if not isinstance(layer, DynamicSlidingWindowLayer)]
+        others: list[Any] = [layer for layer in rows if not isinstance(layer, DynamicSlidingWindowLayer)]
         self.lengths = [(layer, layer.get_seq_length()) for layer in others]
 
     @property
@@ -49,10 +49,10 @@ class Mark:
                 state.copy_(copy)
         for window, before in self.windows:
             vars(window).update(before)
-        for layer, length in self.lengths:
+        for other, length in self.lengths:
             # Of a layer that has states as well, the keys and values only.
-            crop = DynamicLayer.crop if isinstance(layer, LinearAttentionCacheLayerMixin) else type(layer).crop
-            crop(layer, length - layer.get_seq_length())
+            kind: Any = DynamicLayer if isinstance(other, LinearAttentionCacheLayerMixin) else type(other)
+            kind.crop(other, length - other.get_seq_length())
 
 
 def stop_recording(cache: Cache) -> None:

@@ -100,6 +100,35 @@ def text_in(cache: Any) -> CachedText:
     return text
 
 
+# Arguments of a forward that grow with a text. ------------------------------------------------------------------------
+
+
+GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+
+
+def without_last(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+    """`model_kwargs` without the last `count` columns of what grows with the text: views, nothing is copied."""
+    shorter = dict(model_kwargs)
+    for name in GROWING:
+        if (each := model_kwargs.get(name)) is not None:
+            shorter[name] = each[..., : each.shape[-1] - count]
+    return shorter
+
+
+def extended(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
+    """`model_kwargs` for `count` more tokens: the mask, positions and token types that grow with the text."""
+    longer = dict(model_kwargs)
+    for name in GROWING if count else ():
+        if (each := model_kwargs.get(name)) is not None:
+            further = each[..., -1:].expand(*each.shape[:-1], count)
+            if name == "position_ids":
+                further = further + torch.arange(1, count + 1, device=each.device, dtype=each.dtype)
+            elif name != "token_type_ids":  # what follows is shown, and no image
+                further = torch.full_like(further, name == "attention_mask")
+            longer[name] = torch.cat((each, further), dim=-1)
+    return longer
+
+
 # Rows that are dropped or moved. --------------------------------------------------------------------------------------
 
 

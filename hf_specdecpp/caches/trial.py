@@ -35,7 +35,7 @@ class Trial:
         passes: what is known of them, which is added to.
         most: candidates of a round.
         read_again: reads the first so many tokens of the text since the trial began in one pass: logits `[n, vocab]`,
-            and the cache (`generation.prefix.reading_again`).
+            and the cache (`generation.target.reading_again`).
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -71,18 +72,16 @@ class Costs:
         Example: passes over 1, 2, 3 and 4 tokens take 10, 10, 12 and 16 ms. With two rows a pass over one token of each
         takes 10 ms, a row's share of which is 5; over two tokens of each 16, so 8.
         """
-        verify = self.verify_seconds(rows * (max_tokens + 1) - 1)[rows - 1 :: rows]
-        return replace(self, verify=tuple(verify.tolist())).scaled(1.0 / rows)
+        return self.reading(range(rows, rows * (max_tokens + 1) + 1, rows)).scaled(1.0 / rows)
 
-    def read_twice(self, max_tokens: int) -> Costs:
-        """Where tokens that stand are read again after a rejection, as by targets with recurrent layers.
+    def reading(self, tokens: Sequence[int]) -> Costs:
+        """What rounds with 0, 1, ... candidates cost where their passes read so many tokens.
 
-        That happens to about each token once: a pass over k candidates is given the price of one over 2 k.
-
-        Example: passes over 1 to 5 tokens take 10, 11, 12, 13 and 14 ms. Verifying 0, 1 and 2 candidates costs 10, 12
-        and 14 ms.
+        Example: passes over 1 to 5 tokens take 10, 11, 12, 13 and 14 ms. Rounds with 0, 1 and 2 candidates cost 10, 12
+        and 14 ms where they read 1, 3 and 5 tokens.
         """
-        return replace(self, verify=tuple(self.verify_seconds(2 * max_tokens)[::2].tolist()))
+        verify = self.verify_seconds(max(tokens) - 1)[np.array(tokens) - 1]
+        return replace(self, verify=tuple(verify.tolist()))
 
     def scaled(self, passes: float, drafting: float | None = None) -> Costs:
         """With other prices of the target's passes and of drafting, by default with the same factor for both."""

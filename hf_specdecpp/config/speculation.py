@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 
 from hf_specdecpp.config.checks import check_values, did_you_mean, hints_of, shown, with_checked_names
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.sampling.verification import Verification
-from hf_specdecpp.trees.algorithms import Shape, make_shape, size
+from hf_specdecpp.trees.shapes import Shape, make_shape, size
+from hf_specdecpp.trees.verification import Verification
 
 Rule = Literal["threshold", "throughput", "fixed"]
 RULES: tuple[str, ...] = get_args(Rule)

@@ -18,10 +18,9 @@ from hf_specdecpp.cuda_graphs.identity import identity
 from hf_specdecpp.cuda_graphs.on_device import best_slots, count_until, exponential, race, remaining, slot_values
 from hf_specdecpp.cuda_graphs.room_cache import Rooms, RoomText
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
-from hf_specdecpp.estimation.estimators import DraftStep, Estimator, lag_of
+from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep, Estimator, lag_of
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.sampling.verification import Verification
+from hf_specdecpp.trees.verification import Verification
 
 READ_AT_ONCE = 2048  # tokens of a prompt, whose mask is a matrix
 

@@ -21,8 +21,8 @@ from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules, R
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.cuda_graphs.graphs import Graphs, lasting, write_lasting
 from hf_specdecpp.sampling.randomness import NothingToDrawError
-from hf_specdecpp.sampling.verification import outcomes
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree import Chain, DraftTree
+from hf_specdecpp.trees.verification import outcomes
 
 TIMED_ROUNDS = 3  # of a shape, of which the fastest counts
 TOLD = 4  # numbers of a report before the candidates
@@ -248,8 +248,9 @@ class CapturedRounds:
         """What is submitted of a text, by its row of the report."""
         nodes, count = self.draft.nodes, min(int(row[TOLD - 1]), shape.nodes)
         candidates = list(map(int, row[TOLD : TOLD + count]))
+        tree: DraftTree
         if shape.width == 1:  # their scores stay on the device, where nobody needs them any more
-            tree = DraftTree.chain(candidates, [NO_SCORES] * count)
+            tree = Chain(candidates, [NO_SCORES] * count)
         else:
             tree = DraftTree()
             for place, token in enumerate(candidates, TOLD):

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 from torch import Tensor
 
+from hf_specdecpp.caches.masks import inputs_in_place
 from hf_specdecpp.caches.text import PathRows, num_in_place, width_of
 from hf_specdecpp.cuda_graphs.graphs import Graphs, capture_lock, lasting, write_lasting
 from hf_specdecpp.cuda_graphs.identity import identity
@@ -18,7 +19,7 @@ from hf_specdecpp.cuda_graphs.model_copy import for_capture
 from hf_specdecpp.cuda_graphs.room_cache import RoomCache, Rooms, RoomText, num_room_layers, prepared
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
-from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE, inputs_in_place
+from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE
 
 # Of each target: what its passes were captured of, and the passes.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyDictionary()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_specdecpp.sampling.verification import Verification, acceptance_of, or_p, sibling_tests
+from hf_specdecpp.trees.verification import Verification, acceptance_of, or_p, sibling_tests
 
 
 def race(weights: Tensor, times: Tensor) -> Tensor:

@@ -12,13 +12,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specdecpp.caches.batches import other_layers
-from hf_specdecpp.caches.masks import MASKED, counts_rows, unknown_window
+from hf_specdecpp.caches.masks import MASKED, Prompt, counts_rows, unknown_window
 from hf_specdecpp.caches.text import width_of
 from hf_specdecpp.cuda_graphs.graphs import lasting
 from hf_specdecpp.cuda_graphs.model_copy import for_groups
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import frequency_changes
-from hf_specdecpp.trees.attention import Prompt
 
 LEAST_ROOM = 256  # tokens
 
@@ -255,7 +254,7 @@ def num_room_layers(text_config: Any) -> int | None:
 
 
 def why_not_in_place(model: CausalLM) -> str | None:
-    """Why passes of a model cannot be told by `trees.attention.inputs_in_place` who sees whom, and where."""
+    """Why passes of a model cannot be told by `caches.masks.inputs_in_place` who sees whom, and where."""
     config = model.config.get_text_config(decoder=True)
     if (implementation := config._attn_implementation) not in MASKED:
         return f"attn_implementation={implementation!r} takes no mask of ours"

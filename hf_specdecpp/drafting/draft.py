@@ -27,7 +27,7 @@ logger = logging.get_logger("hf_specdecpp")
 
 
 class SharedText(Protocol):
-    """What a draft may see of the tokens that its target has read: all but the last (`generation.prefix.Prefix`)."""
+    """What a draft may see of the tokens that its target has read: all but the last (`generation.target.Prefix`)."""
 
     @property
     def cache(self) -> Any:

@@ -1,23 +1,33 @@
-"""A model that drafts: `DraftModel`, a reader that may have a vocabulary of its own and read the target's states."""
+"""A model that drafts (`DraftModel`), and its side of one text: which tokens it has read (`ModelReading`), its KV cache
+and the next step (`DraftSession`)."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from hf_specdecpp.caches.states import no_way_back
-from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
+from hf_specdecpp.caches.masks import tree_inputs
+from hf_specdecpp.caches.text import GrowingText, PathRows
+from hf_specdecpp.drafting.checks import check_can_draft, check_draft_vocab, check_fusion, check_logits
+from hf_specdecpp.drafting.draft import Reading
+from hf_specdecpp.models import causal_lm
+from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_embeddings
 from hf_specdecpp.models.quantised import is_quantised, rows_of, sizes_of
-from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import StateReader
+from hf_specdecpp.sampling.randomness import waits_for_reads
+from hf_specdecpp.trees.tree import DraftTree, Lineage, upload
 
 
-class DraftModel(Reader):
-    """A causal LM that drafts for a target; `ValueError` if the model cannot draft, `draft_vocab` is no set of token
-    ids, the fusion has other sizes, or how states become logits is not understood.
+class DraftModel(nn.Module):
+    """A causal LM read piece by piece, its inner decoder and its LM head, as drafts are; it holds no state of a
+    generation, so several threads may share one. `ValueError` if the model cannot draft, `draft_vocab` is no set of
+    token ids, the fusion has other sizes, or how states become logits is not understood.
 
     Args:
         model: an independent draft, or an early exit of the target (`early_exit.early_exit`).
@@ -27,6 +37,8 @@ class DraftModel(Reader):
         fusion: makes inputs of the target's hidden states and embeddings, for a draft that reads them.
     """
 
+    model: CausalLM
+    _decoder: CausalLM
     draft_vocab: Tensor | None
 
     def __init__(
@@ -37,16 +49,94 @@ class DraftModel(Reader):
         fusion: StateReader | None = None,
     ) -> None:
         check_can_draft(model)
-        super().__init__(model, owns_model=not shares_target)
-        self.register_buffer("draft_vocab", self._checked(draft_vocab), persistent=False)
+        super().__init__()
+        self.shares_target = shares_target
+        if shares_target:
+            object.__setattr__(self, "model", model)  # past nn.Module's registration, on purpose
+        else:
+            self.model = model
+        self.text_config = model.config.get_text_config(decoder=True)
+        # What each step needs is looked up once: on small models the ways there take as long as the products.
+        object.__setattr__(self, "_decoder", inner_decoder(model))
+        self._cache_argument = causal_lm.cache_argument(self._decoder)
+        self._scale = getattr(self.text_config, "logit_scale", None)  # Cohere
+        divisors = ("logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
+        self._divisor = next((each for name in divisors if (each := getattr(self.text_config, name, None))), None)
+        self._cap = getattr(self.text_config, "final_logit_softcapping", None)  # Gemma 2 and later
+        self._longest = causal_lm.longest_text(model)
+        self._check_logits()
+        if draft_vocab is not None:
+            draft_vocab = torch.as_tensor(draft_vocab, device=self.device)
+            check_draft_vocab(draft_vocab, self.num_ids)
+            draft_vocab = draft_vocab.long()
+        self.register_buffer("draft_vocab", draft_vocab, persistent=False)
         self.small_head = self._head_of_draft_vocab()
         if fusion is not None:
-            _check_fusion(fusion, self)
+            check_fusion(fusion, self)
         self.fusion = fusion
 
     @property
-    def shares_target(self) -> bool:
-        return not self.owns_model
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return sizes_of(self._head())[0]
+
+    @property
+    def embedding_size(self) -> int:
+        return self.model.get_input_embeddings().weight.shape[1]
+
+    @property
+    def max_length(self) -> float:
+        return self._longest
+
+    def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
+        """Input embeddings `[..., embedding_size]` of token ids `[...]`, on their device; unknown ids count as 0."""
+        weight = self.model.get_input_embeddings().weight
+        known = token if are_known else self.known(token)
+        return nn.functional.embedding(known.to(weight.device), weight).to(token.device)
+
+    def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        """Logits `[..., vocab_size]` float32 of hidden states `[..., hidden_size]`.
+
+        Cut or padded to `vocab_size`, the width of the target's logits; ids that the model does not have, and those
+        that are not in `draft_vocab`, get -inf.
+        """
+        if self.small_head is None:
+            logits = self._head_logits(self.model.get_output_embeddings(), self.before_head(hidden))
+        else:
+            shape = (*hidden.shape[:-1], self.num_ids)
+            logits = hidden.new_full(shape, float("-inf"), dtype=torch.float32)
+            logits[..., self.draft_vocab] = self.vocab_logits(hidden)
+        return logits if logits.shape[-1] == vocab_size else as_wide_as(vocab_size, logits)
+
+    def _head(self) -> Any:
+        return self.model.get_output_embeddings()
+
+    def _head_logits(self, head: Any, hidden: Tensor) -> Tensor:
+        """The model's own route from hidden state to logits: the head, then what some families do to its output."""
+        if type(head) is nn.Linear:  # Mamba 2 in half precision keeps its residual stream in float32
+            logits = head(hidden.to(head.weight.dtype))
+        elif hidden.dim() == 1:  # bitsandbytes' layers take matrices only
+            logits = head(hidden[None])[0]
+        else:
+            logits = head(hidden)
+        if self._scale is not None:
+            logits = logits * self._scale
+        if self._divisor is not None:
+            logits = logits / self._divisor
+        if self._cap is not None:
+            logits = torch.tanh(logits / self._cap) * self._cap
+        return logits.float()
+
+    def known(self, token_ids: Tensor) -> Tensor:
+        """Replace ids beyond the embedding table: a draft then guesses badly, but its guesses are verified."""
+        return token_ids.where(token_ids < num_embeddings(self.model), 0)
 
     @property
     def num_ids(self) -> int:
@@ -68,22 +158,23 @@ class DraftModel(Reader):
         are_known: bool = False,
         **inputs: Any,
     ) -> Tensor:
-        """As in `Reader`; one that reads the target also reads `states`, those before each token."""
-        if states is None:
-            return self._decode(cache, input_ids=input_ids if are_known else self.known(input_ids), **inputs)
-        if self.fusion is None:
-            raise ValueError(f"{type(self.model).__name__} is a draft that reads no states of the target.")
-        embeddings = self.embed(input_ids, are_known)
-        return self._decode(cache, inputs_embeds=self.fusion(states.to(embeddings), embeddings), **inputs)
+        """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`; a draft that
+        reads the target also reads `states`, those before each token.
 
-    def _own_logits(self, hidden: Tensor) -> Tensor:
-        """Ids that are not in `draft_vocab` get -inf."""
-        if self.small_head is None:
-            return self._head_logits(self.model.get_output_embeddings(), self.before_head(hidden))
-        shape = (*hidden.shape[:-1], self.num_ids)
-        logits = hidden.new_full(shape, float("-inf"), dtype=torch.float32)
-        logits[..., self.draft_vocab] = self.vocab_logits(hidden)
-        return logits
+        With a cache they are fed after what it holds, and added to it. `inputs` are further arguments of the forward.
+        Unknown ids count as 0, unless they `are_known` to the embedding table.
+        """
+        if states is None:
+            inputs["input_ids"] = input_ids if are_known else self.known(input_ids)
+        elif self.fusion is None:
+            raise ValueError(f"{type(self.model).__name__} is a draft that reads no states of the target.")
+        else:
+            embeddings = self.embed(input_ids, are_known)
+            inputs["inputs_embeds"] = self.fusion(states.to(embeddings), embeddings)
+        if cache is not None:
+            inputs[self._cache_argument] = cache
+        output = self._decoder(use_cache=cache is not None, **inputs)
+        return output.last_hidden_state
 
     def vocab_logits(self, hidden: Tensor) -> Tensor:
         """Logits `[..., d]` float32 of the d tokens that it may propose, in their order in `draft_vocab`."""
@@ -115,31 +206,20 @@ class DraftModel(Reader):
             for own, now in zip(small.parameters(), _slice_head(head, ids).parameters(), strict=True):
                 own.copy_(now)
 
-    def _checked(self, token_ids: Tensor | None) -> Tensor | None:
-        if token_ids is None:
-            return None
-        ids = torch.as_tensor(token_ids, device=self.device)
-        check_draft_vocab(ids, self.num_ids)
-        return ids.long()
+    def _check_logits(self) -> None:
+        check_logits(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DraftModel:
+        return super()._apply(fn, recurse) if not self.shares_target else self
 
 
-def check_draft_vocab(ids: Tensor, num_ids: int) -> None:
-    """Raise `ValueError` unless these are distinct token ids below `num_ids`."""
-    is_list = ids.numel() and ids.dim() == 1 and not ids.is_floating_point()
-    if not is_list or int(ids.min()) < 0 or int(ids.max()) >= num_ids or ids.unique().numel() != ids.numel():
-        span = f"{ids.min():g} to {ids.max():g}" if ids.numel() else "none"
-        raise ValueError(
-            f"draft_vocab must list distinct token ids from 0 to {num_ids - 1}; got {ids.numel()} ids, {span}. It was "
-            "probably made for another draft."
-        )
+def as_wide_as(vocab_size: int, logits: Tensor) -> Tensor:
+    """Logits `[..., vocab_size]` of a draft whose own vocabulary is wider or narrower: -inf for ids that it lacks.
 
-
-def check_can_draft(model: CausalLM) -> None:
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder model; a draft must be a decoder-only causal LM.")
-    if (reason := no_way_back(model)) is not None:
-        raise ValueError(f"{name} {reason}, so it cannot draft. Use a draft whose layers all use attention.")
+    A target's width may change at any time (`resize_token_embeddings`).
+    """
+    missing = vocab_size - logits.shape[-1]
+    return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
 
 
 def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
@@ -154,11 +234,136 @@ def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
     return small
 
 
-def _check_fusion(fusion: StateReader, model: DraftModel) -> None:
-    """Raise `ValueError` unless the fusion was made for states and embeddings of the draft's sizes."""
-    theirs = fusion.hidden_size, fusion.embedding_size
-    if theirs != (ours := (model.hidden_size, model.embedding_size)):
-        raise ValueError(
-            f"The fusion reads states of {theirs[0]} and embeddings of {theirs[1]} numbers; the draft has {ours[0]} "
-            f"and {ours[1]}. It was trained for another target."
-        )
+class ModelReading(Reading):
+    """What a draft model has read of one text, and what it has still to read.
+
+    Invariant: between rounds the cache holds a prefix of the accepted tokens, each fed exactly once.
+
+    A draft that reads the target's states reads each token together with that at the token before it; the first token
+    of the text has none, and is left out. What it read of candidates with states of its own is read again with the
+    target's once they are accepted. A draft with recurrent layers, too, goes back to where the round began.
+    """
+
+    def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
+        super().__init__()
+        self.drafter, self.vocab_size, self.embed = drafter, vocab_size, drafter.embed
+        self.reads_states = self.reads_again = drafter.fusion is not None  # the latter: what was accepted, once more
+        # Of what is emitted and drafted; prompts may hold more.
+        self.knows_all = num_embeddings(drafter.model) >= vocab_size
+        self.device = drafter.device  # once: finding it takes as long as a small product
+        self.waits = waits_for_reads(self.device)
+        # Tokens `[1, n]` and the states `[1, n, size]` that are read with them: put together once the draft reads them.
+        self._pending: list[tuple[Tensor, Tensor | None]] = []
+        self._fed_candidates = 0
+        self._own_states: dict[int, Tensor] = {}  # if it reads states: its own `[hidden_size]` after these nodes
+
+    @abstractmethod
+    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """As in `Reading`: a model always has something to propose."""
+
+    @abstractmethod
+    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
+        """Keep in the cache the first `count` of the last `of` tokens that were read, or of a tree these rows."""
+
+    def begin_round(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
+        # The last token is read in any case, since the next candidate comes after it. It is an accepted candidate where
+        # rows in step end a round together.
+        keep = 0 if self.reads_again else max(min(num_accepted, self._fed_candidates, new_tokens.shape[1] - 1), 0)
+        self._keep(keep, of=self._fed_candidates)
+        new_tokens = new_tokens[:, keep:]
+        if states is not None:
+            known = min(states.shape[1], new_tokens.shape[1])  # fewer than the tokens where a cache is carried on
+            new_tokens, states = new_tokens[:, -known:], states[:, -known:]
+        if self.length == 0 or not self.knows_all:
+            new_tokens = self.drafter.known(new_tokens)
+        # A view would keep the whole text, one for each round.
+        self._pending.append((new_tokens.clone(), states))
+        self.unread += new_tokens.shape[1]
+        self._fed_candidates = self.passes = 0
+
+    def _take(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The tokens `[1, n]` to feed now, and a conditioned draft's states `[1, n, size]` before them."""
+        self.passes += 1
+        if candidates:
+            self._fed_candidates += 1
+            token = candidates[-1].view(1, 1).to(self.device)
+            own = self._own_states[0][None, None].to(self.device) if self.reads_states else None
+            return token if self.knows_all else self.drafter.known(token), own
+        tokens, states = self._pending[0]
+        if len(self._pending) > 1:  # after rounds without candidates
+            tokens = torch.cat([each for each, _ in self._pending], dim=1)
+            known = [each for _, each in self._pending if each is not None]
+            states = torch.cat(known, dim=1) if known else None
+        self._pending, self.unread = [], 0
+        return tokens.to(self.device), states if states is None else states.to(self.device)
+
+
+class DraftSession(ModelReading):
+    """The draft model's side of one generation: its KV cache, and the next step."""
+
+    def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
+        super().__init__(drafter, vocab_size)
+        self.cache = DynamicCache(config=drafter.text_config)
+        self.text = GrowingText(self.cache)
+        self._recording = False
+        self._lineage: Lineage | None = None  # the nodes of a tree that the cache holds
+
+    @property
+    def length(self) -> int:
+        return self.text.held + self.unread
+
+    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
+        if self._recording and not self.unread:  # something was fed in the last round
+            path = None if rows is None else PathRows(list(rows), torch.tensor(rows))
+            self.text.keep(count, of, path)
+
+    def step(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        tokens, states = self._take(candidates)
+        hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=True)[0, -1]
+        self._own_states = {0: hidden}
+        if not self._recording:
+            # From here on the cache must be able to roll back. Not before: the prompt needs no roll-back, and its
+            # sliding-window layers would keep all of it.
+            self.cache.activate_past_recording()
+            self._recording = True
+        if not candidates:
+            self.text.begin()
+            self.reads_again = self.reads_states or self.text.mark is not None
+        return self.drafter.logits(hidden, self.vocab_size), hidden
+
+    def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
+        """As in `Reading`: the root with all that is pending, of which it is the last; then nodes below fed ones."""
+        if nodes == [0]:
+            self._lineage = Lineage()
+            self._lineage.feed(tree, nodes)
+            logits, hidden = self.step([])
+            return logits[None], hidden[None]
+        if self._lineage is None:
+            raise ValueError("The root of a tree is fed first, by itself.")
+        states = None
+        if self.reads_states:
+            states = torch.stack([self._own_states[tree.parents[node]] for node in nodes])[None]
+        num_prefix = self.cache.get_seq_length() - len(self._lineage.nodes)
+        fed = torch.tensor([[tree.tokens[node] for node in nodes]]), *self._lineage.feed(tree, nodes)
+        tokens, ancestors, depths = upload(fed, self.device)
+        inputs = {}  # of a node that sees all before it, as in a chain
+        if len(nodes) > 1 or not bool(fed[1].all()):
+            inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
+        hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=self.knows_all, **inputs)[0]
+        self.passes += 1
+        self._own_states.update(zip(nodes, hidden, strict=True))
+        return self.drafter.logits(hidden, self.vocab_size), hidden
+
+    def keep(self, path: list[int]) -> None:
+        """As in `Reading`: of the accepted nodes those stay that were fed, or the root alone if they are read again.
+
+        On an accelerator they are: a pass over a few tokens more takes no longer there, and their rows would have to
+        be uploaded.
+        """
+        if self._lineage is None:  # nothing was drafted
+            return
+        again = self.reads_states or self.waits
+        places = self._lineage.places
+        rows = [0] + [places[node] for node in path if node in places and not again]
+        self._keep(len(rows), len(self._lineage.nodes), rows)
+        self._fed_candidates, self._lineage = len(rows) - 1, None

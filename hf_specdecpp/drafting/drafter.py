@@ -1,17 +1,20 @@
-"""A draft that is a model (`Drafter`), and whether a head was trained for it."""
+"""A draft that is a causal LM (`Drafter`), and its steps as captured rounds take them (`ModelSteps`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from hf_specdecpp.caches.masks import inputs_in_place
+from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, at_last
 from hf_specdecpp.cuda_graphs.model_copy import for_capture
-from hf_specdecpp.cuda_graphs.room_cache import num_room_layers, why_not_in_place
+from hf_specdecpp.cuda_graphs.room_cache import RoomCache, num_room_layers, prepared, why_not_in_place
 from hf_specdecpp.drafting.draft import Draft, Reading
-from hf_specdecpp.drafting.draft_model import DraftModel
-from hf_specdecpp.drafting.model_steps import ModelSteps
-from hf_specdecpp.drafting.session import BatchSession, DraftSession, RowSession
-from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.drafting.draft_model import DraftModel, DraftSession
+from hf_specdecpp.drafting.rows import BatchSession, RowSession
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, takes_positions, why_no_positions
 from hf_specdecpp.models.target_states import StateReader
 
@@ -52,14 +55,54 @@ class Drafter(DraftModel, Draft):
         return why_not_in_place(self.model)
 
 
-def check_head(head: AcceptanceHead, drafter: Drafter, draft_name: str) -> None:
-    """Raise `ValueError` unless the head was trained for states and embeddings of the draft's sizes."""
-    ours = {"hidden_size": head.hidden_size}
-    theirs = {"hidden_size": drafter.hidden_size}
-    if head.inputs == "before":
-        ours["embedding_size"], theirs["embedding_size"] = head.embedding_size, drafter.embedding_size
-    if ours != theirs:
-        raise ValueError(
-            f"The acceptance head was trained for {ours} but draft {draft_name} has {theirs}, so it cannot "
-            "read the draft's states. Load the draft that it was trained with, or train a head for this one."
-        )
+class ModelSteps(RoundSteps):
+    """Of a draft model, or an early exit of the target, whose states it may read."""
+
+    def __init__(self, drafter: Any, vocab_size: int) -> None:
+        self.drafter = drafter
+        fusion = drafter.fusion
+        super().__init__(drafter, vocab_size, drafter, None if fusion is None else fusion.width)
+        self.num_layers = num_room_layers(drafter.text_config) or 0
+
+    def unroll(self, cache: RoomCache, window: Window, depths: Tensor) -> Unrolled:
+        drafter, begin = self.drafter, 0
+        window = window._replace(tokens=drafter.known(window.tokens))
+        logits, hidden = (each[:, None] for each in read(drafter, cache, window, self.vocab_size))
+        num_prefix = cache.length.clone()
+        while True:
+            level = yield logits, hidden
+            end = begin + level.tokens.shape[1]
+            own = None
+            if self.size is not None:
+                own = hidden.gather(1, level.parents[..., None].expand(-1, -1, hidden.shape[-1]))
+            inputs = inputs_in_place(drafter.model, cache, level.seen, depths, depths[begin:end], num_prefix)
+            hidden = hidden_states(drafter, cache, drafter.known(level.tokens), own, inputs)
+            logits = drafter.logits(hidden, self.vocab_size)
+            cache.length.add_(end - begin)
+            begin = end
+
+
+def read(drafter: DraftModel, cache: RoomCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Logits `[texts, vocab_size]` and hidden states `[texts, hidden_size]` after a window without its dummies."""
+    hidden = at_last(read_chain(drafter, cache, window.tokens, window.states), window.last)
+    cache.length.add_(window.last + 1)
+    return drafter.logits(hidden, vocab_size), hidden
+
+
+def read_chain(drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None) -> Tensor:
+    """Hidden states `[texts, n, hidden_size]` of a pass over tokens one after another, of which nothing is kept yet."""
+    span = torch.arange(tokens.shape[1], device=tokens.device)
+    seen = span <= span[:, None]
+    if cache.prompt is not None:  # padding sees itself, and nobody else sees it
+        own = cache.prompt.shown.gather(1, (cache.length[:, None] + span).clamp_max(cache.room - 1))
+        seen = seen & (own[:, None] | (span == span[:, None]))
+    inputs = inputs_in_place(drafter.model, cache, seen, span, span, cache.length)
+    return hidden_states(drafter, cache, tokens, states, inputs)
+
+
+def hidden_states(
+    drafter: DraftModel, cache: RoomCache, tokens: Tensor, states: Tensor | None, inputs: dict[str, Any]
+) -> Tensor:
+    """`[texts, n, hidden_size]` of a captured pass over `tokens` `[texts, n]` with these masks and positions."""
+    inputs = prepared(inputs, drafter.model, cache, tokens, drafter.max_length)
+    return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)

@@ -21,12 +21,12 @@ from hf_specdecpp.config.checks import check_layers, check_numbers, shown
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window, at_last
 from hf_specdecpp.cuda_graphs.room_cache import RoomCache
 from hf_specdecpp.drafting.draft import Reading, SharedText, StateDraft
+from hf_specdecpp.drafting.draft_model import as_wide_as
 from hf_specdecpp.drafts import checkpoints
 from hf_specdecpp.drafts.checkpoints import as_described, mapping
 from hf_specdecpp.drafts.draft_kind import Config, PublishedKind, pinned
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, num_processes
 from hf_specdecpp.models.early_exit import layer_stack
-from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import FINAL, StateReader
 from hf_specdecpp.trees.tree import DraftTree
 

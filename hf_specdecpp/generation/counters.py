@@ -11,24 +11,16 @@ from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.tree import DraftTree
 
 OF_TWO = "of two"  # how a field of the sum of two calls follows from theirs, where they are not added
-
-
-def first(own: Any, other: Any) -> Any:
-    return own or other
-
-
-def last(own: Any, other: Any) -> Any:
-    return other or own
+EITHER = {OF_TWO: lambda own, other: own or other}
+LATEST = {OF_TWO: lambda own, other: other or own}
 
 
 def branching(drawn: DrawnTree) -> tuple[int, int]:
     """How many nodes of a tree have several children, and how many candidates there are."""
-    children = list(map(len, drawn.tree.children))
-    return len(children) - children.count(0) - children.count(1), len(drawn.tree)
+    return drawn.tree.ranks.count(1), len(drawn.tree)
 
 
-def most_branched(*trees: DrawnTree | None) -> DrawnTree | None:
-    return max(filter(None, trees), key=branching, default=None)
+MOST_BRANCHED = {OF_TWO: lambda *two: max(filter(None, two), key=branching, default=None)}
 
 
 @dataclass
@@ -58,7 +50,7 @@ class Counters:
         overhead_seconds: everything else between the first token and the last: verification, processors, streaming.
         plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, by what was measured;
             `None` if nothing was.
-        same_pass_seconds: the same pass on the CPU products that the assistant's passes run on.
+        same_pass_seconds: the same pass on the CPU products that the passes of the call ran on.
         compared_passes: target passes over one token beside those of the rounds, where nothing else says what such a
             pass takes: on a GPU, and on a CPU without large layers.
         preparing_seconds: these, and making or checking copies of weights.
@@ -110,47 +102,51 @@ class Counters:
     graphs: int = field(default=0, metadata={OF_TWO: max})
     graph_seconds: float = field(default=0.0, metadata={OF_TWO: max})
     graph_bytes: int = field(default=0, metadata={OF_TWO: max})
-    last_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata={OF_TWO: last})
-    branched_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata={OF_TWO: most_branched})
+    last_tree: DrawnTree | None = field(default=None, compare=False, repr=False, metadata=LATEST)
+    branched_tree: DrawnTree | None = field(
+        default=None,
+        compare=False,
+        repr=False,
+        metadata=MOST_BRANCHED,
+    )
     rows: list[Any] = field(default_factory=list, compare=False, repr=False, metadata={OF_TWO: lambda *_: []})
-    agreement: list[float] = field(default_factory=list, metadata={OF_TWO: first})
-    suspect: str | None = field(default=None, metadata={OF_TWO: first})
-    refusal: str | None = field(default=None, metadata={OF_TWO: first})
-    uncaptured: str | None = field(default=None, metadata={OF_TWO: first})
+    agreement: list[float] = field(default_factory=list, metadata=EITHER)
+    suspect: str | None = field(default=None, metadata=EITHER)
+    refusal: str | None = field(default=None, metadata=EITHER)
+    uncaptured: str | None = field(default=None, metadata=EITHER)
     remedies: frozenset[str] = field(default=frozenset(), metadata={OF_TWO: lambda _, other: other})
     decided: dict[str, str] = field(default_factory=dict, compare=False, metadata={OF_TWO: or_})
     has_products: bool = field(default=True, metadata={OF_TWO: max})
 
     def saw(self, tree: DraftTree, path: list[int]) -> None:
         """Count one verified round; `path`: the accepted nodes."""
-        candidates, drawn = len(tree), tree.drawn(path)
+        candidates, widths = len(tree), tree.widths
         self.rounds += 1
+        self.draft_passes += tree.passes
         self.idle_rounds += candidates == 0
-        if not candidates and tree.is_chain:  # of which nothing else is counted
+        if not candidates and widths is None:  # of which nothing else is counted
             return
+        drawn = tree.drawn(path) if tree.looked_up else path
         self.drafted += candidates
         self.accepted += len(path)
         self.looked_up += len(tree.looked_up)
         self.accepted_lookups += len(path) - len(drawn)
         self.lookup_rounds += candidates > 0 and candidates == len(tree.looked_up)
-        tally(self.drafted_at, range(candidates) if tree.is_chain else [depth - 1 for depth in tree.depths[1:]])
+        tally(self.drafted_at, range(candidates) if widths is None else [depth - 1 for depth in tree.depths[1:]])
         tally(self.accepted_at, range(len(path)))
         self.accepted_at += [0] * (len(self.drafted_at) - len(self.accepted_at))
-        if not tree.is_chain:
-            self._saw_shape(tree, drawn)
-            if candidates:  # a rule may leave the last rounds of an answer to the target
-                self.last_tree = DrawnTree(tree, path)
-                self.branched_tree = most_branched(self.branched_tree, self.last_tree)
-
-    def _saw_shape(self, tree: DraftTree, drawn: Sequence[int]) -> None:
-        """Count depth and width of a tree, and the ranks of what was drawn and accepted."""
-        widths = tree.widths
+        if widths is None:
+            return
         tally(self.tree_depths, [len(widths)])
         tally(self.tree_widths, [max(widths, default=0)])
         for node in (0, *drawn):
             tally(self.tested_by_rank, range(len(tree.children[node])))
         self.accepted_by_rank += [0] * (len(self.tested_by_rank) - len(self.accepted_by_rank))
         tally(self.accepted_by_rank, [tree.ranks[node] for node in drawn])
+        if candidates:  # a rule may leave the last rounds of an answer to the target
+            self.last_tree, best = DrawnTree(tree, path), self.branched_tree
+            if best is None or (tree.ranks.count(1), candidates) > branching(best):
+                self.branched_tree = self.last_tree
 
     @property
     def discarded(self) -> int:
@@ -194,7 +190,7 @@ class Counters:
     def acceptance_by_rank(self) -> list[float]:
         """In trees: how often the first, second, ... child was the accepted one where the target could choose it.
 
-        `trees.algorithms.best_shape` makes the best static tree of it.
+        `trees.shapes.best_shape` makes the best static tree of it.
         """
         return [ratio(a, t) for a, t in zip(self.accepted_by_rank, self.tested_by_rank, strict=True)]
 

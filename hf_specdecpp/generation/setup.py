@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_specdecpp.config.speculation import Decisions, Rule, SpeculationConfig
+from hf_specdecpp.drafting.chain import FixedLength, StoppingRule, Threshold
 from hf_specdecpp.drafting.draft import Draft
-from hf_specdecpp.drafting.stopping import FixedLength, StoppingRule, Threshold
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import DraftProbability, Estimator, lag_of
+from hf_specdecpp.estimation.estimators import MODES, AcceptanceRates, DraftProbability, Estimator, lag_of
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp
 from hf_specdecpp.lookup.text import TextLookup
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, num_logits, num_processes
@@ -28,10 +29,15 @@ from hf_specdecpp.sampling.successors import MixedProcessing, Successors
 from hf_specdecpp.throughput.known_costs import KnownCosts, Rounds
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.plan import ChainPlan, Plan
-from hf_specdecpp.trees.attention import refuse_tree
-from hf_specdecpp.trees.slots import check_estimator
+from hf_specdecpp.throughput.trees import TreePlan
+from hf_specdecpp.trees.attention import check_trees, has_read_tree, refuse_tree
+from hf_specdecpp.trees.growth import check_estimator
+from hf_specdecpp.trees.shapes import Shape, best_shape
 
 logger = logging.get_logger("hf_specdecpp")
+# Plain passes that siblings promise to save before it is tried, once, whether target and draft read trees: that takes
+# about six, and what would grow below siblings is not reckoned with.
+CHECK = 3.0
 HISTORY = 50_000  # tokens of earlier answers, which `lookup="history"` searches
 
 
@@ -62,6 +68,13 @@ class DraftSetup:
     trainable: frozenset[str] = frozenset()
     _found: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # of one target
 
+    def check(self) -> None:
+        """Raise `ValueError` if the settings cannot be used, or the draft cannot do what they ask for."""
+        self.speculation.validate()
+        for asked, what in ((self.rows > 1, "batches"), (self.speculation.draws_trees, "trees")):
+            if asked and (reason := self.drafter.cannot.get(what)) is not None:
+                raise ValueError(reason)
+
     @property
     def estimator(self) -> Estimator:
         return self.head or DraftProbability()
@@ -74,6 +87,21 @@ class DraftSetup:
         """The models that read a round's token tree and have to be tried on one first, by their roles in messages."""
         draft = self.drafter.tree_reader
         return {"target": target} if draft is None else {"target": target, "draft": draft}
+
+    def tries_trees(self, target: CausalLM, rule: TreePlan) -> bool:
+        """Whether target and draft are known to read trees. That is tried once siblings promise to save what it takes;
+        the rule is told where they do not."""
+        readers = self.tree_readers(target)
+        if rule.saved >= CHECK and not rule.refused:
+            try:
+                check_trees(readers)
+            except ValueError as reason:
+                rule.refused = str(reason)
+        return all(map(has_read_tree, readers.values()))
+
+    def learned_rates(self, target: CausalLM, generation: GenerationConfig, trees: bool = False) -> AcceptanceRates:
+        """What rounds of a target, drawn in this way, have said of estimates."""
+        return self.memory.recall(self.decisions, target, self.estimator, generation, trees).rates
 
     def draft_processing(
         self, processing: Processing, target: CausalLM, greedy: bool, captures: bool
@@ -101,6 +129,18 @@ class DraftSetup:
         """
         is_open = {"draft": not self.drafter.places, "throughput": self.speculation.rule != "throughput"}
         return self.trainable | {name for name, value in is_open.items() if value}
+
+    def static_shape(self, greedy: bool) -> Shape | None:
+        """The shape of all trees; `None` where they are dynamic."""
+        config, rates = self.speculation, self.rates.get(MODES[greedy])
+        if config.tree != "static":
+            return config.shape
+        if not rates:
+            raise ValueError(
+                "tree='static' is the best shape for measured rates of acceptance, which this assistant comes without. "
+                "Give a shape: tree=[4, 2, 1, 1] has four children, two for each of them, and so on."
+            )
+        return best_shape(rates, config.tree_budget, self.decisions.tree_depth)
 
     def uses_copies(self, target: CausalLM) -> bool:
         """Whether large layers may use copies of their weights: several processes would have to take them up in
@@ -134,8 +174,8 @@ class DraftSetup:
             return self.speculation.rule
         return "threshold" if num_processes(target) > 1 else "throughput"
 
-    def decided(self, target: CausalLM, verification: str, corrects: bool) -> dict[str, str]:
-        """What was decided for a generation (`SpeculationStats.decided`)."""
+    def decided(self, target: CausalLM, verification: str, corrects: bool, chains: str | None) -> dict[str, str]:
+        """What was decided for a generation (`SpeculationStats.decided`); `chains`: why no trees are drafted."""
         config = self.speculation
         costs = "given" if config.costs is not None else "assumed" if config.reproducible else "followed"
         return {
@@ -144,6 +184,7 @@ class DraftSetup:
             "products": self.described_products(target),
             "verification": verification,
             "corrections": "on" if corrects else "off",
+            "tree": "where siblings pay" if chains is None else f"chains: {chains}",
         }
 
     def described_products(self, target: CausalLM) -> str:
@@ -196,9 +237,12 @@ def looking_up(
 
 
 def why_chains(setup: DraftSetup, target: CausalLM, captures: bool, processing: Processing) -> str | None:
-    """Why no round of a generation drafts a tree, where no kind of tree is asked for; `None` where those do in which
-    siblings pay."""
+    """Why no round of a generation drafts a tree; `None` where rounds do, where no kind of tree is asked for those in
+    which siblings pay. `ValueError` where trees are asked for that a model cannot read."""
     config, drafter = setup.speculation, setup.drafter
+    if config.draws_trees:  # tried before products that round more coarsely than the check allows for
+        check_trees(setup.tree_readers(target))
+        return None
     reasons = {
         "tree=False": config.tree is False,
         f"rule={setup.rule(target)!r} drafts none of its own accord": setup.rule(target) != "throughput",
@@ -284,5 +328,19 @@ def rule_of(
         return plan.rule(estimator)
     rates: AcceptanceRates | None = None
     if config.rule == "threshold" and decisions.adapt:
-        rates = setup.memory.recall(decisions, target, estimator, generation_config).rates
+        rates = setup.learned_rates(target, generation_config)
     return make_rule(config, estimator, rates=rates, min_tokens=decisions.min_tokens)
+
+
+def without_padding(new: Tensor, states: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A prompt `[1, n]` and the target's states `[1, m, size]` in it without padding, which the target ignores.
+
+    Example: of the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` 5 and 6 are left. The mask `[1, length]` is
+    longer than the prompt where that continues a cache, shorter where tokens follow it.
+    """
+    if states is not None:
+        shown = mask[0, -states.shape[1] :].bool()
+        states = states[:, shown.to(states.device)] if bool(shown.any()) else states
+    shown = mask[0].bool()[-new.shape[1] :]
+    kept = torch.cat((new[:, : shown.shape[0]][:, shown], new[:, shown.shape[0] :]), dim=1)
+    return kept if kept.shape[1] else new, states

@@ -1,4 +1,5 @@
-"""What a generation did and whether it paid, as users see it: `SpeculationStats`."""
+"""What a generation did and whether it paid, as users see it: `SpeculationStats`; whose they are (`LatestCalls`); did
+speculation pay, and if not, why not (`outcome`); may the draft be for another target (`suspicion`)?"""
 
 from __future__ import annotations
 
@@ -10,8 +11,14 @@ from threading import current_thread, get_ident, main_thread
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+from hf_specdecpp.estimation.ledger import LOSES, PAYS, Speed, effect, verdict
 from hf_specdecpp.generation.counters import OF_TWO, Counters, add, ratio
-from hf_specdecpp.generation.verdict import outcome, suspicion
+
+MUCH = 0.05  # of a call's seconds: what is prepared in so many is told apart
+# First candidates that a draft for this very target would hardly ever miss: too small a share of many, or all of a few,
+# since a rule may stop drafting soon.
+TOO_FEW, OF_MANY, OF_NONE = 0.15, 30, 6
+FEWER = "SpeculationConfig(rule='throughput') drafts only as far as that pays"
 
 
 @dataclass
@@ -37,16 +44,13 @@ class SpeculationStats(Counters):
         for item in fields(self):
             of_two = item.metadata.get(OF_TWO, add)
             setattr(total, item.name, of_two(getattr(self, item.name), getattr(other, item.name)))
-        for name in ("plain_pass_seconds", "same_pass_seconds"):
-            setattr(total, name, self._mean_with(other, getattr(self, name), getattr(other, name)))
+        tokens = self.generated + other.generated
+        for name in ("plain_pass_seconds", "same_pass_seconds"):  # their means by tokens, where both calls know them
+            own, others = getattr(self, name), getattr(other, name)
+            if own is not None and others is not None:
+                own = ratio(self.generated * own + other.generated * others, tokens) or own
+            setattr(total, name, None if others is None else own)
         return total
-
-    def _mean_with(self, other: SpeculationStats, own: float | None, others: float | None) -> float | None:
-        """The mean by tokens of a time that both calls may know."""
-        if own is None or others is None:
-            return None
-        weighted = self.generated * own + other.generated * others
-        return ratio(weighted, self.generated + other.generated) or own
 
     def __str__(self) -> str:
         if self.is_unused:
@@ -76,18 +80,14 @@ class SpeculationStats(Counters):
             share = ratio(self.accepted_lookups, self.looked_up)
             counts = f"{self.looked_up} of the candidates, {self.accepted_lookups} accepted ({share:.0%})"
             rows.append(("looked up", f"{counts}; {self.lookup_rounds} of {self.rounds} rounds drafted no others"))
-        rows.append(("time", self._time_split()))
+        beside = f" ({self.compared_passes} passes compared)" if self.compared_passes else ""
+        preparing = f"preparing {self.preparing_seconds:.2f} s{beside}, " if self.preparing_seconds >= 0.005 else ""
+        split = f"prompt {self.prompt_seconds:.2f} s, draft {self.draft_seconds:.2f} s, "
+        split += f"target {self.target_seconds:.2f} s, overhead {self.overhead_seconds:.2f} s"
+        rows.append(("time", preparing + split))
         rows.append(("verdict", self.verdict))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-    def _time_split(self) -> str:
-        beside = f" ({self.compared_passes} passes compared)" if self.compared_passes else ""
-        preparing = f"preparing {self.preparing_seconds:.2f} s{beside}, " if self.preparing_seconds >= 0.005 else ""
-        return (
-            f"{preparing}prompt {self.prompt_seconds:.2f} s, draft {self.draft_seconds:.2f} s, "
-            f"target {self.target_seconds:.2f} s, overhead {self.overhead_seconds:.2f} s"
-        )
 
 
 @dataclass(eq=False)
@@ -144,3 +144,105 @@ class LatestCalls:
         own: Own = WeakKeyDictionary(known)
         own[self] = noted
         _own.set(own)
+
+
+# The verdict. --------------------------------------------------------------------------------------------------------
+
+
+def suspicion(stats: Counters) -> str:
+    """Of a draft that others trained: whether it seems to be for another target."""
+    rounds = stats.rounds - stats.idle_rounds - stats.lookup_rounds
+    accepted = sum(stats.accepted_at[:1])
+    is_low = accepted < TOO_FEW * rounds if rounds >= OF_MANY else rounds >= OF_NONE and not accepted
+    if stats.suspect is None or not is_low:
+        return ""
+    return (
+        f"Only {accepted} of {rounds} first candidates were accepted, so {stats.suspect} may be for another target, "
+        "or be read wrongly. Find out: specdecpp inspect REPO --target ID, with its repository and this target."
+    )
+
+
+def outcome(stats: Counters) -> str:
+    """Did speculation pay, and if not, why not."""
+    if stats.refusal is not None:
+        return f"The call was a plain one, without its assistant: {stats.refusal}"
+    if stats.is_unused:
+        return "Nothing was generated with this assistant yet: model.generate(**inputs, assistant_model=assistant)."
+    if stats.rounds == 0:
+        return "Nothing was drafted: the answer was too short, so no speed was gained or lost."
+    if 2 * stats.rounds_at_change > stats.rounds:
+        return (
+            f"Nothing could be drafted in {stats.rounds_at_change} of {stats.rounds} rounds: the target's rotary "
+            "frequencies change there with the length of the text (rope_type='dynamic' or 'longrope'), and a pass "
+            "over several tokens would alter the text."
+        )
+    if stats.speedup is None or stats.same_pass_speedup is None:
+        return (
+            f"{stats.tokens_per_pass:.2f} tokens per target pass. The speed relative to plain generate() was not "
+            "measured."
+        )
+    prepares = stats.preparing_seconds > MUCH * stats.call_seconds
+    faster = stats.call_seconds / (stats.call_seconds - stats.preparing_seconds) if prepares else 1.0
+    passes = stats.speedup / stats.same_pass_speedup
+    # A round takes at least a pass, so what was counted bounds what was timed, which varies on a busy machine.
+    gain = min(faster * stats.same_pass_speedup, ratio(stats.generated - stats.plain_passes, stats.rounds))
+    plain, same, of_passes = (Speed(each, each, each) for each in (gain * passes, gain, passes))
+    pays = effect(plain, same) == "gain"
+    why = f"{stats.tokens_per_pass:.2f} tokens per target pass." if pays else _reason(stats, gain)
+    later = (
+        f"This call took {stats.preparing_seconds:.2f} s longer to compare passes and copy weights: it ran at "
+        f"{stats.speedup:.2f} times the speed of plain generate()."
+    )
+    parts = verdict(plain, same, None if LOSES < passes < PAYS else of_passes), why, later if prepares else ""
+    return " ".join(filter(None, parts))
+
+
+def _reason(stats: Counters, gain: float) -> str:
+    """Why speculation does not pay that gains so much over plain generation with the same passes."""
+    if 2 * stats.idle_rounds > stats.rounds:
+        by_rule = not {"throughput", "draft"} & stats.remedies
+        why = "rule='throughput' stopped" if by_rule else "Little was drafted"
+        return f"{why}: {stats.idle_rounds} of {stats.rounds} passes without candidates."
+    if not stats.accepted:  # whatever the times say
+        none = "The only candidate was not" if stats.drafted == 1 else f"None of {stats.drafted} candidates was"
+        return f"{none} accepted. {_better_draft(stats)}"
+    return "" if gain >= PAYS else _why_not(stats)
+
+
+def _why_not(stats: Counters) -> str:
+    """What a round costs and gives, and what to do about what costs most."""
+    unit = stats.rounds * ((stats.same_pass_seconds if stats.has_products else stats.plain_pass_seconds) or 1.0)
+    draft, verify, overhead = (
+        seconds / unit for seconds in (stats.draft_seconds, stats.target_seconds, stats.overhead_seconds)
+    )
+    reason = (
+        f"A round costs {draft + verify + overhead:.2f} passes over one token (drafting {draft:.2f}, verifying "
+        f"{verify:.2f}, overhead {overhead:.2f}) and yields {1 + stats.accepted / stats.rounds:.2f} tokens: "
+        f"{stats.acceptance_rate:.0%} of the candidates are accepted."
+    )
+    # Most nodes of a tree are discarded however good the draft is: there the first level counts.
+    first = ratio(sum(stats.accepted_at[:1]), stats.rounds - stats.idle_rounds)
+    if (first if stats.tree_depths else stats.acceptance_rate) < 0.5:
+        return f"{reason} {_better_draft(stats)}"
+    dearest = max(draft, verify - 1.0, overhead)
+    if dearest == overhead:
+        return f"{reason} The target is too fast for the overhead of a round: assistants pay with larger targets."
+    if dearest == draft:
+        slow = f"one of its tokens costs {draft * stats.rounds / stats.drafted:.2f} target passes"
+        return f"{reason} The draft is too slow: {slow}."
+    ways = _told(stats, throughput=FEWER)
+    return f"{reason} Verifying several tokens at once is expensive on this device.{ways}"
+
+
+def _better_draft(stats: Counters) -> str:
+    """That the draft is not good enough, and what the assistant does not do about it yet."""
+    parts = [what for name, what in (("training", "it"), ("head", "a head")) if name in stats.remedies]
+    train = f" Train {' and '.join(parts)}: specdecpp train." if parts else ""
+    others = _told(stats, throughput=FEWER, draft="A draft proposes candidates where nothing is found")
+    other = train + others or " Another one may be, or one that is trained on texts like these."
+    return f"The {'text' if 'draft' in stats.remedies else 'draft'} is not good enough for this target.{other}"
+
+
+def _told(stats: Counters, **ways: str) -> str:
+    """Sentences on the remedies that the assistant does not use yet."""
+    return "".join(f" {way}." for name, way in ways.items() if name in stats.remedies)

@@ -1,182 +1,250 @@
-"""The parts of the loop: what drafts (`Drafts`), and the target's side (`TargetSide`), which owns its cache and how its
-passes run, of one text (`OneTarget`)."""
+"""The target's side of one text (`OneTarget`), and the text in its cache (`Prefix`): the arguments of a pass over
+candidates, and what stays of it."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import Lock
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
+from hf_specdecpp.caches.masks import tree_mask
+from hf_specdecpp.caches.states import stop_recording
+from hf_specdecpp.caches.text import CachedText, GrowingText, PathRows, extended, without_last
 from hf_specdecpp.caches.trial import Held, Trial
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
-from hf_specdecpp.generation.prefix import Prefix, reading_again
-from hf_specdecpp.generation.refusals import check_numbers, check_prompt
+from hf_specdecpp.generation.decoding import TargetSide
+from hf_specdecpp.generation.refusals import check_numbers, check_prompt, gives_positions
 from hf_specdecpp.generation.text import Round, Text
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among, input_device
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among, cache_argument, input_device, keeping_generators
+from hf_specdecpp.models.checks import frequency_changes
 from hf_specdecpp.models.foreign import ForeignPasses
-from hf_specdecpp.models.target_states import TargetStates
-from hf_specdecpp.throughput.pass_times import pass_times_of
-from hf_specdecpp.trees.tree import DraftTree, TreePass
+from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 
 logger: Any = logging.get_logger("hf_specdecpp")
-MEMORY = "memory ended"
 MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and again before a round settles them
+COLUMNS_AHEAD = 256
+# A mask that transformers leaves alone. Of one with two dimensions it would make another, which reads the device.
+NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 
 
-class RoundTarget(ABC):
-    """The target's part of rounds. `TargetSide` makes them with the target's own passes, `GraphTarget` with graphs."""
+class Prefix:
+    """The text in a target's cache, continued as its own `generate()` would continue it.
 
-    def attention(self) -> AbstractContextManager[None]:
-        """The context in which rounds are made."""
-        return nullcontext()
+    The prompt may be padded, masked in its middle, given with position ids, end in a masked token, or lie partly in the
+    cache of an earlier turn. So neither rows of the cache nor positions are counted anew: both are taken from what
+    `generate()` prepared, by chains and by trees alike.
 
-    def prepare(self, texts: Sequence[Text]) -> None:  # noqa: B027 - most need nothing
-        """What a round needs and is not counted among its seconds."""
+    A target with recurrent layers goes back to where it was before a pass of which a candidate was rejected, and reads
+    the tokens that stand again with the next pass: they are `pending`.
 
-    def room(self, text: Text) -> int | None:  # noqa: ARG002
-        """How many candidates the next pass has room for; `None`: any number."""
-        return None
+    Example: the prompt `[pad, pad, 5, 6]` has the mask `[0, 0, 1, 1]` and the positions `[0, 0, 0, 1]`. Once it has
+    been read and 7 has been emitted, the cache holds 4 rows, of which 2 are hidden, and 7 stands at position 2.
 
-    @abstractmethod
-    def read(self, rounds: Sequence[Round]) -> None:
-        """One pass over the last token of each text and its candidates: `outputs` and `width` of the rounds, or, where
-        a device has drawn and verified candidates, their `tree` and `verdict`."""
-
-    @abstractmethod
-    def keep(self, rounds: Sequence[Round]) -> None:
-        """Leave the cache and the states that drafts read at what was emitted."""
-
-    @abstractmethod
-    def stays(self, texts: Sequence[Text]) -> list[bool]:
-        """Which texts go on."""
-
-    def select(self, texts: Sequence[Text], places: Sequence[int]) -> None:  # noqa: B027 - of one text nothing is left
-        """Of `texts` those at `places` go on."""
-
-    def instead(self, failure: GraphsFailedError, texts: Sequence[Text]) -> tuple[Drafts, RoundTarget]:  # noqa: ARG002
-        """Called when graphs have failed: the drafts and the target's part that make this round of the `texts` and all
-        later rounds."""
-        raise failure
-
-    def leave(self, texts: Sequence[Text] = ()) -> None:  # noqa: B027 - the target's own passes have nothing to leave
-        """Called after the last round, or where the `texts` go on without these passes: the target's own cache gets
-        what was read."""
-
-
-class Drafts:
-    """Proposes candidates for the texts of a call: here for one, whose generator does."""
-
-    def propose(self, texts: Sequence[Text], target: RoundTarget) -> list[DraftTree]:
-        """A tree for each text; a chain has one branch, and an empty tree leaves the round to the target."""
-        (text,) = texts
-        return [text.generator.propose(text.ids, target.room(text), text.states)]
-
-    def saw(self, rounds: Sequence[Round]) -> None:
-        """Told what stands of a round."""
-        (each,) = rounds
-        generator = each.text.generator
-        generator.saw(each.tree, each.verdict.path, each.text.before)
-        if generator.times is not None:
-            generator.times.end(each.text.before, each.width)
-
-    def select(self, places: Sequence[int]) -> None:
-        """The texts at these places go on."""
-
-
-class GraphsFailedError(RuntimeError):
-    """A part of a round cannot be captured, or finds no memory, before anything of the round is verified.
+    Args:
+        model_kwargs: arguments of its forward as `generate()` prepared them: the cache, and where the model takes them
+            `attention_mask` `[1, length]` and `position_ids` `[..., length]`.
 
     Attributes:
-        why_not_draft: why the draft's part can never be captured, if that is so.
-        is_memory: whether there was no memory.
+        text: as it lies in the cache. Between rounds that is all but its last token.
+        width: tokens that the last pass was prepared for.
+        changes: of rotary frequencies, because of which a pass may have no room for some number of candidates.
     """
 
-    def __init__(self, reason: str, why_not_draft: str | None = None) -> None:
-        super().__init__(reason)
-        self.why_not_draft, self.is_memory = why_not_draft, reason.startswith(MEMORY)
+    width = 0
 
-
-class TargetSide(RoundTarget):
-    """The target's side of a call, which owns its cache: the prompt, rounds of the target's own passes with the states
-    that drafts read, what passes take and on which products they run, and what `generate()` returns."""
-
-    foreign: ForeignPasses | None = None  # where passes run code of others
-
-    def __init__(self, model: CausalLM, texts: Sequence[Text], config: GenerationConfig) -> None:
-        self.model, self.config, self.device = model, config, input_device(model)
-        self.generator, setup = texts[0].generator, texts[0].generator.setup
-        self.states = TargetStates(model, None if self.generator.rests else setup.drafter.reads)
-        self.passes = pass_times_of(model)
-
-    def attention(self) -> AbstractContextManager[None]:
-        return without_cudnn(self.device)
-
-    @abstractmethod
-    def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
-        """Read the prompts as plain `generate()` does: the `outputs` of the rounds."""
-
-    def begin(self, texts: Sequence[Text]) -> None:  # noqa: ARG002
-        """Told once, before the first round."""
-        self.passes.begin(self.generator.products)
-
-    # What captured passes ask of it. ---------------------------------------------------------------------------------
+    def __init__(self, target: CausalLM, model_kwargs: dict[str, Any]) -> None:
+        self.target, self.model_kwargs = target, model_kwargs
+        self._longer, self._spare = model_kwargs, 0  # the same with so many columns for tokens to come
+        mask = model_kwargs.get("attention_mask")
+        self.is_masked = mask is not None and not bool(mask.all())
+        self.text: CachedText = GrowingText(cache_among(model_kwargs))
+        if self.text.held:  # a later turn
+            self.text.begin()
+        self.changes = frequency_changes(target.config.get_text_config(decoder=True))
+        self._device = input_device(target)  # once: finding it takes as long as a small product
+        # Of a mask with four dimensions others might ask more than whether it is there.
+        self.makes_usual_inputs = has_usual_inputs(target)
+        self._padding: int | None = None  # tokens of the text that take no position
 
     @property
-    @abstractmethod
-    def forward_arguments(self) -> dict[str, Any]:
-        """The arguments of the target's forward, its own cache among them."""
+    def cache(self) -> Any:
+        """The target's own, which `generate()` was given or has made."""
+        return self.text.cache
 
-    @abstractmethod
-    def enter(self, passes: CapturedTarget) -> None:
-        """Copy what was read of the prompts to captured passes. The target's own cache stays as it is."""
+    @property
+    def rows(self) -> int:
+        """How many the target has read into the cache."""
+        return int(self.text.cache.get_seq_length())
 
-    @abstractmethod
-    def own_logits(self, texts: Sequence[Text], tokens: Tensor) -> Tensor:
-        """Logits `[texts, n, vocab]` of a pass of the target's own over the last token of each text and further tokens,
-        `[texts, n]` with it, which is forgotten."""
+    @property
+    def shown(self) -> Tensor | None:
+        mask = self.model_kwargs.get("attention_mask")
+        return mask[0, : self.rows].bool() if mask is not None and self.is_masked else None
 
-    @abstractmethod
-    def take_back(self, passes: CapturedTarget, texts: Sequence[Text], rows: Sequence[int]) -> None:
-        """Go on in the target's own cache: copy what captured passes have read of `texts`, at these `rows`, to it."""
+    @property
+    def position(self) -> Tensor:
+        positions = self.model_kwargs.get("position_ids")
+        return torch.tensor([[self.rows]]) if positions is None else positions[..., -1:]
 
-    def hold(self, text: Text, held: Callable[[], Any]) -> None:
-        """Called when a text ends before others: keep its keys and values, `held()`, for the cache that is given
-        back."""
+    def is_at_change(self, input_ids: Tensor) -> bool:
+        """Whether the next pass has no room for candidates because rotary frequencies change (`FrequencyChange`)."""
+        return bool(self.changes) and self.most_candidates(input_ids) == 0
 
-    # The end of a call. -----------------------------------------------------------------------------------------------
+    def most_candidates(self, input_ids: Tensor) -> int | None:
+        """How many candidates the next pass, after a text `[1, length]`, has room for so that all of the pass has the
+        same rotary frequencies; `None`: any number."""
+        length = input_ids.shape[1]
+        if self._padding is None:
+            positions = self.model_kwargs.get("position_ids")
+            self._padding = 0 if positions is None else length - 1 - int(positions[..., -1].max())
+        # transformers goes by positions, and Phi-3 by tokens, too.
+        rooms = [change.room(each) for change in self.changes for each in (length, length - self._padding)]
+        return min((room for room in rooms if room is not None), default=None)
 
-    @abstractmethod
-    def complete(self, texts: Sequence[Text]) -> None:
-        """After the last round: leave the cache as plain `generate()` leaves it."""
+    def why_no_tree(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> str | None:
+        """Why trees cannot be read: the target cannot be told where tokens stand, or the prompt `[1, length]` has put
+        other rows than its tokens' into the cache."""
+        if not gives_positions(self.target, input_ids, self.model_kwargs):
+            return (
+                f"{type(self.target).__name__} counts positions within its forward, so the places in a token tree "
+                "cannot be given to it. Draft chains (tree=False)."
+            )
+        mask = self.model_kwargs.get("attention_mask")
+        num_tokens = mask.shape[1] if mask is not None else mask_length or input_ids.shape[1]
+        if (rows := cache.get_seq_length()) == num_tokens:
+            return None
+        if self.text.held >= num_tokens:
+            return (
+                f"The cache held {self.text.held} tokens already, and the prompt has {num_tokens}, so the prompt's "
+                "last token has been read twice, and the places in a token tree are not known. Give a cache without "
+                f"that token, cache.crop({num_tokens - 1 - self.text.held}), or draft chains (tree=False)."
+            )
+        return (
+            f"After the prompt's {num_tokens} tokens {type(self.target).__name__} holds {rows} rows in its cache "
+            "(an image's, perhaps), so the places in a token tree are not known. Draft chains (tree=False)."
+        )
+
+    def chain_inputs(self, input_ids: Tensor, candidates: Tensor | list[int], has_mask: bool = False) -> dict[str, Any]:
+        """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it, before them
+        what is pending. With `has_mask` no mask is made."""
+        self.text.begin()
+        count = len(candidates)
+        tokens = input_ids
+        if count:
+            tokens = torch.cat((input_ids, torch.as_tensor(candidates).to(input_ids)[None]), dim=1)
+        self.width = self.text.pending + count + 1
+        if self._spare <= count:  # the candidates may all stand, and a token after them
+            # Columns are made for many rounds at once: each round only cuts its own out of them.
+            self._spare = max(count + 1, COLUMNS_AHEAD)
+            self._longer = extended(self.model_kwargs, self._spare)
+        arguments = without_last(self._longer, self._spare - count) if count else self.model_kwargs
+        if has_mask and self.makes_usual_inputs:
+            arguments = arguments | {"attention_mask": NO_MASK}
+        inputs = self.target.prepare_inputs_for_generation(
+            tokens, next_sequence_length=self.width, is_first_iteration=False, **arguments
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count + 1
+        return inputs
+
+    def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass) -> dict[str, Any]:
+        """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`."""
+        if not len(tree_pass.tree):
+            return self.chain_inputs(input_ids, [])
+        tokens, ancestors, depths = tree_pass.upload(input_ids.device)
+        inputs = self.chain_inputs(input_ids, tokens, has_mask=True)
+        position = inputs["position_ids"][..., 0]
+        ancestors, depths = ancestors.to(self._device), depths.to(self._device)
+        shown = self.shown if self.is_masked else None
+        mask = tree_mask(self.target, self.text.cache, ancestors, depths, self.text.held, shown)
+        return inputs | {"attention_mask": mask, "position_ids": position[..., None] + depths}
+
+    def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
+        """Keep of a pass over `num_candidates` the `kept` tokens that were emitted, where they were a tree those of a
+        path. The last emitted token is not in the cache, as in plain generation."""
+        if self.changes or self.text.cache is None:  # where a forward may go on with a cache of its own
+            self._adopt(cache_among(outputs))
+        self.text.keep(kept, num_candidates + 1, path)
+        if self._spare:
+            self._spare -= kept
+            self.model_kwargs = without_last(self._longer, self._spare)
+        else:  # after the prompt, which may be of another kind than what is generated
+            self.model_kwargs = self.target._update_model_kwargs_for_generation(
+                outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
+            )
+
+    def grow(self, count: int) -> None:
+        """The cache holds so many tokens more, which captured passes have read."""
+        self.text.held += count
+        self.model_kwargs = self._longer = extended(self.model_kwargs, count)
+        self._spare = 0
+
+    def _adopt(self, cache: Any) -> None:
+        """Go on with a forward's cache: Phi-3 reads the whole text anew where its rotary frequencies change."""
+        if cache is self.text.cache:
+            return
+        cache.activate_past_recording()
+        self.text = GrowingText(cache)
+        own = {cache_argument(self.target): cache}
+        self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
+
+    def read_pending(self, input_ids: Tensor) -> None:
+        """At the end of a text `[1, length]`: read what is pending, so that the cache can be carried on."""
+        if pending := self.text.pending:
+            inputs = self.target.prepare_inputs_for_generation(
+                input_ids[:, :-1],
+                next_sequence_length=pending,
+                is_first_iteration=False,
+                **without_last(self.model_kwargs, 1),
+            )
+            self.target(**inputs, return_dict=True)
+            self.text.keep(pending, of=pending)
 
     def roll_back(self) -> None:
-        """After an exception: leave the cache, which may be the user's, at what was emitted."""
+        """After an exception: the cache, which may be the user's, goes back to the text that has been emitted."""
+        self.text.back()
 
-    @abstractmethod
     def end(self) -> None:
-        """Told last, whatever happened."""
+        """Nothing is taken back any more, and the cache may be carried on by anyone."""
+        if self.cache is not None:
+            stop_recording(self.cache)
 
-    @abstractmethod
-    def output(self, texts: Sequence[Text]) -> Tensor | GenerateDecoderOnlyOutput:
-        """What `generate()` returns."""
 
-    def time_plain_pass(self, first: Text, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
-        """Time a pass over one token of each of `rows` texts beside those of the rounds, where nothing else says what
-        such a pass takes; `first` of the texts notes it."""
-        if self.passes.is_missing(rows, self.generator.products):
-            begin = time.perf_counter()
-            self.passes.make(rows, self.model, inputs())
-            first.stats.compared_passes += 1
-            first.stats.preparing_seconds += time.perf_counter() - begin
+def has_usual_inputs(target: CausalLM) -> bool:
+    """Whether transformers' own method prepares the inputs of its passes."""
+    return type(target).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+
+
+def reading_again(prefix: Prefix, text: Tensor, as_tree: bool) -> Callable[[Tensor, int], tuple[Tensor, Any]]:
+    """A function that reads the last token of the `text` `[1, length]`, with which it goes on, and those after it in
+    what the text has become: `count` tokens in one pass, in a copy of the cache as it is now. Returns logits `[count,
+    vocab]` and the copy. With `as_tree` each of these tokens has a sibling."""
+    target, model_kwargs, held = prefix.target, prefix.model_kwargs, Held(prefix.cache)
+    device, last, length = input_device(target), int(text[0, -1]), text.shape[1]
+
+    @torch.no_grad()
+    def read(ids: Tensor, count: int) -> tuple[Tensor, Any]:
+        copied = Prefix(target, model_kwargs | {cache_argument(target): held.copied()})
+        tree, node, tokens = DraftTree(last), 0, ids[0, length : length + count - 1]
+        for token in tokens.tolist():
+            if as_tree:
+                tree.add(node, last)
+            node = tree.add(node, token)
+        tree_pass = TreePass(tree)
+        rows = [tree_pass.rows[each] for each in (0, *tree.nodes_to(node))]
+        inputs = copied.tree_inputs(text, tree_pass) if as_tree else copied.chain_inputs(text, tokens)
+        with keeping_generators(device):
+            logits = target(**inputs, return_dict=True).logits[0, -len(tree) - 1 :]
+        copied.text.keep(count, len(tree) + 1, PathRows(rows, torch.tensor(rows, device=device)))
+        return logits[rows], copied.cache
+
+    return read
 
 
 class OneTarget(TargetSide):
@@ -200,15 +268,15 @@ class OneTarget(TargetSide):
         check_prompt(outputs)
         check_numbers(self.model, outputs.logits, prefix.model_kwargs.get("attention_mask"))
         reason = prefix.why_no_tree(input_ids, cache, getattr(self.config, "_mask_length", None))
-        if reason and self.generator.trees is not None and self.foreign is None:  # whose rows are compared
-            self.generator.trees.refuse(reason)
+        if reason and self.foreign is None:  # whose rows are compared
+            self.generator.method.refuse(reason)
         # Not earlier: a sliding-window layer that records would keep the whole prompt.
         cache.activate_past_recording()
         rounds[0].outputs = outputs
 
     def begin(self, texts: Sequence[Text]) -> None:
         if texts and self.foreign is not None:
-            again = reading_again(self.prefix, self.text.ids, self.generator.trees is not None)
+            again = reading_again(self.prefix, self.text.ids, self.generator.method.for_trees)
             self.trial = Trial(self.model, self.foreign, self.generator.setup.most_tokens, again)
         super().begin(texts)
 
@@ -245,38 +313,34 @@ class OneTarget(TargetSide):
         # Tokens that are read again with every round cost more than one round without candidates, which settles them.
         if self.prefix.text.pending >= MOST_PENDING:
             return 0
-        room = self.prefix.most_candidates(text.ids) if self.prefix.is_limited else None
-        if self.trial is None or self.trial.room is None:
-            return room
-        return self.trial.room if room is None else min(room, self.trial.room)
+        room = self.prefix.most_candidates(text.ids) if self.prefix.changes else None
+        tried = None if self.trial is None else self.trial.room
+        return tried if room is None else room if tried is None else min(room, tried)
 
     def read(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
-        input_ids, tree = each.text.ids, each.tree
-        held = None if self.trial is None else Held(self.prefix.cache)
-        if tree.is_chain:
-            inputs = self.prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
+        prefix, input_ids, tree = self.prefix, each.text.ids, each.tree
+        held = None if self.trial is None else Held(prefix.cache)
+        if isinstance(tree, Chain):
+            inputs = prefix.chain_inputs(input_ids, tree.ids(input_ids.device) if len(tree) else [])
         else:
-            inputs = self.prefix.tree_inputs(input_ids, each.rows)
-        each.outputs, each.width = self._forward(inputs), self.prefix.width
-        if (mark := self.prefix.text.mark) is not None:
+            inputs = prefix.tree_inputs(input_ids, each.rows)
+        work, clock = self.work_clock(), time.perf_counter()
+        if self.states.are_read:
+            each.outputs = self.states.catch(self.model, **inputs, return_dict=True)
+        else:
+            each.outputs = self.model(**inputs, return_dict=True)
+        each.width = prefix.width
+        if self.device.type == "cpu":
+            self.took = each.width, self.work_clock() - work, time.perf_counter() - clock
+        if (mark := prefix.text.mark) is not None:
             self.stats.state_bytes = mark.num_bytes
         if held is not None and self.trial is not None and not held.grew_by(each.width):
             self.trial.refuse("the cache does not grow by the tokens of each pass")
             if len(tree):  # nothing of the pass was emitted yet
                 held.back()
-                each.tree, each.rows = (alone := DraftTree.chain()), TreePass(alone)
+                each.tree, each.rows = (alone := Chain()), TreePass(alone)
                 self.read(rounds)
-
-    def _forward(self, inputs: dict[str, Any]) -> Any:
-        work, clock = time.process_time(), time.perf_counter()
-        if self.states.are_read:
-            outputs: Any = self.states.catch(self.model, **inputs, return_dict=True)
-        else:
-            outputs = self.model(**inputs, return_dict=True)
-        if self.device.type == "cpu":
-            self.passes.note(self.prefix.width, time.process_time() - work, time.perf_counter() - clock)
-        return outputs
 
     def keep(self, rounds: Sequence[Round]) -> None:
         (each,) = rounds
@@ -334,29 +398,3 @@ class OneTarget(TargetSide):
         if not self.config.return_dict_in_generate:
             return self.text.ids
         return self.text.records.output(self.text.ids, self.prefix.cache)
-
-
-_lock = Lock()
-_users: list[bool] = []  # what the setting was when each thread came that is within
-
-
-@contextmanager
-def without_cudnn(device: torch.device) -> Iterator[None]:
-    """On CUDA let PyTorch choose another kernel of attention than cuDNN's.
-
-    cuDNN makes a plan for each number of cached tokens, which takes longer than a pass, and a text that grows has
-    another number in each pass. The setting is the process's: it is put back when the last of several threads leaves.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    with _lock:
-        _users.append(torch.backends.cuda.cudnn_sdp_enabled())
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        with _lock:
-            before = _users.pop()
-            if not _users:
-                torch.backends.cuda.enable_cudnn_sdp(before)

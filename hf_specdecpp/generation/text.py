@@ -1,7 +1,7 @@
 """One sequence of a `generate()` call (`Text`): which candidates of a round stand, and where the text ends.
 
-Chains and trees are verified on one route. The tests are pure functions in `sampling.verification` (chains) and
-`trees.verification` (trees). Here it is decided which of them is asked, and when the logits processors are called.
+Chains and trees are verified on one route. The tests are pure functions in `trees.verification`. Here it is
+decided which of them is asked, and when the logits processors are called.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specdecpp.caches.text import PathRows
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.outputs import TokenRecords
-from hf_specdecpp.models.causal_lm import CausalLM, upload
+from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import class_of, extend
-from hf_specdecpp.sampling.randomness import NothingToDrawError, Randomness, waits_for_reads
+from hf_specdecpp.sampling.randomness import NothingToDrawError, waits_for_reads
 from hf_specdecpp.sampling.successors import contexts_of
-from hf_specdecpp.sampling.verification import as_float32, likeliest_tokens, verify_greedy, verify_sampled
-from hf_specdecpp.trees.tree import DraftTree, TreePass
-from hf_specdecpp.trees.verification import follow_tree, test_children, verify_tree, verify_tree_greedy
+from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass, upload
+from hf_specdecpp.trees.verification import (
+    as_float32,
+    follow_tree,
+    likeliest_tokens,
+    test_children,
+    verify_greedy,
+    verify_sampled,
+    verify_tree,
+    verify_tree_greedy,
+)
 
 NO_SCORES = torch.empty(0, 0)
 
@@ -99,30 +107,25 @@ class Text:
     def length(self) -> int:
         return self.ids.shape[1]
 
-    def verify(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
-        """Which candidates stand, and the token after them, by the target's `logits` `[rows, vocab]` in the pass's
-        order.
+    def verify(self, each: Round) -> Verdict:
+        """Which candidates of a round stand, and the token after them, by the logits of its pass.
 
         Processors that have an answer to any text are asked about every node of a chain, and of a tree on a device,
         which then is read once; on a CPU only about those nodes of a tree that p is needed at. All others are asked on
         the way down only.
         """
-        tree = tree_pass.tree
+        logits = each.outputs.logits[0, -len(each.tree) - 1 :]
         if self.generator.successors is not None:
-            self.learn(tree_pass, logits)
+            self.learn(each.rows, logits)
         if not self.processing.answers_all:
-            return self._verify_on_the_way(tree_pass, logits)
-        if tree.is_chain or self.waits:
-            return self._verify_at_once(tree_pass, logits)
-        if self.randomness is None or self.verification == "token":
-            return self._verify_on_the_way(tree_pass, logits)
-        return self._verify_tree(tree_pass, logits)
+            return self._verify_on_the_way(each, logits)
+        return self._verify_chain(each, logits) if isinstance(each.tree, Chain) else self._verify_tree(each, logits)
 
     def learn(self, tree_pass: TreePass, logits: Tensor) -> None:
         """Take note of what the target says after the nodes of a round, where the draft mixes that in."""
         tree, generator = tree_pass.tree, self.generator
         # Where drafting does not pay, what this costs would be most of what a round loses to plain decoding.
-        if generator.successors is not None and (len(tree) or generator.expects_drafts):
+        if generator.successors is not None and (len(tree) or generator.plan is None or generator.plan.pays):
             generator.successors.learn(contexts_of(self.ids, [tree.path(node) for node in tree_pass.order]), logits)
 
     def emit(self, verdict: Verdict) -> Emitted:
@@ -142,15 +145,11 @@ class Text:
         self.ids = ids if kept == len(emitted) else ids[:, : before + kept]
         return Emitted(kept, path)
 
-    def hand_over(self, tokens: list[int]) -> None:
-        """Count tokens that were added, and stream them."""
-        self.stats.generated += len(tokens)
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor([tokens]))
-
     def end(self) -> None:
         """The text is complete."""
-        self.generator.remember(self.ids[0, self.prompt_length :])
+        setup = self.generator.setup
+        if setup.speculation.lookup == "history":  # for those of later texts
+            setup.memory.answers.add(self.ids[0, self.prompt_length :].tolist())
         if self.streamer is not None:
             self.streamer.end()
 
@@ -178,76 +177,72 @@ class Text:
 
     # Verification. --------------------------------------------------------------------------------------------------
 
-    def _verify_at_once(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
-        """By p of all nodes."""
-        tree, device = tree_pass.tree, self.ids.device
-        scores = logits.to(device, torch.float32, copy=self.keeps_raw or not tree.is_chain)
+    def _verify_chain(self, each: Round, logits: Tensor) -> Verdict:
+        """By p of all candidates."""
+        chain = each.tree
+        scores = logits.to(self.ids.device, torch.float32, copy=self.keeps_raw)
         if not self.processing.does_nothing:
-            scores = self.process(tree_pass, scores)
+            scores = self.process(TreePass(chain, range(len(chain) + 1)), scores)
         begin = time.perf_counter()
-        exact = as_float32(scores, self.randomness is None)
-        path, token = self._accept_chain(tree, exact) if tree.is_chain else self._accept_tree(tree_pass, exact)
+        path, token = self._accept_chain(chain, as_float32(scores, self.randomness is None))
         waited = time.perf_counter() - begin if self.waits else 0.0
-        rows = None
-        if not tree.is_chain:  # of which the rows that stand are the first
-            rows = tree_pass.rows_of(path)
-            scores, logits = torch.stack([scores[row] for row in rows]), logits[rows] if self.keeps_raw else logits
-        emitted = [tree.tokens[node] for node in path] + [token]
-        return Verdict(path, emitted, scores, logits.to(scores) if self.keeps_raw else scores, rows, waited=waited)
+        raw = logits.to(scores) if self.keeps_raw else scores
+        return Verdict(path, [*chain.tokens[1 : len(path) + 1], token], scores, raw, waited=waited)
 
-    def _verify_on_the_way(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
+    def _verify_tree(self, each: Round, logits: Tensor) -> Verdict:
+        """By p of the nodes that matter, each processed once; on a device by p of all, which are read at once."""
+        tree, rows, randomness, begin = each.tree, each.rows.rows, self.randomness, 0.0
+        if self.waits:
+            processed = logits.to(self.ids.device, torch.float32, copy=True)
+            if not self.processing.does_nothing:
+                processed = self.process(each.rows, processed)
+            begin, exact = time.perf_counter(), as_float32(processed, randomness is None)
+            read: Any = likeliest_tokens(exact) if randomness is None else self._on_host(tree, exact)
+
+        @cache
+        def scores(node: int) -> Tensor:
+            if self.waits:
+                return processed[rows[node]]
+            row = logits[rows[node]].to(self.ids.device, torch.float32, copy=self.keeps_raw)
+            if self.processing.does_nothing or self._ends_text(tree, node):
+                return row
+            return self.processing.one(self.ids, tree.path(node), row)
+
+        def asked(node: int) -> Any:
+            """The likeliest token after a node, or p there."""
+            if self.waits:
+                return read[rows[node]]
+            exact = as_float32(scores(node), randomness is None)
+            return likeliest_tokens(exact[None])[0] if randomness is None else exact.softmax(dim=-1)
+
+        if randomness is None:
+            path, token = verify_tree_greedy(tree, asked)
+        else:
+            path, token = verify_tree(tree, asked, randomness, self.verification)
+        if tree.looked_up:
+            path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
+        waited = time.perf_counter() - begin if self.waits else 0.0
+        taken, chosen_from = [rows[node] for node in (0, *path)], torch.stack([scores(node) for node in (0, *path)])
+        raw = logits[taken].to(chosen_from) if self.keeps_raw else chosen_from
+        return Verdict(path, [tree.tokens[node] for node in path] + [token], chosen_from, raw, taken, waited=waited)
+
+    def _verify_on_the_way(self, each: Round, logits: Tensor) -> Verdict:
         """By p of the accepted nodes alone."""
-        walk = Walk(self, tree_pass, logits)
+        walk = Walk(self, each.rows, logits)
         while walk.node is not None:
             walk.step(self.processing.one(walk.ids, [], walk.raw))
         return walk.verdict
 
-    def _verify_tree(self, tree_pass: TreePass, logits: Tensor) -> Verdict:
-        """By p of the nodes of a drawn tree that matter, each processed once."""
-        tree, rows, randomness = tree_pass.tree, tree_pass.rows, cast(Randomness, self.randomness)
-
-        @cache
-        def scores(node: int) -> Tensor:
-            row = logits[rows[node]].to(self.ids.device, torch.float32, copy=True)
-            return row if self._ends_text(tree, node) else self.processing.one(self.ids, tree.path(node), row)
-
-        path, token = verify_tree(
-            tree, lambda node: as_float32(scores(node)).softmax(dim=-1), randomness, self.verification
-        )
-        path, token = follow_tree(tree, path, token, lambda node: self._draw(scores(node)))
-        chosen_from, taken = torch.stack([scores(node) for node in (0, *path)]), tree_pass.rows_of(path)
-        raw = logits[taken].to(chosen_from) if self.keeps_raw else chosen_from
-        return Verdict(path, [tree.tokens[node] for node in path] + [token], chosen_from, raw, taken)
-
-    def next_after(self, tree: DraftTree, node: int, scores: Tensor) -> tuple[int | None, int]:
-        """The token after a node, by the target's processed scores there `[vocab]`, and the child that it is, if any:
-        token by token (DySpec, Algorithm 3)."""
+    def _accept_chain(self, chain: DraftTree, scores: Tensor) -> tuple[list[int], int]:
         if self.randomness is None:
-            token = likeliest_tokens(scores[None])[0]
-            child = tree.child(node, token)
-        else:
-            child, token = test_children(tree, node, as_float32(scores).softmax(dim=-1), self.randomness)
-        return tree.looked_up.get((node, token)) if child is None else child, token
-
-    def _accept_chain(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
-        if self.randomness is None:
-            accepted, token = verify_greedy(tree.tokens[1:], scores)
+            accepted, token = verify_greedy(chain.tokens[1:], scores)
             return list(range(1, accepted + 1)), token
-        p, drawn, randomness = scores.softmax(dim=-1), tree.num_drawn, self.randomness
-        q = torch.stack([tree.q(node) for node in range(drawn)]).to(p.device) if drawn else p[:0]
-        accepted, token = verify_sampled(tree.ids(p.device)[:drawn], p[: drawn + 1], q, randomness, self.verification)
+        p, drawn, randomness = scores.softmax(dim=-1), chain.num_drawn, self.randomness
+        q = torch.stack([chain.q(node) for node in range(drawn)]).to(p.device) if drawn else p[:0]
+        candidates = cast(Chain, chain).ids(p.device)[:drawn]
+        accepted, token = verify_sampled(candidates, p[: drawn + 1], q, randomness, self.verification)
         path = list(range(1, accepted + 1))
-        return follow_tree(tree, path, token, lambda node: self._draw(scores[node]))
-
-    def _accept_tree(self, tree_pass: TreePass, scores: Tensor) -> tuple[list[int], int]:
-        tree, rows = tree_pass.tree, tree_pass.rows
-        if self.randomness is None:
-            choices = likeliest_tokens(scores)
-            path, token = verify_tree_greedy(tree, lambda node: choices[rows[node]])
-        else:
-            p = self._on_host(tree, scores)
-            path, token = verify_tree(tree, lambda node: p[rows[node]], self.randomness, self.verification)
-        return follow_tree(tree, path, token, lambda node: self._draw(scores[rows[node]]))
+        return follow_tree(chain, path, token, lambda node: self._draw(scores[node]))
 
     def _on_host(self, tree: DraftTree, scores: Tensor) -> Tensor:
         """p of all rows on the host; the same read brings q of the tree there."""
@@ -272,7 +267,7 @@ class Text:
         tree, order, processing = tree_pass.tree, tree_pass.order, self.processing
         if not processing.answers_all:
             return self._process_allowed(tree_pass, scores.clone())
-        if tree.is_chain:
+        if isinstance(tree, Chain):
             return processing.along(self.ids, tree.ids(scores.device), scores)
         rows = [row for row, node in enumerate(order) if not self._ends_text(tree, node)]
         paths = [tree.path(order[row]) for row in rows]
@@ -333,7 +328,13 @@ class Walk:
     def step(self, scores: Tensor) -> None:
         """Choose a token by the processed scores after the node, `[vocab]`."""
         text, raw = self.text, self.raw if self.text.keeps_raw else scores
-        child, token = text.next_after(self.tree_pass.tree, cast(int, self.node), scores)
+        tree, node = self.tree_pass.tree, cast(int, self.node)
+        if text.randomness is None:
+            token = likeliest_tokens(scores[None])[0]
+            child = tree.child(node, token)
+        else:  # token by token (DySpec, Algorithm 3)
+            child, token = test_children(tree, node, as_float32(scores).softmax(dim=-1), text.randomness)
+        child = tree.looked_up.get((node, token)) if child is None else child
         self.ids = extend(self.ids, [token])
         self._emitted.append(token)
         if child is not None:
@@ -344,8 +345,9 @@ class Walk:
     @property
     def verdict(self) -> Verdict:
         """Of the round, so far."""
-        rows = None if self.tree_pass.tree.is_chain else self.tree_pass.rows_of(self._path)
-        return Verdict(self._path, self._emitted, NO_SCORES, NO_SCORES, rows, ended=self.ended)
+        rows, is_chain = self.tree_pass.rows, isinstance(self.tree_pass.tree, Chain)
+        taken = None if is_chain else [rows[node] for node in (0, *self._path)]
+        return Verdict(self._path, self._emitted, NO_SCORES, NO_SCORES, taken, ended=self.ended)
 
 
 class Emitted(NamedTuple):

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import check_arguments
-from hf_specdecpp.drafting.draft_model import check_draft_vocab
+from hf_specdecpp.drafting.checks import check_draft_vocab
 from hf_specdecpp.drafts import known
 from hf_specdecpp.drafts.checkpoints import as_described, read_module
 from hf_specdecpp.drafts.draft_kind import DraftKind, Parts

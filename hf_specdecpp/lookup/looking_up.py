@@ -11,7 +11,7 @@ import numpy as np
 from hf_specdecpp.config.costs import Costs, Floats
 from hf_specdecpp.estimation.ledger import LEAST_GAIN, RECENT, Ledger
 from hf_specdecpp.lookup.text import Continuation, LookupRates, TextLookup, TextRates
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree import Chain, DraftTree
 
 LEAST_SURVIVAL = 0.3  # of candidates that are looked up where nothing is known of costs
 USUAL_ACCEPTANCE = 0.7  # of drafts, before there were any
@@ -119,7 +119,6 @@ class LookingUp:
         self.has_draft, self._room = has_draft, 0  # the latter: candidates that the round may have
         self._accepted, self._tested = ASSUMED * USUAL_ACCEPTANCE, ASSUMED  # candidates of the draft
         self._costs: Costs | None = None
-        self._rounds: Floats = np.zeros(1)
         self.verify: Floats = np.zeros(1)
 
     def begin_round(self, new_tokens: Sequence[int], room: int, unread: int = 0) -> None:
@@ -139,7 +138,6 @@ class LookingUp:
         if self.plan is not None and self.plan.costs is not self._costs:
             self._costs = self.plan.costs
             self.verify = self._costs.verify_seconds(self.most) + self._costs.overhead
-            self._rounds = self._costs.round_seconds(self.most)
         self.waits = self._must_wait(unread, room)
 
     def _must_wait(self, unread: int, room: int) -> bool:
@@ -155,9 +153,9 @@ class LookingUp:
         reading, saving = self.catching_up * unread, float(self.verify[0]) - 1.0 / self.choice.rate
         return saving > 0.0 and reading > min(self._missed, room * saving)  # else the draft's own rule decides
 
-    def take(self, count: int) -> DraftTree:
+    def take(self, count: int) -> Chain:
         """The first `count` of what was found, as the candidates of the round."""
-        return DraftTree.chain(self.found.tokens[:count])
+        return Chain(self.found.tokens[:count])
 
     def count(self) -> int:
         """How many candidates the round looks up and drafts none; 0 leaves it to the draft."""
@@ -167,10 +165,11 @@ class LookingUp:
         """The same by estimates only."""
         return by_estimate(self.estimates, self._accepted / self._tested if self.has_draft else 0.0)
 
-    def extend(self, chain: DraftTree, survival: float) -> DraftTree:
-        """What was drafted, which all stands with chance `survival`, and what is worth looking up after it."""
+    def extend(self, chain: DraftTree, survival: float | None) -> DraftTree:
+        """What was drafted, which all stands with chance `survival`, and what is worth looking up after it; nothing
+        where the chance is `None`."""
         drawn, room = len(chain), self._room - len(chain)
-        if self.choice is None or not drawn or room < 1:
+        if self.choice is None or survival is None or not drawn or room < 1 or not isinstance(chain, Chain):
             return chain
         found = self.text.ahead(room, chain.candidates)
         if not found.tokens:
@@ -200,7 +199,7 @@ class LookingUp:
         elif not count and self.choice is not None:
             count = self.choice.further(reached, estimates, self.verify[len(tree) : len(tree) + len(tokens) + 1])
         for token, estimate in zip(tokens[:count], estimates, strict=False):
-            node, reached = tree.follow(node, token, reached, estimate), reached * estimate
+            node, reached = tree.add(node, token, reached, estimate, looked_up=True), reached * estimate
 
     def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
         """Take note of a round, of whose candidates those of a path stand."""
@@ -209,14 +208,12 @@ class LookingUp:
             if self.choice is not None and self.has_draft:
                 self._missed += max(float(self.verify[min(width, self.most)]) - kept / self.choice.rate, 0.0)
             return
-        accepted = len(tree.drawn(path))
+        accepted = len(tree.drawn(path) if tree.looked_up else path)
         self._accepted += accepted
         self._tested += min(accepted + 1, drawn)
         if self.choice is not None:
             drafting = 0.0
-            if tree.is_chain:
-                drafting = float(self._rounds[min(drawn, self.most)] - self.verify[min(drawn, self.most)])
-            elif self._costs is not None and tree.passes:
+            if self._costs is not None and tree.passes:
                 drafting = self._costs.tree_seconds(tree.passes, len(tree.scores), 0.0) - self._costs.overhead
             self.choice.note(kept, float(self.verify[min(width, self.most)]) + drafting)
 

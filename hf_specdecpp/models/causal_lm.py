@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -192,15 +192,6 @@ def cache_among(values: Any) -> Any:
 def until_end(tokens: list[int], eos: Collection[int]) -> list[int]:
     """The tokens up to the first that ends a text, that one included."""
     return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in eos), tokens)
-
-
-def upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Integers and truth values of the host on a device, with one copy for all of them."""
-    if device.type == "cpu":
-        return list(parts)
-    together = torch.cat([part.flatten().long() for part in parts]).to(device)
-    pieces = together.split([part.numel() for part in parts])
-    return [piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def input_device(model: CausalLM) -> torch.device:

@@ -228,7 +228,8 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
 def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
     """Functions of others in PyTorch and in the modules of transformers, which call them by their names."""
     modules = {kind.__module__ for kind in kinds if package_of(kind) == "transformers"}
-    for home in (torch, Tensor, functional, sdpa_attention, *(sys.modules[name] for name in sorted(modules))):
+    homes: list[Any] = [torch, Tensor, functional, sdpa_attention, *map(sys.modules.__getitem__, sorted(modules))]
+    for home in homes:
         held: Any = vars(home)
         count, names, functions = _unchanged.get(home, (0, [], []))
         if count == len(held) and list(map(held.get, names)) == functions:
@@ -239,8 +240,7 @@ def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
         inner = {name: code for name, code in known.items() if not isinstance(code, BuiltinFunctionType | type)}
         others = [name for name, code in inner.items() if package_of(code) not in IMPORTED]
         if others := [name for name in others if not name.startswith(BETWEEN_PASSES)]:
-            for name in others:
-                yield ForeignCode(known[name], f"another {name} of {home.__name__}, {_name(known[name])}")
+            yield from (ForeignCode(known[n], f"another {n} of {home.__name__}, {_name(known[n])}") for n in others)
         else:
             _unchanged[home] = len(held), list(known), list(known.values())
 

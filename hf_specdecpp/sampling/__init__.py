@@ -1,1 +1,1 @@
-"""Randomness, logits processors, drawing without replacement, and the verification of a chain."""
+"""Randomness, logits processors, drawing without replacement, and what the target said lately."""

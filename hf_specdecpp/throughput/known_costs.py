@@ -146,9 +146,10 @@ class Rounds:
             # that follows from that alone has nothing accepted in it.
             costs = replace(costs, verify=tuple(max(seconds, costs.verify[0]) for seconds in costs.verify))
             if is_recurrent:
-                costs = costs.read_twice(most)
-            if is_filled_up:
-                costs = in_widths(costs, most)
+                # A token that stands is read again after a rejection, which happens to about each token once.
+                costs = costs.reading(range(1, 2 * most + 2, 2))
+            if is_filled_up:  # with dummies
+                costs = costs.reading([width_of(tokens) for tokens in range(1, most + 2)])
             return costs if rows == 1 else costs.scaled(1.0 / rows)
 
         return form
@@ -210,16 +211,6 @@ def without_known_costs() -> Iterator[None]:
     finally:
         _known.clear()
         _known.update(before)
-
-
-def in_widths(costs: Costs, max_tokens: int) -> Costs:
-    """What rounds cost where passes are filled up with dummies, as captured ones are.
-
-    Example: passes over 1, 2, 3, 4 and 5 tokens take 10, 11, 12, 13 and 14 ms, so one over 8 is expected to take 17. A
-    pass over 3 tokens then costs 13 ms, and one over 5 to 8 costs 17.
-    """
-    verify = costs.verify_seconds(width_of(max_tokens + 1) - 1)
-    return replace(costs, verify=tuple(float(verify[width_of(n) - 1]) for n in range(1, max_tokens + 2)))
 
 
 def _num_multiplied(models: Sequence[nn.Module]) -> int:

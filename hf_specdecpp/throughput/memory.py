@@ -12,8 +12,15 @@ from transformers import GenerationConfig
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
-from hf_specdecpp.estimation.acceptance_rates import BIN_COUNT, PRIOR_COUNT, UNCHANGED, AcceptanceRates
-from hf_specdecpp.estimation.estimators import MODES, Estimator, lag_of
+from hf_specdecpp.estimation.estimators import (
+    BIN_COUNT,
+    MODES,
+    PRIOR_COUNT,
+    UNCHANGED,
+    AcceptanceRates,
+    Estimator,
+    lag_of,
+)
 from hf_specdecpp.lookup.looking_up import Choice
 from hf_specdecpp.lookup.text import Answers, LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM

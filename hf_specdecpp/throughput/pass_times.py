@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from hf_specdecpp.caches.text import text_in
+from hf_specdecpp.clocks import working_clock
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.models.cpu.weight_copies import background
@@ -73,7 +74,7 @@ class PassTimes:
 
     def make(self, rows: int, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
         """Time a pass beside those of the rounds, and leave the cache as it was. A forward may be compiled in it."""
-        clock = time.process_time if inputs["input_ids"].device.type == "cpu" else time.perf_counter
+        clock = working_clock() if inputs["input_ids"].device.type == "cpu" else time.perf_counter
         text, begin = text_in(cache_among(inputs)), clock()
         forward(**inputs, return_dict=True).logits[0, -1, 0].item()  # a read waits for all of it
         self._beside[rows].append(max(clock() - begin, TINY))
@@ -82,7 +83,7 @@ class PassTimes:
 
     def seconds(self, rows: int, rounds: int, products: FasterProducts) -> tuple[float | None, float | None]:
         """Seconds by the clock of a pass over so many tokens (one of each row), as the machine was in the latest
-        `rounds`: in plain `generate()`, and on the products that there are now; `None` where they are not known."""
+        `rounds`: in plain `generate()`, and on the products that these had; `None` where they are not known."""
         passes, beside = list(self._latest)[-rounds:], self._beside[rows]
         if products.seconds(rows) is None or not passes:
             if not beside:
@@ -98,16 +99,16 @@ class PassTimes:
         for each in passes:
             taken = usual[each.rows, each.saved]
             is_known = len(works.get((rows, each.saved), ())) >= ENOUGH
-            narrow = usual[rows, each.saved] if is_known else _narrower(taken, each.rows, rows, products)
-            own = narrow + (saved * each.saved / of_one if of_one else 0.0)
-            plain += each.clock / taken * own
-            same += each.clock / taken * max(own - saved, LEAST * narrow)
+            narrow = usual[rows, each.saved] if is_known else _narrower(taken, each, rows, products)
+            same += each.clock / taken * narrow
+            plain += each.clock / taken * (narrow + (saved * each.saved / of_one if of_one else 0.0))
         return plain / len(passes), same / len(passes)
 
 
-def _narrower(seconds: float, of: int, rows: int, products: FasterProducts) -> float:
-    """What a pass over `rows` tokens takes where one over `of` tokens takes so many seconds."""
-    further = (products.seconds(of) or 0.0) - (products.seconds(rows) or 0.0)
+def _narrower(seconds: float, of: Pass, rows: int, products: FasterProducts) -> float:
+    """What a pass over `rows` tokens takes where one such as `of` takes so many seconds."""
+    own = not of.saved  # no layer had a copy of its weight
+    further = (products.seconds(of.rows, own) or 0.0) - (products.seconds(rows, own) or 0.0)
     return max(seconds - further, LEAST * seconds)
 
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from hf_specdecpp.config.costs import Costs, Floats
 from hf_specdecpp.config.speculation import MOST_CANDIDATES
-from hf_specdecpp.drafting.stopping import Proposal, StoppingRule
-from hf_specdecpp.estimation.acceptance_rates import FIRST_FITS, NO_VERDICT, AcceptanceRates, bin_of
-from hf_specdecpp.estimation.estimators import DraftStep, Estimator
+from hf_specdecpp.drafting.chain import StoppingRule
+from hf_specdecpp.estimation.estimators import FIRST_FITS, NO_VERDICT, AcceptanceRates, DraftStep, Estimator, bin_of
 from hf_specdecpp.estimation.ledger import LASTING, LEAST_GAIN, Ledger
 from hf_specdecpp.throughput.known_costs import KnownCosts, RoundTimes, length_class
+from hf_specdecpp.trees.tree import DraftTree
 
 PROBE_SHARE = 0.005  # of the time without candidates that probes may lose
 MOST_CREDIT = 5.0  # plain passes that probes may lose in a row
@@ -170,7 +170,10 @@ class Plan:
         seconds = self.costs.tree_seconds(passes, read, float(self.verify[candidates])) + self.costs.read * unread
         if self.known.is_assumed:  # and may be far more: a probe is charged a whole pass
             seconds = max(seconds, 2.0 * self.plain)
-        saved = PROBE_SHARE if self.pays else tokens / self.least_gain - seconds / self.plain
+        if self.pays and (tokens > 1 or not self.known.is_assumed):
+            saved = MOST_CREDIT if self.known.is_assumed else PROBE_SHARE
+        else:  # in the first text, whether drafting pays is a guess until a candidate has stood
+            saved = tokens / self.least_gain - seconds / self.plain
         self.credit = min(self.credit + saved, MOST_CREDIT)
         taken = np.zeros(self.most + 3)
         taken[[candidates, -2, -1]] = 1.0, passes, read - passes
@@ -320,8 +323,8 @@ class Throughput(StoppingRule):
     def survival(self) -> float | None:
         return self.stands if self.trial is None else None
 
-    def saw(self, proposal: Proposal, stands: Sequence[int]) -> None:
-        self.plan.observe(self.estimates, self.unread, proposal.num_drawn, len(proposal.drawn(stands)))
+    def saw(self, tree: DraftTree, path: Sequence[int]) -> None:
+        self.plan.observe(self.estimates, self.unread, (drawn := tree.num_drawn), min(len(path), drawn))
 
 
 class BatchThroughput(Throughput):

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
-from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.estimation.estimators import AcceptanceRates
 from hf_specdecpp.estimation.ledger import RECENT, Ledger
 from hf_specdecpp.trees.tree import DraftTree
 
@@ -80,9 +80,10 @@ class Followed:
 
     def note(self, shape: RoundShape, reports: Sequence[Any]) -> None:
         """Told of a round: for each text a `cuda_graphs.captured_rounds.Report`."""
-        submitted = max(len(each.tree) for each in reports)
-        reached = submitted + 1 if submitted == shape.levels else submitted
-        self._expected += FOLLOWS * (reached - self._expected)
+        if len(self.shapes) > 1:
+            submitted = max(len(each.tree) for each in reports)
+            reached = submitted + 1 if submitted == shape.levels else submitted
+            self._expected += FOLLOWS * (reached - self._expected)
 
 
 class MostTokens:

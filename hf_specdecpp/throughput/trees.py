@@ -13,11 +13,10 @@ from typing import cast
 import numpy as np
 
 from hf_specdecpp.config.costs import Floats
-from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, PRIOR_COUNT, AcceptanceRates, bin_of
-from hf_specdecpp.estimation.estimators import Estimator
+from hf_specdecpp.estimation.estimators import NO_VERDICT, PRIOR_COUNT, AcceptanceRates, Estimator, bin_of
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.plan import Plan
-from hf_specdecpp.trees.slots import Growth, SlotValuation
+from hf_specdecpp.trees.growth import Growth, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 
 SHAPE_MEMORY = 0.98  # what is left a round later of what is learned of the trees' shapes

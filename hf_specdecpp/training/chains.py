@@ -17,12 +17,13 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.caches.masks import tree_inputs
 from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import scalar_features
 from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM, eos_ids, input_device, longest_text
-from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.randomness import draw_rows
 from hf_specdecpp.texts.sampling import Sampling
@@ -30,7 +31,7 @@ from hf_specdecpp.training.features import to_half
 from hf_specdecpp.training.head import batch_log_odds
 from hf_specdecpp.training.models import Trained, fingerprint
 from hf_specdecpp.training.trainers import Record, joined, shards
-from hf_specdecpp.trees.attention import check_tree, tree_inputs
+from hf_specdecpp.trees.attention import check_tree
 
 FOLDER, RECORD = "chains", "chains.json"
 MAX_TOKENS = 20  # candidates per chain, the paper's maximum
@@ -103,7 +104,7 @@ class Recorder:
         vocab_size = int(self.assistant.config.vocab_size or 0)
         states = target_states(self.target, drafter, ids)
         drawing = Drawing(sampling.q, vocab_size, None if sampling.greedy else generator)
-        reader, parts = Reader(self.target), []
+        reader, parts = DraftModel(self.target, shares_target=True), []
         branching = [drafter.model] if drafter.blocks_after is None else []  # a block draft reads no candidates
         for group in together(starts, *branching, self.target):
             drafted = draft_chains(drafter, ids, states, group, MAX_TOKENS, drawing)
@@ -139,7 +140,7 @@ def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Any
 
 # Chains that branch off a text ----------------------------------------------------------------------------------------
 #
-# The sequence and the chains form one token tree (`trees/attention.py`): each draft pass reads one level of all chains,
+# The sequence and the chains form one token tree (`caches/masks.py`): each draft pass reads one level of all chains,
 # and one target pass reads all chains. For example, with `ids` of 10 tokens, `starts` 4 and 7 and `length` 3, the draft
 # reads the first 7 tokens once, and then two candidates per pass, at depths 0, 1 and 2 of both chains. A candidate of
 # the first chain attends to the tokens 0 to 3 and to the earlier candidates of its own chain.
@@ -223,7 +224,8 @@ def target_states(target: CausalLM, drafter: Draft, ids: list[int]) -> Tensor | 
     """The target's states `[1, n, width]` that the draft reads along `ids`; `None` for a draft that reads none."""
     if drafter.reads is None:
         return None
-    reader = Reader(target)  # outside the hooks below: the constructor runs a pass over one token
+    # Outside the hooks below: the constructor runs a pass over one token.
+    reader = DraftModel(target, shares_target=True)
     with TargetStates(target, drafter.reads) as caught:
         reader.hidden_states(torch.tensor([ids], device=input_device(target)))
         return caught.take()
@@ -231,8 +233,9 @@ def target_states(target: CausalLM, drafter: Draft, ids: list[int]) -> Tensor | 
 
 @torch.no_grad()
 def target_probabilities(
-    reader: Reader, ids: list[int], starts: Tensor, tokens: Tensor, to_p: Callable[[Tensor], Tensor], vocab_size: int
-) -> Tensor:
+    reader: DraftModel, ids: list[int], starts: Tensor, tokens: Tensor, to_p: Callable[[Tensor], Tensor],
+    vocab_size: int,
+) -> Tensor:  # fmt: skip
     """p of each candidate in `tokens` `[c, k]`, given the earlier candidates of its chain. `reader` runs the target;
     `ids` and `starts` are as in `draft_chains`; `to_p` makes p of logits `[n, vocab]`."""
     device = reader.device
@@ -258,7 +261,7 @@ class BranchingText:
     A conditioned draft takes the target's `states`, `[1, length or more, width]`, and does not read the first token.
     """
 
-    def __init__(self, reader: Reader, ids: list[int], states: Tensor | None = None) -> None:
+    def __init__(self, reader: DraftModel, ids: list[int], states: Tensor | None = None) -> None:
         self.reader, self.length, self.first = reader, len(ids), int(states is not None)
         self.cache = DynamicCache(config=reader.text_config)
         self.cache.activate_past_recording()  # sliding windows must not drop tokens that earlier branches attend to

@@ -167,7 +167,7 @@ class Outcome:
 
 def stop_lengths(judged: Tensor, threshold: float) -> Tensor:
     """`[chains]`: the number of candidates after which the probability of a rejection exceeds the threshold, as in
-    `drafting.stopping.Threshold`; larger than the chain if the rule does not stop. `judged`: survival estimates."""
+    `drafting.chain.Threshold`; larger than the chain if the rule does not stop. `judged`: survival estimates."""
     return (1.0 - judged <= threshold).long().cumprod(1).sum(1) + 1
 
 

@@ -24,12 +24,12 @@ from hf_specdecpp.files import load_tensors
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.randomness import draw_rows, uniform
-from hf_specdecpp.sampling.verification import acceptance
 from hf_specdecpp.texts import answers
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training.configuration import HeadConfig, TrainingConfig
 from hf_specdecpp.training.models import Trained, fingerprint
 from hf_specdecpp.training.trainers import Record, joined, shards
+from hf_specdecpp.trees.verification import acceptance
 
 FOLDER, RECORD = "features", "features.json"
 TEXTS_PER_SHARD = 64

@@ -1,1 +1,1 @@
-"""Token trees: growth, shapes, attention and verification."""
+"""Token trees: growth, shapes, drawing; and verification, of chains, too."""

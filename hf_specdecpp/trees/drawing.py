@@ -28,7 +28,7 @@ class DrawnTree:
         tree, accepted = self.tree, set(self.path)
         lines = [
             f"{decode(tree.tokens[0])}   ({len(tree)} candidates, depth {tree.depth}, "
-            f"width {max(tree.widths, default=0)}, {tree.passes} draft passes; {len(accepted)} accepted: {ACCEPTED})"
+            f"width {max(tree.widths or [0])}, {tree.passes} draft passes; {len(accepted)} accepted: {ACCEPTED})"
         ]
         encoding = (sys.stdout and sys.stdout.encoding) or "utf-8"
         down, beside, last = ("|", "|-", "`-") if b"?" in "".join(LINES).encode(encoding, "replace") else LINES

@@ -4,12 +4,11 @@ target's pass (`TreePass`), with all that a device is told about them. No model 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-
-from hf_specdecpp.models.causal_lm import upload
 
 
 class DraftTree:
@@ -19,7 +18,7 @@ class DraftTree:
     and `children` [[1], [2], []]; `scores[0]` is what 7 was drawn from, `scores[1]` what 8 was.
 
     Args:
-        root: the last emitted token. Nobody asks a chain for it.
+        root: the last emitted token; unused for chains.
 
     Attributes:
         tokens, parents, depths: of each node; the root has parent -1 and depth 0.
@@ -28,11 +27,10 @@ class DraftTree:
             before the draw (the root's is 1).
         estimates: chance that the node is accepted once the verifier got there.
         children: of each node, in the order drawn.
-        looked_up: further nodes, by parent and token (`follow`). They were not drawn, and are no `children`.
+        looked_up: further nodes, by parent and token. They were not drawn, and are no `children`.
         scores: for each node that the draft was asked about, `[vocab]` logits: its first child was drawn from their
             softmax q, each further one from q without the earlier ones, renormalised.
         distributions: q of such nodes, where drawing has computed it.
-        is_chain: whether it was drafted as a chain.
         passes: draft passes that it took.
         levels: how often the draft was asked.
     """
@@ -44,41 +42,7 @@ class DraftTree:
         self.looked_up: dict[tuple[int, int], int] = {}
         self.scores: dict[int, Tensor] = {}
         self.distributions: dict[int, Tensor] = {}
-        self.is_chain = False
         self.passes = self.levels = 0
-        self._ids: Tensor | None = None  # the candidates of a chain, where they were drawn
-
-    @classmethod
-    def chain(
-        cls, tokens: Sequence[int] = (), scores: Sequence[Tensor] = (), q: Sequence[Tensor] = (),
-        ids: Tensor | None = None,
-    ) -> DraftTree:  # fmt: skip
-        """A chain as a tree of one branch.
-
-        Args:
-            tokens: k candidates.
-            scores: for each candidate that was drawn, `[vocab]` float32 logits whose softmax q it was drawn from.
-                Further tokens were looked up.
-            q: these distributions, where drawing has computed them.
-            ids: the candidates `[k]` int64 where they were drawn, so that they need no upload to that device.
-        """
-        tree, count = cls(), len(scores)
-        if count:
-            tree.tokens += tokens[:count]
-            tree.parents, tree.depths = list(range(-1, count)), list(range(count + 1))
-            tree.ranks, tree.values, tree.estimates = [0] * (count + 1), [1.0] * (count + 1), [1.0] * (count + 1)
-            tree.children = [[node + 1] for node in range(count)] + [[]]
-            tree.scores, tree.distributions = dict(enumerate(scores)), dict(enumerate(q))
-        tree.is_chain, tree._ids, tree.passes, tree.levels = True, ids, count, count
-        return tree if len(tokens) == count else tree.followed_by(tokens[count:])
-
-    def followed_by(self, tokens: Sequence[int]) -> DraftTree:
-        """The chain itself, with candidates at its end that were looked up."""
-        if tokens:
-            self._ids = None
-        for token in tokens:
-            self.follow(len(self), token)
-        return self
 
     @property
     def candidates(self) -> list[int]:
@@ -86,46 +50,17 @@ class DraftTree:
         return self.tokens[1:]
 
     @property
-    def drawn_from(self) -> list[Tensor]:
-        """Of a chain: for each candidate that was drawn the `[vocab]` logits whose softmax it was drawn from."""
-        return [self.scores[node] for node in range(self.num_drawn)]
-
-    @property
     def num_drawn(self) -> int:
         """Candidates that were drawn."""
         return len(self.tokens) - 1 - len(self.looked_up)
-
-    def ids(self, device: torch.device) -> Tensor:
-        """The candidates `[k]` on a device."""
-        if self._ids is None:
-            tokens = self.tokens[1:]  # no upload where there are none
-            self._ids = torch.tensor(tokens) if tokens else torch.empty(0, dtype=torch.long, device=device)
-        self._ids = self._ids.to(device)  # the pass and its verification ask for them
-        return self._ids
 
     def __len__(self) -> int:
         """Number of candidates: all nodes but the root."""
         return len(self.tokens) - 1
 
-    def add(self, parent: int, token: int, value: float = 0.0, estimate: float = 0.0) -> int:
-        """Append a child of `parent` after its other children; the new node."""
-        node = self._append(parent, token, value, estimate)
-        self.ranks.append(len(self.children[parent]))
-        self.children[parent].append(node)
-        return node
-
-    def follow(self, parent: int, token: int, value: float = 0.0, estimate: float = 0.0) -> int:
-        """Append a token that was looked up below `parent`; the new node. None of its children has this token."""
-        node = self._append(parent, token, value, estimate)
-        self.ranks.append(0)
-        self.looked_up[parent, token] = node
-        return node
-
-    def child(self, parent: int, token: int) -> int | None:
-        """The child of `parent` with this token, if it has one."""
-        return next((child for child in self.children[parent] if self.tokens[child] == token), None)
-
-    def _append(self, parent: int, token: int, value: float, estimate: float) -> int:
+    def add(self, parent: int, token: int, value: float = 0.0, estimate: float = 0.0, looked_up: bool = False) -> int:
+        """Append a child of `parent` after its other children; the new node. A token that was `looked_up` is below it,
+        and none of its children: these have other tokens."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -133,7 +68,20 @@ class DraftTree:
         self.values.append(value)
         self.estimates.append(estimate)
         self.children.append([])
+        if looked_up:
+            self.ranks.append(0)
+            self.looked_up[parent, token] = node
+        else:
+            self.ranks.append(len(self.children[parent]))
+            self.children[parent].append(node)
         return node
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The child of `parent` with this token, if it has one."""
+        for child in self.children[parent]:
+            if self.tokens[child] == token:
+                return child
+        return None
 
     def below(self, parent: int) -> list[int]:
         """All nodes right below one: its children, then those that were looked up."""
@@ -173,23 +121,21 @@ class DraftTree:
             stack += reversed(below[node])
         return order
 
-    @property
-    def has_one_branch(self) -> bool:
-        return self.parents == list(range(-1, len(self)))
-
-    def forget(self) -> None:
-        """Let go of what candidates were drawn from, which is large."""
-        self.scores.clear()
-        self.distributions.clear()
-        self._ids = None
+    def as_chain(self) -> DraftTree:
+        """The same as a chain, which is verified in another way, if it has one branch."""
+        if self.parents != list(range(-1, len(self))):
+            return self
+        chain = Chain.__new__(Chain)
+        vars(chain).update(vars(self))
+        return chain
 
     @property
     def depth(self) -> int:
         return max(self.depths)
 
     @property
-    def widths(self) -> list[int]:
-        """Number of nodes of each depth, from 1 on."""
+    def widths(self) -> list[int] | None:
+        """Number of nodes of each depth, from 1 on; `None` for chains."""
         counts = [0] * max(self.depths)
         for depth in self.depths[1:]:
             counts[depth - 1] += 1
@@ -197,26 +143,80 @@ class DraftTree:
 
     def judged(self, path: Sequence[int]) -> Iterator[tuple[list[float], int | None]]:
         """For the root and the drawn nodes of `path`: the children's estimates, and the rank of the accepted one."""
-        drawn = self.drawn(path)
+        drawn = self.drawn(path) if self.looked_up else path
         for node, after in zip((0, *drawn), (*drawn, None), strict=True):
             yield [self.estimates[child] for child in self.children[node]], None if after is None else self.ranks[after]
 
     def drawn(self, path: Sequence[int]) -> Sequence[int]:
         """The part of a path that was drawn: what was looked up comes after it."""
-        if not self.looked_up:
-            return path
         looked_up = set(self.looked_up.values())
         return [node for node in path if node not in looked_up]
 
 
+class Chain(DraftTree):
+    """A tree of one branch, which was drafted as a chain.
+
+    Args:
+        tokens: k candidates.
+        scores: for each candidate that was drawn, `[vocab]` float32 logits whose softmax q it was drawn from. Further
+            tokens were looked up.
+        q: these distributions, where drawing has computed them.
+        ids: the candidates `[k]` int64 where they were drawn, so that they need no upload to that device.
+    """
+
+    widths = None
+    _ids: Tensor | None = None
+
+    def __init__(
+        self, tokens: Sequence[int] = (), scores: Sequence[Tensor] = (), q: Sequence[Tensor] = (),
+        ids: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        count = len(scores)
+        self.tokens, self.parents, self.depths = [-1, *tokens[:count]], list(range(-1, count)), list(range(count + 1))
+        self.ranks, self.values, self.estimates = [0] * (count + 1), [1.0] * (count + 1), [1.0] * (count + 1)
+        self.children, self.looked_up = [[node] for node in range(1, count + 1)] + [[]], {}
+        self.scores, self.distributions = dict(enumerate(scores)), dict(enumerate(q))
+        self.passes = self.levels = count
+        self._ids = ids
+        if len(tokens) > count:
+            self.followed_by(tokens[count:])
+
+    def as_chain(self) -> Chain:
+        return self
+
+    def path(self, node: int) -> list[int]:
+        return self.tokens[1 : node + 1]
+
+    def followed_by(self, tokens: Sequence[int]) -> Chain:
+        """The chain itself, with candidates at its end that were looked up."""
+        if tokens:
+            self._ids = None
+        for token in tokens:
+            self.add(len(self), token, looked_up=True)
+        return self
+
+    @property
+    def drawn_from(self) -> list[Tensor]:
+        """For each candidate that was drawn the `[vocab]` logits whose softmax it was drawn from."""
+        return [self.scores[node] for node in range(self.num_drawn)]
+
+    def ids(self, device: torch.device) -> Tensor:
+        """The candidates `[k]` on a device."""
+        if self._ids is None:
+            tokens = self.tokens[1:]  # no upload where there are none
+            self._ids = torch.tensor(tokens) if tokens else torch.empty(0, dtype=torch.long, device=device)
+        self._ids = self._ids.to(device)  # the pass and its verification ask for them
+        return self._ids
+
+
+@dataclass
 class Lineage:
     """Who descends from whom among nodes that are fed to a model piece by piece: in `ancestors`, bool `[n, n]`, row i
     marks the nodes that node i sees, itself included."""
 
-    def __init__(self) -> None:
-        self.nodes: list[int] = []
-        self.places: dict[int, int] = {}
-        self.ancestors = torch.zeros((0, 0), dtype=torch.bool)
+    nodes: list[int] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
+    ancestors: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.bool))
 
     def feed(self, tree: DraftTree, nodes: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Append `nodes`, each after its parent, at most the first of them the root: `ancestors` `[n_query, n]` of the
@@ -263,26 +263,27 @@ class TreePass:
 
     def __init__(self, tree: DraftTree, order: Sequence[int] | None = None) -> None:
         self.tree = tree
-        self.order: Sequence[int]  # node of each row
-        self.rows: Sequence[int] | dict[int, int]  # row of each node
-        if tree.is_chain:
-            self.order = self.rows = range(len(tree) + 1)
-        else:
-            self.order = tree.depth_first() if order is None else list(order)
-            self.rows = dict(zip(self.order, range(len(self.order)), strict=True))
-
-    def rows_of(self, path: Sequence[int]) -> list[int]:
-        """The rows of the root and of an accepted path."""
-        return [self.rows[node] for node in (0, *path)]
+        self.order: Sequence[int] = tree.depth_first() if order is None else order  # node of each row
+        self.rows = dict(zip(self.order, range(len(self.order)), strict=True))  # row of each node
 
     def upload(self, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """What the pass needs, with one copy to the device: tokens `[n]` of all nodes but the root, and `ancestors`
         `[width, width]` and `depths` `[width]` as `tree_inputs` takes them. A width beyond the nodes is filled up with
         dummies, which stand where the root stands, and see and are seen by none of the nodes."""
         fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]], dtype=torch.long)
-        ancestors, depths = Lineage().feed(self.tree, self.order)
+        parents = self.tree.parents
+        ancestors, depths = relations([-1, *(self.rows[parents[node]] for node in self.order[1:])])
         if dummies := max(width - len(self.order), 0):
             ancestors = torch.block_diag(ancestors, torch.eye(dummies, dtype=torch.bool))
             depths = nn.functional.pad(depths, (0, dummies))
         tokens, ancestors, depths = upload([fed, ancestors, depths], device)
         return tokens, ancestors, depths
+
+
+def upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Integers and truth values of the host on a device, with one copy for all of them."""
+    if device.type == "cpu":
+        return list(parts)
+    together = torch.cat([part.flatten().long() for part in parts]).to(device)
+    pieces = together.split([part.numel() for part in parts])
+    return [piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts, strict=True)]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
-from support.mutants import accept_everything
+from support.enumeration.mutants import accept_everything
+from support.targets.models import assistant_for, prompt, tiny
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark import live as live_module
 from hf_specdecpp.benchmark.contestants import (
     BASELINES,
@@ -24,14 +24,7 @@ from hf_specdecpp.benchmark.contestants import (
     choose,
     quick_contestants,
 )
-from hf_specdecpp.benchmark.live import (
-    Disturbance,
-    LiveBenchmark,
-    _watched,
-    answer,
-    mismatches,
-    noted_passes,
-)
+from hf_specdecpp.benchmark.live import Disturbance, LiveBenchmark, _watched, answer, mismatches, noted_passes
 from hf_specdecpp.benchmark.loading import RUNS, Benchmark, Question, RunLog, in_batches
 from hf_specdecpp.benchmark.report import describe_mismatch
 from hf_specdecpp.benchmark.summary import comparable, summarise

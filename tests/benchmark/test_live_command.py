@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import tiny
-from support.mutants import accept_everything
-from support.repos import TEXT, save_model
+from support.enumeration.mutants import accept_everything
+from support.files.repos import TEXT, save_model
+from support.targets.models import tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.benchmark.contestants import all_contestants, choose
 from hf_specdecpp.cli import app
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 
 SOME = ["plain", "fixed 3", "threshold 0.5 (q)", "dyspec 4*", "transformers default", "prompt lookup"]
 
@@ -107,7 +108,7 @@ def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, m
     options = ("--max_new_tokens", "16", "--contestants", "fixed 3", "--temperatures", "0")
     result = run_bench(target, tmp_path, *options)
     assert result.exit_code == 1
-    assert "fixed 3 left the text of plain generate() at token" in " ".join(result.output.split())
+    assert "fixed 3 differs from plain generate() from token" in " ".join(result.output.split())
     assert "FAILED: answers differ from plain generate()" in result.output
 
 

@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import informed_draft
-from support.models import VOCAB_SIZE, partly_agreeing, prompt, random_fusion, random_layer, tiny
-from support.outputs import RECORDS, assert_same, assert_same_cache
-from support.watchers import unnoticed
-from support.zoo import families, tiny_of
+from support.targets.families import informed_draft
+from support.targets.models import VOCAB_SIZE, partly_agreeing, prompt, random_fusion, random_layer, tiny
+from support.targets.outputs import RECORDS, assert_same, assert_same_cache
+from support.targets.watchers import unnoticed
+from support.targets.zoo import families, tiny_of
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.caches.states import Mark, no_way_back
 from hf_specdecpp.caches.text import GrowingText
-from hf_specdecpp.generation.prefix import Prefix
-from hf_specdecpp.generation.target import MOST_PENDING
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation.target import MOST_PENDING, Prefix
 from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder
 
 FAMILIES = ["granitemoehybrid", "zaya", "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "falcon_h1",

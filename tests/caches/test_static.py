@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.families import informed_draft, model_of
-from support.models import prompt, quiet_later_layers, tiny, told
-from support.multimodal import multimodal
-from support.outputs import RECORDS, assert_same
-from support.static_caches import (
+from support.targets.families import informed_draft, model_of
+from support.targets.models import prompt, quiet_later_layers, tiny, told
+from support.targets.multimodal import multimodal
+from support.targets.outputs import RECORDS, assert_same
+from support.targets.static_caches import (
     GROWTHS,
     OPTIONS,
     RULES,
@@ -21,12 +21,13 @@ from support.static_caches import (
     held,
     static_cache,
 )
-from support.watchers import no_work
-from support.zoo import tiny_of
+from support.targets.watchers import no_work
+from support.targets.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.doors import calls
 from hf_specdecpp.models.causal_lm import CausalLM
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import tiny
-from support.token_trees import PARENTS, PATH, cache_gap, prefill, read_tree, tokens_for
-from support.zoo import WINDOW, tiny_of
+from support.enumeration.token_trees import PARENTS, PATH, cache_gap, prefill, read_tree, tokens_for
+from support.targets.models import tiny
+from support.targets.zoo import WINDOW, tiny_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 

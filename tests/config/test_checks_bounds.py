@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
-from hf_specdecpp import SpecDecPPConfig, SpeculationConfig
+from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.checks import BOUNDS, LAYER, LISTS, check_layers, check_numbers
-from hf_specdecpp.config.speculation import Decisions
+from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 
 ROOT = Path(__file__).parents[2]
 SOUND: dict[str, Any] = {

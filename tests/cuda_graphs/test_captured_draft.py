@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from support.capturing import CHAIN, drawn, generate
-from support.models import assistant_for, assistant_of, quiet_later_layers, tiny
-from support.toy_rounds import HIDDEN_SIZE, make_estimator
-from support.whole_rounds import TREE
+from support.devices.capturing import CHAIN, drawn, generate
+from support.devices.whole_rounds import TREE
+from support.enumeration.toy_rounds import HIDDEN_SIZE, make_estimator
+from support.targets.models import assistant_for, assistant_of, quiet_later_layers, tiny
 from torch import Tensor, nn
 
+from hf_specdecpp.caches.masks import inputs_in_place
 from hf_specdecpp.cuda_graphs import captured_draft
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundRules
-from hf_specdecpp.drafting import model_steps
+from hf_specdecpp.drafting import drafter as model_steps
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.estimation.acceptance_rates import EDGES, AcceptanceRates
-from hf_specdecpp.estimation.estimators import DraftStep, Estimator
+from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep, Estimator
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Ranked
-from hf_specdecpp.trees.attention import inputs_in_place
-from hf_specdecpp.trees.slots import Growth, Level, Slots, SlotValuation
+from hf_specdecpp.trees.growth import Growth, Slots, SlotValuation
+from hf_specdecpp.trees.head_siblings import Level
 
 VOCAB, WIDTH, SEEDS = 30, 3, 12
 
@@ -170,7 +170,7 @@ def test_passes_that_are_wrong_are_noticed(
     """In what is drafted: texts are verified."""
     target = quiet_later_layers(tiny("llama"))
     assistant = assistant_of("independent", target, adapt=False, **settings)
-    monkeypatch.setattr("support.capturing.LENGTHS", (3, 12))
+    monkeypatch.setattr("support.devices.capturing.LENGTHS", (3, 12))
     expected, rounds = drawn(target, assistant, sampled=False)
     monkeypatch.setattr(owner, name, mutant)
     assistant.ready_drafter().captured = None  # what is captured knows nothing of the mutant

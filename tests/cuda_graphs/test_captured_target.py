@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.capturing import pretended
-from support.models import prompt, tiny
+from support.devices.capturing import pretended
+from support.targets.models import prompt, tiny
 from torch import Tensor
 
 from hf_specdecpp.caches.text import PathRows

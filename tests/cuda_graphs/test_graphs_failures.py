@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.capturing import generate, pretended
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
-from support.zoo import tiny_of
+from support.devices.capturing import generate, pretended
+from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import pretend_cuda
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
-from support.pretend_cuda import pretend_graphs_on_devices
-from support.pretend_devices import on_device
+from support.devices import pretend_cuda
+from support.devices.pretend_cuda import pretend_graphs_on_devices
+from support.devices.pretend_devices import on_device
+from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
 from torch import Tensor
 
 from hf_specdecpp.cuda_graphs import graphs

@@ -17,9 +17,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from support.capturing import CHAIN, generate
-from support.models import assistant_of, quiet_later_layers, tiny
-from support.pretend_graph import pretend_graphs
+from support.devices.capturing import CHAIN, generate
+from support.devices.pretend_graph import pretend_graphs
+from support.targets.models import assistant_of, quiet_later_layers, tiny
 from torch import Tensor, nn
 from transformers.generation import logits_process
 from transformers.models.gemma3 import modeling_gemma3

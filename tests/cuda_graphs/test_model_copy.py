@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.capturing import CHAIN, generate
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
-from support.outputs import prefill
-from support.pretend_graph import pretend_graphs
-from support.zoo import tiny_of
+from support.devices.capturing import CHAIN, generate
+from support.devices.pretend_graph import pretend_graphs
+from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.outputs import prefill
+from support.targets.zoo import tiny_of
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from support import dflash_files, gemma4_files, mtp_files
-from support.eagle3_files import VARIANTS, VOCAB, Checkpoint
-from support.formulas import states_of
-from support.models import prompt, tiny
-from support.repos import change_json, letter_tokenizer
-from support.watchers import heard
+from support.files import dflash_files, gemma4_files, mtp_files
+from support.files.eagle3_files import VARIANTS, VOCAB, Checkpoint
+from support.files.repos import change_json, letter_tokenizer
+from support.targets.formulas import states_of
+from support.targets.models import prompt, tiny
+from support.targets.watchers import heard
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.cli import app
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import unrolled

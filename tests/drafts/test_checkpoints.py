@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import dflash_files, gemma4_files
-from support.checkpoints import WEIGHTS, edited, in_shards
-from support.eagle3_files import VARIANTS as EAGLE3
-from support.models import tiny
+from support.files import dflash_files, gemma4_files
+from support.files.checkpoints import WEIGHTS, edited, in_shards
+from support.files.eagle3_files import VARIANTS as EAGLE3
+from support.targets.models import tiny
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.drafts.known import BY_NAME, PUBLISHED, ready_made, recognise
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.exporting import export

@@ -5,18 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from support import gemma4_files
-from support.checkpoints import edited
-from support.formulas import close
-from support.gemma4_files import VARIANTS, VOCAB, target_for
-from support.models import prompt, tiny
-from support.pretend_graph import pretend_graphs
-from support.repos import change_json
-from support.rounds_anew import Ear, check_rounds
+from support.devices.pretend_graph import pretend_graphs
+from support.files import gemma4_files
+from support.files.checkpoints import edited
+from support.files.gemma4_files import VARIANTS, VOCAB, target_for
+from support.files.repos import change_json
+from support.targets.formulas import close
+from support.targets.models import prompt, tiny
+from support.targets.rounds_anew import Ear, check_rounds
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.gemma4 import sources
 from hf_specdecpp.drafts.known import GEMMA4
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM

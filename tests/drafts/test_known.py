@@ -5,11 +5,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.models import prompt, tiny
-from support.stand_ins import BLOCK, BlockDraft
+from support.files.stand_ins import BLOCK, BlockDraft
+from support.targets.models import prompt, tiny
 
 import hf_specdecpp
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts import known
 from hf_specdecpp.drafts.draft_kind import DraftKind
 from hf_specdecpp.drafts.known import BY_NAME, KINDS, kind_of, kind_to_train, read_config, recognise

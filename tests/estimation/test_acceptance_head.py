@@ -8,18 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.released_heads import ReleasedHead
+from support.files.released_heads import ReleasedHead
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
-from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates, bin_of
 from hf_specdecpp.estimation.estimators import (
+    NO_VERDICT,
     NUM_SCALARS,
     NUM_SIBLINGS,
     SIBLING_MASS,
+    AcceptanceRates,
     DraftProbability,
     DraftStep,
+    bin_of,
     scalar_features,
 )
 from hf_specdecpp.estimation.metrics import auc, binary_kl, ece

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support.exact_distribution import (
+from support.enumeration.exact_distribution import (
     Answering,
     Probs,
     Tokens,
@@ -16,12 +16,12 @@ from support.exact_distribution import (
     is_caught,
     largest_error,
 )
-from support.readable_verification import verify_block, verify_chain
-from support.toy_rounds import RULES, SCENARIOS, VERIFIERS, Models, ToyRound
+from support.enumeration.readable_verification import verify_block, verify_chain
+from support.enumeration.toy_rounds import RULES, SCENARIOS, VERIFIERS, Models, ToyRound
 from torch import Tensor
 
 from hf_specdecpp.sampling.randomness import Randomness, TorchRandomness
-from hf_specdecpp.sampling.verification import as_tests, verify_sampled
+from hf_specdecpp.trees.verification import as_tests, verify_sampled
 
 TOLERANCE = 1e-12
 

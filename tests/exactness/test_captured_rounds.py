@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from support.exact_distribution import VISIBLE, exact_distribution
-from support.next_tokens import VOCAB, Path, add_texts, distributions, furthest, plain_texts
-from support.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
-from support.readable_verification import verify_block, verify_chain, weights_of
+from support.devices.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
+from support.enumeration.exact_distribution import VISIBLE, exact_distribution
+from support.enumeration.next_tokens import VOCAB, Path, add_texts, distributions, furthest, plain_texts
+from support.enumeration.readable_verification import verify_block, verify_chain, weights_of
 from torch import Tensor
 
 from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.on_device import count_until, first_passing
-from hf_specdecpp.sampling.verification import Verification, outcomes
+from hf_specdecpp.trees.verification import Verification, outcomes
 
 K = 3
 Stop = Callable[[Path], int]

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact_distribution import VISIBLE, Replay, exact_distribution
-from support.grown_trees import LEVELS, WIDTH, Grown, Judge, Slots, Tests, by_a_head, by_q, trees
-from support.next_tokens import Path, add_texts, distributions, furthest, plain_texts
-from support.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
-from support.readable_verification import verify_tree, verify_tree_block
+from support.devices.processors_between import MISTAKES, PROCESSORS, Between, Process, rightly
+from support.enumeration.exact_distribution import VISIBLE, Replay, exact_distribution
+from support.enumeration.grown_trees import LEVELS, WIDTH, Grown, Judge, Slots, Tests, by_a_head, by_q, trees
+from support.enumeration.next_tokens import Path, add_texts, distributions, furthest, plain_texts
+from support.enumeration.readable_verification import verify_tree, verify_tree_block
 from torch import Tensor
 
 from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.on_device import best_slots
-from hf_specdecpp.sampling.verification import Verification, acceptance_of, sibling_tests
 from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.verification import Verification, acceptance_of, sibling_tests
 
 
 def texts_of_rounds(

@@ -5,16 +5,32 @@ fail by chance. Several seeds, because some pairs of p and q cannot tell a mutan
 
 import pytest
 import torch
-from support.exact_distribution import Replay, Tokens, exact_distribution, is_caught, largest_error, worst_error
-from support.plans import tell
-from support.toy_rounds import BOUNDS, RULES, SCENARIOS, VERIFIERS, Models, OneUniform, ToyRound, draft_chain
+from support.enumeration.exact_distribution import (
+    Replay,
+    Tokens,
+    exact_distribution,
+    is_caught,
+    largest_error,
+    worst_error,
+)
+from support.enumeration.plans import tell
+from support.enumeration.toy_rounds import (
+    BOUNDS,
+    RULES,
+    SCENARIOS,
+    VERIFIERS,
+    Models,
+    OneUniform,
+    ToyRound,
+    draft_chain,
+)
 from torch import Tensor
 
 from hf_specdecpp.config.speculation import RULES as RULE_NAMES
-from hf_specdecpp.drafting.stopping import StoppingRule, Threshold
-from hf_specdecpp.sampling import verification
+from hf_specdecpp.drafting.chain import StoppingRule, Threshold
 from hf_specdecpp.sampling.randomness import Randomness
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees import verification
+from hf_specdecpp.trees.tree import Chain
 
 # All probabilities are float64 here (heads answer in float32, but they only decide when to stop).
 TOLERANCE, SEEDS = 1e-12, range(10)
@@ -82,7 +98,7 @@ def test_rounds_of_several_lengths_occur(rule: str) -> None:
 @pytest.mark.parametrize("verifier", ["block", "token"])
 def test_two_rounds_emit_exactly_p(verifier: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second round continues the text of the first, with the same rule, which has learnt how the first went."""
-    monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
+    monkeypatch.setattr("hf_specdecpp.estimation.estimators.FIRST_FITS", (1,))
     lines = set()
     for seed in range(2):
         models = Models("plain", 3, seed)
@@ -107,16 +123,16 @@ def test_two_rounds_emit_exactly_p(verifier: str, rule: str, monkeypatch: pytest
 class Withdraws(ToyRound):
     """Takes the last candidate back because the draft is not confident of it."""
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         chain = super().draft(randomness, rule, prefix)
         confidence = float(chain.drawn_from[-1].softmax(dim=-1)[chain.candidates[-1]])
-        return DraftTree.chain(chain.candidates[:-1], chain.drawn_from[:-1]) if confidence < 0.3 else chain
+        return Chain(chain.candidates[:-1], chain.drawn_from[:-1]) if confidence < 0.3 else chain
 
 
 class ReportsAnotherTemperature(ToyRound):
     """Draws at temperature 0.9 and reports q at temperature 1."""
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         honest = self.stepper(prefix)
 
         def step(candidates: list[Tensor]):
@@ -126,13 +142,13 @@ class ReportsAnotherTemperature(ToyRound):
             return draft
 
         chain = draft_chain(step, rule, randomness, max_tokens=3)
-        return DraftTree.chain(chain.candidates, [scores * 0.9 for scores in chain.drawn_from])
+        return Chain(chain.candidates, [scores * 0.9 for scores in chain.drawn_from])
 
 
 class DraftsGreedily(ToyRound):
     """Takes the likeliest token and reports the softmax as q."""
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         return draft_chain(self.stepper(prefix), rule, None, max_tokens=3)
 
 

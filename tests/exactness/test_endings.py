@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices.pretend_graph import direct_graphs, pretend_graphs
 from support.fuzz.arguments import random_ids
-from support.models import assistant_of, quiet_later_layers, tiny
-from support.pretend_graph import direct_graphs, pretend_graphs
-from support.watchers import Collector, tokenizer
+from support.targets.models import assistant_of, quiet_later_layers, tiny
+from support.targets.watchers import Collector, tokenizer
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import StoppingCriteria
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.generation.captured.parts import RoundGraphs
 from hf_specdecpp.generation.several.target import TargetOfRows
 from hf_specdecpp.generation.text import Text

@@ -22,14 +22,14 @@ from support.fuzz.arguments import PROCESSORS, STOPS, random_ids
 from support.fuzz.cases import FAMILIES, Case, draw
 from support.fuzz.models import RULES, assistant_for, target_of
 from support.fuzz.running import Result, run_case
-from support.watchers import tokenizer
-from support.zoo import families
+from support.targets.watchers import tokenizer
+from support.targets.zoo import families
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches import text
-from hf_specdecpp.generation import prefix
+from hf_specdecpp.generation import target as prefix
 from hf_specdecpp.models.cpu import weight_copies
 from hf_specdecpp.sampling.processors import Processing
 

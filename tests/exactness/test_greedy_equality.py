@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import FAMILIES, Rounds, assistant_for, prompt, tiny
+from support.targets.models import FAMILIES, Rounds, assistant_for, prompt, tiny
 
 # Without the second, random models soon fall into a loop, which every draft guesses.
 ARGUMENTS: dict[str, Any] = {"max_new_tokens": 200, "no_repeat_ngram_size": 6, "do_sample": False}

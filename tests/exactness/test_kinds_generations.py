@@ -15,17 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.gemma4_files import FULL, SLIDING, Variant, target_for
-from support.models import random_layer, tiny, told
-from support.mtp_files import Files
-from support.stock_rounds import VOCAB
-from support.whole_generations import NEW_TOKENS, Enumerate, assert_caught, assert_exactly_p, change_drafts
+from support.enumeration.stock_rounds import VOCAB
+from support.enumeration.whole_generations import NEW_TOKENS, Enumerate, assert_caught, assert_exactly_p, change_drafts
+from support.files.gemma4_files import FULL, SLIDING, Variant, target_for
+from support.files.mtp_files import Files
+from support.targets.models import random_layer, tiny, told
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, assist
-from hf_specdecpp.generation import tree_drafting
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.generation import setup
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree import Chain, DraftTree
 
 TOKEN = {"verification": "token"}
 FIXED: dict[str, Any] = {"rule": "fixed", "num_tokens": 2}
@@ -130,14 +131,14 @@ def of_the_next(chain: Any) -> Any:
 def unlikely(chain: Any) -> Any:
     """Dropped because of its own value: the less likely one of the two that may come."""
     if len(chain) > 1 and float(chain.q(len(chain) - 1)[chain.tokens[-1]]) < 0.5:
-        return DraftTree.chain(chain.candidates[:-1], chain.drawn_from[:-1])
+        return Chain(chain.candidates[:-1], chain.drawn_from[:-1])
     return chain
 
 
-def not_the_likeliest(chain: DraftTree) -> DraftTree:
+def not_the_likeliest(chain: Any) -> Any:
     """Dropped, too, where there is no other candidate."""
     if len(chain) and chain.tokens[-1] != int(chain.drawn_from[-1].argmax()):
-        return DraftTree.chain(chain.candidates[:-1], chain.drawn_from[:-1])
+        return Chain(chain.candidates[:-1], chain.drawn_from[:-1])
     return chain
 
 
@@ -156,10 +157,10 @@ def test_rounds_that_the_rule_makes_trees_or_chains_emit_exactly_p(
     kinds = set()
 
     def note(tree: DraftTree) -> DraftTree:
-        kinds.add((tree.is_chain, len(tree)))
+        kinds.add((isinstance(tree, Chain), len(tree)))
         return tree
 
-    monkeypatch.setattr(tree_drafting, "CHECK", 0.0)
+    monkeypatch.setattr(setup, "CHECK", 0.0)
     change_drafts(monkeypatch, note)
     assert_exactly_p(*pair(name, **BY_RULE), enumerate_torch, NEW_TOKENS + 1)
     assert kinds >= {(True, 0), (True, 2), (False, 2)} or name in TAKES_LONG
@@ -170,8 +171,8 @@ def test_rounds_that_the_rule_makes_trees_or_chains_emit_exactly_p(
 def test_mutants_of_trees_by_the_rule_are_caught(
     mutate: Any, enumerate_torch: Enumerate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree_drafting, "CHECK", 0.0)
-    change_drafts(monkeypatch, lambda tree: mutate(tree) if tree.is_chain else tree)
+    monkeypatch.setattr(setup, "CHECK", 0.0)
+    change_drafts(monkeypatch, lambda tree: mutate(tree) if isinstance(tree, Chain) else tree)
     assert_caught(*pair("eagle3, all", **BY_RULE), enumerate_torch)
 
 

@@ -15,27 +15,25 @@ from typing import Any
 
 import pytest
 import torch
-from support.dflash_files import DEPTH, Checkpoint
-from support.exact_distribution import Tokens, exact_distribution, is_caught, worst_error
-from support.models import tiny
-from support.stand_ins import TextReading
-from support.toy_rounds import VERIFIERS, Models, ToyRound, draft_chain
-from support.toy_trees import ToyTree
+from support.enumeration.exact_distribution import Tokens, exact_distribution, is_caught, worst_error
+from support.enumeration.toy_rounds import VERIFIERS, Models, ToyRound, draft_chain
+from support.enumeration.toy_trees import ToyTree
+from support.files.dflash_files import DEPTH, Checkpoint
+from support.files.stand_ins import TextReading
+from support.targets.models import tiny
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from hf_specdecpp.drafting.chain import next_step, point_mass
+from hf_specdecpp.drafting.chain import StoppingRule, next_step, point_mass
 from hf_specdecpp.drafting.draft import Reading
-from hf_specdecpp.drafting.stopping import StoppingRule
 from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashDraft
 from hf_specdecpp.drafts.known import DFLASH
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.sampling.randomness import Randomness, TreeRandomness
-from hf_specdecpp.sampling.verification import verify_sampled
-from hf_specdecpp.trees.slots import Level
-from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.verification import follow_tree
+from hf_specdecpp.trees.head_siblings import Level
+from hf_specdecpp.trees.tree import Chain, DraftTree
+from hf_specdecpp.trees.verification import follow_tree, verify_sampled
 
 # The block's logits are float32: that is what q is drawn from and told as.
 TOLERANCE = {"block": 1e-12, "lookup": 1e-12, "dflash": 1e-6}
@@ -121,12 +119,12 @@ class KindRound(ToyRound):
 
     models: Any
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         session, text = self.models.begun(prefix)
         step = partial(next_step, session, self.models.processing, text, False)
         chain = draft_chain(step, rule, randomness, max_tokens=3, eos_token_ids=self.models.eos)
         assert session.passes <= 1
-        return DraftTree.chain(chain.candidates, [row.double() for row in chain.drawn_from])
+        return Chain(chain.candidates, [row.double() for row in chain.drawn_from])
 
 
 class KindTree(ToyTree):
@@ -187,17 +185,17 @@ def test_a_tree_emits_exactly_p(kind: str, verifier: Any, algorithm: str) -> Non
 class LessCertain(KindRound):
     """A looked up candidate's q is told as its share of what followed before, and not as 1."""
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         chain = super().draft(randomness, rule, prefix)
-        return DraftTree.chain(chain.candidates, [torch.where(row.isinf(), -2.0, row) for row in chain.drawn_from])
+        return Chain(chain.candidates, [torch.where(row.isinf(), -2.0, row) for row in chain.drawn_from])
 
 
 class AnotherPlace(KindRound):
     """The distribution of a place is told as that of the place after it."""
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         chain = super().draft(randomness, rule, prefix)
-        return DraftTree.chain(chain.candidates, [*chain.drawn_from[1:], chain.drawn_from[0]])
+        return Chain(chain.candidates, [*chain.drawn_from[1:], chain.drawn_from[0]])
 
 
 class KeepsTheMass(KindRound):
@@ -213,11 +211,11 @@ class KeepsTheMass(KindRound):
 class NotProcessed(KindRound):
     """The bare marginals are told."""
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         chain = super().draft(randomness, rule, prefix)
         session: Any = self.models.session
         rows = [session.step([torch.tensor(0)] * place)[0].double() for place in range(len(chain.candidates))]
-        return DraftTree.chain(chain.candidates, rows)
+        return Chain(chain.candidates, rows)
 
 
 class OnePathForAll(KindTree):
@@ -267,8 +265,8 @@ class LookupRound(ToyRound):
 
     draws = True
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
-        chain = super().draft(randomness, rule, prefix) if self.draws else DraftTree.chain()
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
+        chain = super().draft(randomness, rule, prefix) if self.draws else Chain()
         if set(chain.candidates) & self.models.eos:
             return chain
         return chain.followed_by(looked_up(self.models, (*prefix, *chain.candidates), FURTHER))
@@ -277,7 +275,7 @@ class LookupRound(ToyRound):
         verification: Any = self.verifier
         drawn = len(q)
         accepted, token = verify_sampled(candidates[:drawn], p[: drawn + 1], q, randomness, verification)
-        chain, path = DraftTree.chain(candidates, list(q)), list(range(1, accepted + 1))
+        chain, path = Chain(candidates, list(q)), list(range(1, accepted + 1))
         path, token = follow_tree(chain, path, token, lambda node: int(randomness.categorical(p[node])))
         return len(path), token
 
@@ -317,7 +315,7 @@ class LookupTree(ToyTree):
             for token in looked_up(self.models, (*prefix, *tree.path(start)), FURTHER):
                 if any(tree.tokens[child] == token for child in tree.children[node]):
                     break  # which depends on what was drawn
-                node = tree.follow(node, token)
+                node = tree.add(node, token, looked_up=True)
         return tree
 
     def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:

@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact_distribution import VISIBLE, Replay, exact_distribution
-from support.grown_trees import Grown, trees
-from support.next_tokens import VOCAB, Path, distributions
-from support.readable_verification import weights_of
-from support.toy_rounds import VERIFIERS
+from support.enumeration.exact_distribution import VISIBLE, Replay, exact_distribution
+from support.enumeration.grown_trees import Grown, trees
+from support.enumeration.next_tokens import VOCAB, Path, distributions
+from support.enumeration.readable_verification import weights_of
+from support.enumeration.toy_rounds import VERIFIERS
 from torch import Tensor
 
 from hf_specdecpp.cuda_graphs import on_device
-from hf_specdecpp.sampling import verification
 from hf_specdecpp.sampling.randomness import NothingToDrawError
-from hf_specdecpp.trees import verification as of_trees
+from hf_specdecpp.trees import verification
 from hf_specdecpp.trees.tree import DraftTree
 from hf_specdecpp.trees.verification import verify_tree
 
@@ -238,6 +237,6 @@ def test_mutants_of_chains_are_noticed(name: str, mutant: Any, where: str, monke
 def test_a_mutant_of_trees_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child counts where p is nan, as if its chance were `min(1.0, nan)`, which is 1.0."""
     right = verification.acceptance_of
-    for module in (of_trees, on_device):
+    for module in (verification, on_device):
         monkeypatch.setattr(module, "acceptance_of", lambda *of: right(*of).nan_to_num(1.0))
     assert error(*OF_TREES[name], "after 0") > VISIBLE

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import partly_agreeing, prompt, tiny
+from support.targets.models import partly_agreeing, prompt, tiny
 from torch import Tensor
 from transformers import TrainingArguments
 
-from hf_specdecpp import AcceptanceHead
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.training import head as head_fitting
 from hf_specdecpp.training.configuration import HeadConfig

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.models import partly_agreeing, tiny
-from support.stock_rounds import in_their_loop
-from support.watchers import heard
+from support.enumeration.stock_rounds import in_their_loop
+from support.targets.models import partly_agreeing, tiny
+from support.targets.watchers import heard
 from torch import Tensor
 from torch.testing import assert_close
 from transformers.generation import utils as transformers_generation
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation import text as verification
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.sampling.randomness import TorchRandomness
 from hf_specdecpp.trees.tree import DraftTree
@@ -67,7 +69,7 @@ class Ear:
         heard(monkeypatch, SpecDecPPCandidateGenerator, "propose", self.start_round)
         heard(monkeypatch, TorchRandomness, "categorical", lambda _, probs: self.drawn.append(probs.clone()))
         heard(monkeypatch, verification, "verify_sampled", lambda candidates, p, q, *_: self.note(candidates, q))
-        heard(monkeypatch, Text, "_verify_on_the_way", lambda _, tree_pass, *__: self.hear_a_walk(tree_pass.tree))
+        heard(monkeypatch, Text, "_verify_on_the_way", lambda _, each, *__: self.hear_a_walk(each.tree))
         heard(monkeypatch, transformers_generation, "_speculative_sampling", self.hear_theirs)
 
     def start_round(self, _: SpecDecPPCandidateGenerator, input_ids: Tensor, *args: Any, **kwargs: Any) -> None:

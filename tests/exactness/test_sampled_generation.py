@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import partly_agreeing, tiny
+from support.targets.models import partly_agreeing, tiny
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation import text as rounds_verification
-from hf_specdecpp.sampling import verification
+from hf_specdecpp.trees import verification
 
 VOCAB = 12
 TEMPERATURE, TOP_K = 0.8, 3

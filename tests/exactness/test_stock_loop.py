@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.exact_distribution import VISIBLE, Replay, Tokens, exact_distribution, worst_error
-from support.stock_rounds import PROMPT, VOCAB, in_their_loop, small, target_distribution
-from support.whole_generations import assert_exactly_p
+from support.enumeration.exact_distribution import VISIBLE, Replay, Tokens, exact_distribution, worst_error
+from support.enumeration.stock_rounds import PROMPT, VOCAB, in_their_loop, small, target_distribution
+from support.enumeration.whole_generations import assert_exactly_p
 from transformers import GenerationConfig, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers.generation.utils import _speculative_sampling
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 
 # transformers and the drafter turn logits into float32 before anything else, whatever the models' dtype.
 TOLERANCE = 1e-6

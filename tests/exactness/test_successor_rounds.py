@@ -10,15 +10,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, partly_agreeing, tiny, told
-from support.stand_ins import BlockDraft
-from support.stock_rounds import VOCAB
-from support.watchers import heard
-from support.whole_generations import Enumerate, assert_caught, assert_exactly_p
+from support.enumeration.stock_rounds import VOCAB
+from support.enumeration.whole_generations import Enumerate, assert_caught, assert_exactly_p
+from support.files.stand_ins import BlockDraft
+from support.targets.models import assistant_for, assistant_of, partly_agreeing, tiny, told
+from support.targets.watchers import heard
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpecDecPPConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.assistant import SpecDecPPConfig
 from hf_specdecpp.config.speculation import Decisions
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling import successors
 from hf_specdecpp.sampling.processors import Processing

@@ -7,15 +7,22 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support import readable_verification as readable
-from support.exact_distribution import Probs, Replay, Tokens, accepted_in, exact_distribution, is_caught, largest_error
-from support.toy_rounds import SCENARIOS, Models
-from support.toy_trees import ToyTree
+from support.enumeration import readable_verification as readable
+from support.enumeration.exact_distribution import (
+    Probs,
+    Replay,
+    Tokens,
+    accepted_in,
+    exact_distribution,
+    is_caught,
+    largest_error,
+)
+from support.enumeration.toy_rounds import SCENARIOS, Models
+from support.enumeration.toy_trees import ToyTree
 
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
-from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.verification import verify_tree
+from hf_specdecpp.trees.verification import Verification, verify_tree
 
 VERIFICATIONS: tuple[Verification, ...] = ("block", "token")
 TOLERANCE, ALGORITHMS = 1e-12, ["dyspec", "dyspec-exact", "static", "throughput"]

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from support import readable_verification
-from support.exact_distribution import Answering, Replay, Tokens, exact_distribution, is_caught, worst_error
-from support.plans import tree_plan
-from support.toy_rounds import SCENARIOS, Models, OneUniform
-from support.toy_trees import ToyTree
+from support.enumeration import readable_verification
+from support.enumeration.exact_distribution import Answering, Replay, Tokens, exact_distribution, is_caught, worst_error
+from support.enumeration.plans import tree_plan
+from support.enumeration.toy_rounds import SCENARIOS, Models, OneUniform
+from support.enumeration.toy_trees import ToyTree
 
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.estimation.estimators import AcceptanceRates
 from hf_specdecpp.sampling.randomness import TreeRandomness
-from hf_specdecpp.sampling.verification import verify_sampled
-from hf_specdecpp.trees.slots import Growth
-from hf_specdecpp.trees.tree import DraftTree
-from hf_specdecpp.trees.verification import verify_tree
+from hf_specdecpp.trees.growth import Growth
+from hf_specdecpp.trees.tree import Chain, DraftTree
+from hf_specdecpp.trees.verification import verify_sampled, verify_tree
 
 TOLERANCE, ALGORITHMS = 1e-12, ["dyspec", "dyspec-exact", "static"]
 EVERY, ESTIMATORS = [*ALGORITHMS, "throughput"], ["draft probability", "before"]
@@ -100,7 +99,7 @@ def test_two_rounds_emit_exactly_p(algorithm: str) -> None:
 @pytest.mark.daily("dyspec")
 @pytest.mark.parametrize("algorithm", ["dyspec", "dyspec-exact"])
 def test_two_rounds_emit_exactly_p_when_one_calibrates_another(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
+    monkeypatch.setattr("hf_specdecpp.estimation.estimators.FIRST_FITS", (1,))
     models, lines = Models("plain", 3, seed=0), set()
     program = ToyTree(models, algorithm, ESTIMATORS[0], budget=2, max_depth=2)
 
@@ -118,7 +117,7 @@ def test_two_rounds_emit_exactly_p_when_one_calibrates_another(algorithm: str, m
 
 def test_two_rounds_of_the_throughput_rule_emit_exactly_p(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round decides how far the tree of the second one grows, or whether there is one."""
-    monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
+    monkeypatch.setattr("hf_specdecpp.estimation.estimators.FIRST_FITS", (1,))
     monkeypatch.setattr("hf_specdecpp.throughput.plan.MOST_CREDIT", 0.1)
     models, second = Models("plain", 3, seed=0), set()
     program = ToyTree(models, "throughput", ESTIMATORS[0], budget=2, max_depth=2)
@@ -154,7 +153,7 @@ class ByTheRule(ToyTree):
         return growth
 
     def verify(self, tree: DraftTree, randomness: TreeRandomness, prefix: Tokens) -> tuple[list[int], int]:
-        if not tree.has_one_branch or not len(tree):
+        if not isinstance(tree.as_chain(), Chain) or not len(tree):
             return super().verify(tree, randomness, prefix)
         p = torch.stack([self.p(tree, node, prefix) for node in range(len(tree) + 1)])
         q = torch.stack([tree.q(node) for node in range(len(tree))])

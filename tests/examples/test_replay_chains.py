@@ -12,25 +12,23 @@ import pytest
 import torch
 from chains import BASELINES, AdaEDL, ChainReplay, Outcomes, Seen, oracle, recorded_estimator
 from record import KNOWN, Record, coupling, known_of, record
-from support.exact_distribution import Probs, Replay, Tokens, exact_distribution
-from support.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny, told
-from support.plans import tell
-from support.stopping_rules import decides, distribution_of, make_step
-from support.toy_rounds import RULES, Models, ToyRound, draft_chain
+from support.enumeration.exact_distribution import Probs, Replay, Tokens, exact_distribution
+from support.enumeration.plans import tell
+from support.enumeration.stopping_rules import decides, distribution_of, make_step
+from support.enumeration.toy_rounds import RULES, Models, ToyRound, draft_chain
+from support.targets.models import VOCAB_SIZE, Rounds, assistant_for, prompt, tiny, told
 from sweep import PAPER, sweep
 from texts import Text
 from torch import Tensor
 
-from hf_specdecpp import AcceptanceHead
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.drafting.stopping import StoppingRule
-from hf_specdecpp.estimation.acceptance_head import Calibration
-from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
-from hf_specdecpp.estimation.estimators import DraftStep, scalar_features
+from hf_specdecpp.drafting.chain import StoppingRule
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead, Calibration
+from hf_specdecpp.estimation.estimators import AcceptanceRates, DraftStep, scalar_features
 from hf_specdecpp.generation.setup import make_rule
 from hf_specdecpp.sampling.randomness import Randomness
 from hf_specdecpp.texts.sampling import Sampling
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree import Chain
 
 LENGTH, MOST = 4, 2  # tokens of a text, candidates of a round
 BOUNDS = {"confidence": 0.3, "svip": 0.35, "adaedl": 0.6}  # with which rounds of several lengths occur
@@ -58,7 +56,7 @@ class Generation(ToyRound):
             rounds += [self.drafted, self.accepted]
         return (*text, -1, *rounds)
 
-    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> DraftTree:
+    def draft(self, randomness: Randomness, rule: StoppingRule, prefix: Tokens) -> Chain:
         room = LENGTH - len(prefix) - 1
         return draft_chain(self.stepper(prefix), rule, randomness, max_tokens=room, eos_token_ids=self.models.eos)
 

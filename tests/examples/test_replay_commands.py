@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import rounds
 import sweep
-from support.repos import TEXT, head_for, tokenizer
-from support.training_files import training_run
+from support.files.repos import TEXT, head_for, tokenizer
+from support.runs.training_files import training_run
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 
 
 @pytest.fixture

@@ -7,22 +7,22 @@ from typing import Any
 import pytest
 import torch
 from rounds import RoundReplay, ends_at, replay_rounds, round_table
-from support.exact_distribution import Replay, exact_distribution
-from support.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny, told
-from support.repos import head_for
-from support.toy_rounds import Models
-from support.toy_trees import ToyTree
-from support.tree_generation import sharp
+from support.enumeration.exact_distribution import Replay, exact_distribution
+from support.enumeration.toy_rounds import Models
+from support.enumeration.toy_trees import ToyTree
+from support.files.repos import head_for
+from support.targets.models import assistant_for, assistant_of, prompt, quiet_later_layers, tiny, told
+from support.targets.tree_generation import sharp
 from texts import Text
 
-from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.benchmark.contestants import Contestant
 from hf_specdecpp.benchmark.loading import Benchmark, RunLog
 from hf_specdecpp.cli_options import BenchmarkConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.sampling.verification import Verification
 from hf_specdecpp.texts.sampling import Sampling
 from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.verification import Verification
 
 LENGTH, NEW_TOKENS = 12, 60
 KINDS: dict[str, dict[str, Any]] = {

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, prompt, tiny, told
+from support.targets.models import assistant_for, assistant_of, prompt, tiny, told
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu import faster_products

@@ -8,19 +8,20 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.apple_operations import AsOnApple
-from support.distillation_files import prepare
-from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny, told
-from support.pretend_devices import DeviceTensor, on_device, pretend_devices
-from support.repos import head_for
-from support.training_files import training_run
-from support.zoo import tiny_of
+from support.devices.apple_operations import AsOnApple
+from support.devices.pretend_devices import DeviceTensor, on_device, pretend_devices
+from support.files.repos import head_for
+from support.runs.distillation_files import prepare
+from support.runs.training_files import training_run
+from support.targets.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny, told
+from support.targets.zoo import tiny_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 from transformers import Trainer
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.randomness import draw_rows, widest
 from hf_specdecpp.texts.sampling import Sampling
@@ -246,7 +247,7 @@ def test_the_generators_of_a_device_are_kept(kind: str, monkeypatch: pytest.Monk
 WIDE = {  # where float64 on the device is a fault, and what finds it
     "caches.states": lambda: test_a_hybrid_target_and_lookups(["lookup"]),
     "drafting.chain": lambda: test_every_rule_and_tree(CHAINS["threshold"], SAMPLED),
-    "sampling.verification": lambda: test_every_rule_and_tree(FIXED, SAMPLED),
+    "trees.verification": lambda: test_every_rule_and_tree(FIXED, SAMPLED),
     "trees.attention": lambda: test_every_rule_and_tree(TREES["dyspec"], OPTIONS),
     "sampling.randomness": lambda: check_numbers("independent", "before"),
 }

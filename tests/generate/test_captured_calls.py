@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.capturing import CHAIN, SETTINGS, Waiting, assert_captured_as_uncaptured, generate
-from support.families import informed_draft
-from support.models import assistant_of, prompt, quiet_later_layers, tiny, told
-from support.multimodal import multimodal
-from support.outputs import assert_same, assert_same_cache, prefill
-from support.static_caches import static_cache
+from support.devices.capturing import CHAIN, SETTINGS, Waiting, assert_captured_as_uncaptured, generate
+from support.targets.families import informed_draft
+from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny, told
+from support.targets.multimodal import multimodal
+from support.targets.outputs import assert_same, assert_same_cache, prefill
+from support.targets.static_caches import static_cache
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cuda_graphs import captured_target
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs

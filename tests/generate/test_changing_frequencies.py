@@ -6,11 +6,11 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.models import VOCAB_SIZE, assistant_of, prompt, tiny
+from support.targets.models import VOCAB_SIZE, assistant_of, prompt, tiny
 from torch import Tensor
 from transformers import Qwen3Config
 
-from hf_specdecpp.generation import prefix
+from hf_specdecpp.generation import target as prefix
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import FrequencyChange, frequency_changes
 

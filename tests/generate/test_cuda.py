@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.capturing import CHAIN, SETTINGS, Waiting, assert_captured_as_uncaptured, generate
-from support.models import assistant_of, quiet_later_layers, tiny, told
-from support.whole_rounds import KINDS as WHOLE
-from support.whole_rounds import SAMPLED, TREE, batch, made, together
+from support.devices.capturing import CHAIN, SETTINGS, Waiting, assert_captured_as_uncaptured, generate
+from support.devices.whole_rounds import KINDS as WHOLE
+from support.devices.whole_rounds import SAMPLED, TREE, batch, made, together
+from support.targets.models import assistant_of, quiet_later_layers, tiny, told
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cuda_graphs.captured_target import captured_target
 from hf_specdecpp.models.causal_lm import CausalLM
 

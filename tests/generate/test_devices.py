@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny, told
-from support.pretend_devices import DeviceTensor, on_device, pretend_devices, spread
-from support.watchers import Collector, Recorder, tokenizer, unnoticed
+from support.devices.pretend_devices import DeviceTensor, on_device, pretend_devices, spread
+from support.targets.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny, told
+from support.targets.watchers import Collector, Recorder, tokenizer, unnoticed
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.decoding import AssistedDecoding
 
 LEVELS = 4

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, tiny
-from support.repos import WORDS, check_round_trip, estimates, greedy, head_for, save_model
+from support.files.repos import WORDS, check_round_trip, estimates, greedy, head_for, save_model
+from support.targets.models import VOCAB_SIZE, tiny
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -17,7 +17,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 

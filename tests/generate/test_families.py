@@ -11,15 +11,16 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.families import IMAGE, VOCAB_SIZE, informed_draft, model_of
-from support.models import prompt, random_layer, tiny
-from support.multimodal import MODELS, multimodal
-from support.outputs import RECORDS, assert_same, assert_same_cache
-from support.watchers import no_work, tokenizer
+from support.targets.families import IMAGE, VOCAB_SIZE, informed_draft, model_of
+from support.targets.models import prompt, random_layer, tiny
+from support.targets.multimodal import MODELS, multimodal
+from support.targets.outputs import RECORDS, assert_same, assert_same_cache
+from support.targets.watchers import no_work, tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT = prompt(12)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.families import informed_draft
-from support.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, tiny, told
-from support.pretend_graph import pretend_graphs
-from support.watchers import Collector
-from support.zoo import tiny_of
+from support.devices.pretend_graph import pretend_graphs
+from support.targets.families import informed_draft
+from support.targets.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, tiny, told
+from support.targets.watchers import Collector
+from support.targets.zoo import tiny_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import module as every_module
@@ -29,7 +29,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama import modeling_llama
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.models import foreign
 from hf_specdecpp.models.causal_lm import CausalLM

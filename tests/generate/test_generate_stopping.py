@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, partly_agreeing, prompt, tiny
-from support.watchers import Recorder
+from support.targets.models import assistant_for, partly_agreeing, prompt, tiny
+from support.targets.watchers import Recorder
 from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT = prompt(10)

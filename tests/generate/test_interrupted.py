@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.capturing import CHAIN
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
-from support.pretend_graph import pretend_graphs
-from support.whole_rounds import TREE
+from support.devices.capturing import CHAIN
+from support.devices.pretend_graph import pretend_graphs
+from support.devices.whole_rounds import TREE
+from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer

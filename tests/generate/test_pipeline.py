@@ -8,10 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from support.hub_server import HubServer
-from support.models import assistant_for, prompt, tiny
-from support.mutants import accept_everything
-from support.repos import (
+from support.enumeration.mutants import accept_everything
+from support.files.repos import (
     TEXT,
     WORDS,
     files_of,
@@ -22,11 +20,14 @@ from support.repos import (
     save_model,
     tokenizer,
 )
-from support.watchers import runs_of
+from support.runs.hub_server import HubServer
+from support.targets.models import assistant_for, prompt, tiny
+from support.targets.watchers import runs_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, dynamic_module_utils, pipeline
 from transformers.utils import hub as transformers_hub
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 
 FIXED = SpeculationConfig("fixed", num_tokens=4)
 

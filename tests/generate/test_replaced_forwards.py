@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
+from support.targets.models import assistant_for, prompt, tiny
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import why_no_positions
 
 PROMPT = prompt(12)

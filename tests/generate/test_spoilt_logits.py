@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.capturing import CHAIN
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
-from support.pretend_graph import pretend_graphs
-from support.watchers import Collector
-from support.whole_rounds import TREE, batch, together
+from support.devices.capturing import CHAIN
+from support.devices.pretend_graph import pretend_graphs
+from support.devices.whole_rounds import TREE, batch, together
+from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.watchers import Collector
 from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessor
 
 from hf_specdecpp.cuda_graphs import on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft
-from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.estimation.estimators import AcceptanceRates
 
 MESSAGE = "probability tensor contains either `inf`, `nan` or element < 0"
 NAN, NEVER = float("nan"), float("-inf")

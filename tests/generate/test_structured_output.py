@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
-from support.tree_generation import PROMPT, sharp
+from support.targets.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
+from support.targets.tree_generation import PROMPT, sharp
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 
 COMMON, RARE = list(range(36)), list(range(36, VOCAB_SIZE))

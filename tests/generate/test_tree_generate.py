@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from support.exact_distribution import exact_distribution, worst_error
-from support.models import assistant_for, told
-from support.stock_rounds import PROMPT as SHORT
-from support.stock_rounds import small, target_distribution
-from support.tree_generation import ARGUMENTS, TREES, generate, plain_text, target_of
+from support.enumeration.exact_distribution import exact_distribution, worst_error
+from support.enumeration.stock_rounds import PROMPT as SHORT
+from support.enumeration.stock_rounds import small, target_distribution
+from support.targets.models import assistant_for, told
+from support.targets.tree_generation import ARGUMENTS, TREES, generate, plain_text, target_of
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 
 
 @pytest.mark.daily("dyspec", "[[0], [1], [0, 0]]", takes=2)

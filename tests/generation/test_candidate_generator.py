@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Rounds, assistant_of, partly_agreeing, prompt, tiny
-from support.stock_rounds import in_their_loop
+from support.enumeration.stock_rounds import in_their_loop
+from support.targets.models import Rounds, assistant_of, partly_agreeing, prompt, tiny
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 
 PROMPT = prompt(20)
 RULES: dict[str, dict[str, Any]] = {
@@ -52,7 +54,7 @@ def test_the_rule_learns() -> None:
     assistant = SpecDecPPAssistant.from_draft(partly_agreeing(target), speculation=SpeculationConfig("threshold"))
     made: list[SpecDecPPCandidateGenerator] = []
     target.generate(PROMPT, **in_their_loop(target, assistant, made), max_new_tokens=30, do_sample=False)
-    rule: Any = made[0].rule
+    rule: Any = made[0].method.rule
     assert rule.rates.rounds > 0
 
 

@@ -4,15 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
-from support.outputs import NoRepeat, assert_same
-from support.tree_generation import TREES, target_of
+from support.targets.models import assistant_for, prompt, tiny
+from support.targets.outputs import NoRepeat, assert_same
+from support.targets.tree_generation import TREES, target_of
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.caches.text import roll_back
-from hf_specdecpp.generation.prefix import Prefix
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation.target import Prefix
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM
 
 PROMPT = prompt(12)  # longer than the sliding window

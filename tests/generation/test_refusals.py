@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.models import assistant_for, prompt, tiny
-from support.watchers import no_work
+from support.targets.models import assistant_for, prompt, tiny
+from support.targets.watchers import no_work
 from transformers.cache_utils import QuantizedCache
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT = prompt(6)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
+from support.targets.models import assistant_for, prompt, tiny
 from transformers import GenerationConfig
 from transformers.utils.logging import warning_once
 
-from hf_specdecpp import assist
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT = prompt(12)

@@ -8,20 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from support.eagle3_files import VARIANTS
-from support.models import Rounds, assistant_for, prompt, random_layer, tiny
-from support.watchers import heard
+from support.files.eagle3_files import VARIANTS
+from support.targets.models import Rounds, assistant_for, prompt, random_layer, tiny
+from support.targets.watchers import heard
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig, SpeculationStats, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation.setup import DraftSetup
+from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.cpu import faster_products
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree import Chain, DraftTree
 
 
 def count(stats: SpeculationStats, drafted: int, accepted: int) -> None:
     """A round of a chain."""
-    stats.saw(DraftTree.chain([1] * drafted, [torch.empty(0)] * drafted), list(range(1, accepted + 1)))
+    stats.saw(Chain([1] * drafted, [torch.empty(0)] * drafted), list(range(1, accepted + 1)))
 
 
 def made(**values: object) -> SpeculationStats:

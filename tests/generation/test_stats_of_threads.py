@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from support.models import assistant_for, prompt, tiny
-from support.repos import tokenizer
+from support.files.repos import tokenizer
+from support.targets.models import assistant_for, prompt, tiny
 from transformers import TextIteratorStreamer, TextStreamer, pipeline
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.generation import stats as stats_module
 from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
-from support.models import assistant_for, tiny
-from support.released_heads import SIZE, Payload, ReleasedHead, save_bin, save_mixin, write_config
+from support.files.released_heads import SIZE, Payload, ReleasedHead, save_bin, save_mixin, write_config
+from support.targets.models import assistant_for, tiny
 from torch import Tensor
 from torch.testing import assert_close
 
-from hf_specdecpp import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.conversion import convert, read_released_head
 from hf_specdecpp.hub.repository import load_config, load_head

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.hub_server import HubServer
-from support.models import VOCAB_SIZE, partly_agreeing, prompt, random_fusion, tiny
-from support.repos import WORDS, change_json, files_of, greedy, head_for, publish_pair, save_adapter, save_model
+from support.files.repos import WORDS, change_json, files_of, greedy, head_for, publish_pair, save_adapter, save_model
+from support.runs.hub_server import HubServer
+from support.targets.models import VOCAB_SIZE, partly_agreeing, prompt, random_fusion, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, serving
+from hf_specdecpp import serving
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.models.loading import load_model

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from support.assistant_files import FILES, edit_config, write_assistant
-from support.hub_server import HubServer, point_client_at
-from support.released_heads import Payload
-from support.repos import files_of
+from support.files.assistant_files import FILES, edit_config, write_assistant
+from support.files.released_heads import Payload
+from support.files.repos import files_of
+from support.runs.hub_server import HubServer, point_client_at
 
-from hf_specdecpp import AcceptanceHead
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository, save_tensors
 from hf_specdecpp.hub.inspection import Report, inspect
 

@@ -12,12 +12,13 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import get_session, hf_raise_for_status
-from support import repos
-from support.hub_server import HubServer, hub_env
-from support.models import partly_agreeing, tiny
+from support.files import repos
+from support.runs.hub_server import HubServer, hub_env
+from support.targets.models import partly_agreeing, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.loading import load_model_config, load_tokenizer
 
 SPECULATION = SpeculationConfig("threshold", threshold=0.3, max_tokens=7)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.damage import CODE, MAKERS, Sound, bounded, check, copied, damaged, mappings
-from support.models import tiny
-from support.repos import change_json, save_assistant, save_model
+from support.files.damage import CODE, MAKERS, Sound, bounded, check, copied, damaged, mappings
+from support.files.repos import change_json, save_assistant, save_model
+from support.targets.models import tiny
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.files import read_json
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")

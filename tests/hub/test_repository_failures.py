@@ -16,14 +16,15 @@ import torch
 from huggingface_hub import errors
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from support import repos
-from support.assistant_files import FILES
-from support.hub_server import HubServer
-from support.models import tiny
+from support.files import repos
+from support.files.assistant_files import FILES
+from support.runs.hub_server import HubServer
+from support.targets.models import tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository, replacing, save_tensors, save_text
 from hf_specdecpp.hub.inspection import inspect
 from hf_specdecpp.models.early_exit import early_exit

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from support.models import partly_agreeing, tiny
+from support.targets.models import partly_agreeing, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from typer.testing import CliRunner
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.cli import app
 from hf_specdecpp.models.loading import load_model, load_model_config
 

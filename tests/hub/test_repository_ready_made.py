@@ -10,18 +10,19 @@ import torch
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
 from safetensors.torch import load_file
-from support.checkpoints import in_shards
-from support.eagle3_files import VARIANTS, Checkpoint
-from support.eagle3_loading import DIALECTS, drafted, publish
-from support.hub_server import HubServer
-from support.models import tiny
-from support.repos import files_of, greedy, save_model
+from support.files.checkpoints import in_shards
+from support.files.eagle3_files import VARIANTS, Checkpoint
+from support.files.eagle3_loading import DIALECTS, drafted, publish
+from support.files.repos import files_of, greedy, save_model
+from support.runs.hub_server import HubServer
+from support.targets.models import tiny
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli import app
-from hf_specdecpp.config.speculation import Decisions
+from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.conversion import convert
 from hf_specdecpp.hub.inspection import Report, inspect

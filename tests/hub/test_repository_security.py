@@ -10,18 +10,19 @@ import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
-from support import repos
-from support.hub_server import HubServer
-from support.models import prompt, tiny
-from support.released_heads import Payload
-from support.snapshots import hash_of
+from support.files import repos
+from support.files.released_heads import Payload
+from support.runs.hub_server import HubServer
+from support.targets.models import prompt, tiny
+from support.targets.snapshots import hash_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import hf_specdecpp
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.early_exit import early_exit
 from hf_specdecpp.texts.encoding import Codec
-from hf_specdecpp.trees.slots import Growth
+from hf_specdecpp.trees.growth import Growth
 
 PACKAGE = Path(hf_specdecpp.__file__).parent
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import dflash_files, eagle3_files, gemma4_files
-from support.hub_server import HubServer, point_client_at
-from support.models import partly_agreeing, prompt, tiny
-from support.repos import change_json, save_model, tokenizer
+from support.files import dflash_files, eagle3_files, gemma4_files
+from support.files.repos import change_json, save_model, tokenizer
+from support.runs.hub_server import HubServer, point_client_at
+from support.targets.models import partly_agreeing, prompt, tiny
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist, files
+from hf_specdecpp import files
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models import loading
 
 OTHER_WORDS = ["<unk>", *(f"v{i}" for i in range(1, 48))]

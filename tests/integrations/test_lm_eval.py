@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import assistant_for, tiny
-from support.mutants import accept_everything
-from support.repos import WORDS, ending_tokenizer, save_model
-from support.watchers import runs_of
+from support.enumeration.mutants import accept_everything
+from support.files.repos import WORDS, ending_tokenizer, save_model
+from support.targets.models import assistant_for, tiny
+from support.targets.watchers import runs_of
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("lm_eval", reason="make test-integrations installs it")

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.mutants import accept_everything
-from support.repos import save_chat_model
+from support.enumeration.mutants import accept_everything
+from support.files.repos import save_chat_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.doors import attached
 
 pytest.importorskip("fastapi", reason="`transformers serve` needs pip install transformers[serving]")

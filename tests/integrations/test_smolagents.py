@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.mutants import accept_everything
-from support.repos import save_chat_model
+from support.enumeration.mutants import accept_everything
+from support.files.repos import save_chat_model
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 
 smolagents = pytest.importorskip("smolagents", reason="make test-integrations installs it")
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import informed_draft
-from support.models import tiny
-from support.repos import save_model, tokenizer
+from support.files.repos import save_model, tokenizer
+from support.targets.families import informed_draft
+from support.targets.models import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 
 pytest.importorskip("gradio", reason="make test-space installs it")
 

@@ -17,12 +17,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from support.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
-from support.mutants import accept_everything
-from support.repos import WORDS, ending_tokenizer
+from support.enumeration.mutants import accept_everything
+from support.files.repos import WORDS, ending_tokenizer
+from support.targets.models import partly_agreeing, prompt, quiet_later_layers, random_fusion, random_layer, tiny
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.models import early_exit
 from hf_specdecpp.models.causal_lm import base_model

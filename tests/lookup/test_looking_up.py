@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
-from support.watchers import heard
+from support.targets.models import VOCAB_SIZE, assistant_for, partly_agreeing, prompt, tiny
+from support.targets.watchers import heard
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.lookup.looking_up import Choice, LookingUp, by_estimate
 from hf_specdecpp.lookup.text import LookupRates
 from hf_specdecpp.models.causal_lm import CausalLM

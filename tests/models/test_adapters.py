@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.hub_server import HubServer
-from support.models import tiny
-from support.repos import change_json, check_round_trip, estimates, files_of, greedy, logits, save_adapter
+from support.files.repos import change_json, check_round_trip, estimates, files_of, greedy, logits, save_adapter
+from support.runs.hub_server import HubServer
+from support.targets.models import tiny
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models.adapters import LoraLinear, add_adapter
 from hf_specdecpp.models.early_exit import early_exit
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import prompt, tiny
-from support.watchers import unnoticed
-from support.zoo import tiny_of
+from support.targets.models import prompt, tiny
+from support.targets.watchers import unnoticed
+from support.targets.zoo import tiny_of
 
 from hf_specdecpp.caches.states import check_states, state_error
 from hf_specdecpp.drafting.drafter import Drafter

@@ -7,20 +7,22 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.families import informed_draft
-from support.models import partly_agreeing, prompt, tiny
-from support.snapshots import has_our_methods, of_own_class
-from support.zoo import WINDOW, tiny_config, tiny_of
+from support.targets.families import informed_draft
+from support.targets.models import partly_agreeing, prompt, tiny
+from support.targets.snapshots import has_our_methods, of_own_class
+from support.targets.zoo import WINDOW, tiny_config, tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.caches.states import check_states
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.generation.refusals import check_inputs
 from hf_specdecpp.models.causal_lm import CausalLM, longest_text
 from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.early_exit import early_exit
-from hf_specdecpp.models.reader import Reader
 
 PROMPT = prompt(2 * WINDOW)
 BATCH = torch.cat((PROMPT, prompt(2 * WINDOW, seed=5)))
@@ -141,7 +143,7 @@ def test_a_head_in_half_precision_after_a_stream_in_float32(dtype: torch.dtype) 
 def test_drafts_that_need_an_image(family: str) -> None:
     model = tiny_of(family, kind="image")
     with pytest.raises(ValueError, match="does not read a token by itself.*it cannot draft"):
-        Reader(model)
+        DraftModel(model, shares_target=True)
 
 
 def test_layers_in_several_lists() -> None:

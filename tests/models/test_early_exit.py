@@ -9,12 +9,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from support.models import assistant_for, assistant_of, partly_agreeing, tiny
-from support.repos import save_adapter
-from support.snapshots import FIXED, generate, has_our_methods, of_own_class, snapshot
+from support.files.repos import save_adapter
+from support.targets.models import assistant_for, assistant_of, partly_agreeing, tiny
+from support.targets.snapshots import FIXED, generate, has_our_methods, of_own_class, snapshot
 from torch import Tensor, nn
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from accelerate.utils import convert_outputs_to_fp32
-from support.models import tiny
+from support.targets.models import tiny
 from torch import nn
 
 from hf_specdecpp.models.foreign import foreign_code

@@ -10,16 +10,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import dflash_files, gemma4_files
-from support.models import partly_agreeing, prompt, random_fusion, random_layer
-from support.mtp_files import Files
-from support.products import use_copies
-from support.quantised import SHAPE, ordinary, quantised_in_place, with_bitsandbytes, with_torch_ao, with_torchao
-from support.repos import save_adapter
+from support.devices.products import use_copies
+from support.devices.quantised import (
+    SHAPE,
+    ordinary,
+    quantised_in_place,
+    with_bitsandbytes,
+    with_torch_ao,
+    with_torchao,
+)
+from support.files import dflash_files, gemma4_files
+from support.files.mtp_files import Files
+from support.files.repos import save_adapter
+from support.targets.models import partly_agreeing, prompt, random_fusion, random_layer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.models import early_exit as early_exit_module
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.weight_copies import background

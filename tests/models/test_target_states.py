@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import model_of
-from support.models import assistant_of, prompt, quiet_later_layers, tiny
-from support.outputs import assert_same
-from support.zoo import tiny_of
+from support.targets.families import model_of
+from support.targets.models import assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.outputs import assert_same
+from support.targets.zoo import tiny_of
 from torch import Tensor
 
+from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.models import target_states
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.early_exit import early_exit
-from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import FINAL, RETURNS_CHOSEN, StateReader, TargetStates, state_numbers
 
 FAMILIES = ("llama", "gemma3_text", "mistral", "gpt2", "opt", "phi3", "cohere")
@@ -131,7 +131,7 @@ def test_several_states_a_token_are_refused() -> None:
 @pytest.mark.parametrize("family", ["electra", "rembert"])
 def test_layers_between_hidden_states_and_head(family: str) -> None:
     with pytest.raises(ValueError, match="reads vectors of [0-9]+ numbers and its hidden states have 32.*in between"):
-        Reader(tiny_of(family))
+        DraftModel(tiny_of(family), shares_target=True)
 
 
 def test_a_target_that_reads_one_token_at_a_time() -> None:

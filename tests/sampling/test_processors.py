@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, assistant_for, assistant_of, prompt, quiet_later_layers, tiny
-from support.outputs import PROCESSORS, RECORDS, assert_same, only_neighbours
-from support.pretend_graph import pretend_graphs
-from support.questions import (
+from support.devices.pretend_graph import pretend_graphs
+from support.devices.whole_rounds import TREE, batch
+from support.targets.models import VOCAB_SIZE, assistant_for, assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.outputs import PROCESSORS, RECORDS, assert_same, only_neighbours
+from support.targets.questions import (
     CAPTURED,
     PAD,
     TOYS,
@@ -26,8 +27,7 @@ from support.questions import (
     is_part,
     same,
 )
-from support.watchers import unnoticed
-from support.whole_rounds import TREE, batch
+from support.targets.watchers import unnoticed
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
@@ -42,7 +42,7 @@ from transformers.generation import logits_process
 from hf_specdecpp.generation.captured.entering import BETWEEN
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.doors import calls
-from hf_specdecpp.generation.several.in_step import InStep
+from hf_specdecpp.generation.several.target import InStep
 from hf_specdecpp.generation.text import Text, Walk
 from hf_specdecpp.sampling import processors
 from hf_specdecpp.sampling.processors import KNOWN, PREFIX_FREE, Processing, for_row
@@ -102,7 +102,7 @@ VERDICT: Any = Walk.verdict
 # (owner, name, what stands there in its place), and in which of the earlier mistakes it shows.
 MUTANTS: dict[str, tuple[Any, str, Any, str]] = {
     "criteria after the round": (
-        Text, "_verify_on_the_way", Text._verify_at_once, "a criterion between the calls"),
+        Text, "_verify_on_the_way", Text._verify_chain, "a criterion between the calls"),
     "criteria twice": (
         Walk, "verdict", property(lambda self: replace(VERDICT.fget(self), ended=None)),
         "a criterion between the calls"),

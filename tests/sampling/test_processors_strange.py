@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import VOCAB_SIZE, assistant_of, prompt, quiet_later_layers, tiny
-from support.outputs import assert_same
-from support.pretend_graph import pretend_graphs
-from support.questions import CAPTURED, PAD, WAYS
+from support.devices.pretend_graph import pretend_graphs
+from support.targets.models import VOCAB_SIZE, assistant_of, prompt, quiet_later_layers, tiny
+from support.targets.outputs import assert_same
+from support.targets.questions import CAPTURED, PAD, WAYS
 from torch import Tensor
 from torch.nn import functional
 from transformers import LogitsProcessor, StoppingCriteria
@@ -18,7 +18,7 @@ from transformers.generation import EosTokenCriteria, logits_process
 
 from hf_specdecpp.generation.doors import calls
 from hf_specdecpp.sampling.processors import in_order
-from hf_specdecpp.sampling.verification import as_float32
+from hf_specdecpp.trees.verification import as_float32
 
 
 def graphs_of(way: str) -> AbstractContextManager[Any]:
@@ -58,7 +58,7 @@ def test_a_class_of_transformers_with_code_of_anothers(monkeypatch: pytest.Monke
 class Adjusts(StoppingCriteria):
     """Never ends a text, and after each token gives a processor of transformers another value."""
 
-    def __init__(self, processor: Any, name: str, values: list[float]) -> None:
+    def __init__(self, processor: Any, name: str, values: list[Any]) -> None:
         self.processor, self.name, self.values = processor, name, values
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -66,7 +66,7 @@ class Adjusts(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-ADJUSTED: dict[str, tuple[Callable[[], Any], str, list[float]]] = {
+ADJUSTED: dict[str, tuple[Callable[[], Any], str, list[Any]]] = {
     "penalty": (lambda: logits_process.RepetitionPenaltyLogitsProcessor(1.1), "penalty", [0.4, 1.0, 3.0]),
     "n-grams": (lambda: logits_process.NoRepeatNGramLogitsProcessor(9), "ngram_size", [1, 2, 9]),
     "suppressed": (

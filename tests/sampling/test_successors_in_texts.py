@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny, told
+from support.targets.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny, told
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.estimation.estimators import DraftProbability
@@ -99,9 +100,9 @@ def test_every_place_is_learned(target: CausalLM, in_order: bool, shape: str, mo
     ear, verify = Ear(monkeypatch), Text.verify
     walked: list[tuple[list[int], Any]] = []
 
-    def note(self: Text, tree_pass: Any, logits: Tensor) -> Any:
-        walked.append((self.ids[0].tolist(), tree_pass))
-        return verify(self, tree_pass, logits)
+    def note(self: Text, each: Any) -> Any:
+        walked.append((self.ids[0].tolist(), each.rows))
+        return verify(self, each)
 
     monkeypatch.setattr(Text, "verify", note)
     options = {"logits_processor": LogitsProcessorList([NoSevens()])} if in_order else {"suppress_tokens": [7]}

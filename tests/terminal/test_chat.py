@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from support.models import quiet_later_layers, tiny
-from support.mutants import accept_everything
-from support.repos import chat_tokenizer, save_chat_model, tokenizer
-from support.zoo import tiny_of
+from support.enumeration.mutants import accept_everything
+from support.files.repos import chat_tokenizer, save_chat_model, tokenizer
+from support.targets.models import quiet_later_layers, tiny
+from support.targets.zoo import tiny_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.cli import app
 from hf_specdecpp.cli_options import ChatConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.terminal import chat as chats
 from hf_specdecpp.terminal.chat import Chat, _Shown
 from hf_specdecpp.terminal.listener import without_controls

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.models import tiny
-from support.mutants import accept_everything
-from support.repos import save_model
+from support.enumeration.mutants import accept_everything
+from support.files.repos import save_model
+from support.targets.models import tiny
 from typer.testing import CliRunner, Result
 
 from hf_specdecpp.assistant_model import AssistantModel

@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import informed_draft
-from support.models import tiny
-from support.repos import PROMPT, letter_tokenizer, tokenizer
-from support.watchers import Collector, heard
+from support.files.repos import PROMPT, letter_tokenizer, tokenizer
+from support.targets.families import informed_draft
+from support.targets.models import tiny
+from support.targets.watchers import Collector, heard
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as Decoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.terminal.listener import GUESSED, PAUSE, Answer, Listener, Token, picture
 
 MOST = 24

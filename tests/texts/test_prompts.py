@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import tiny
-from support.repos import WORDS, save_model, tokenizer
+from support.files.repos import WORDS, save_model, tokenizer
+from support.targets.models import tiny
 from transformers import AutoTokenizer
 
 pytest.importorskip("datasets", reason="needs the [train] extra")

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, partly_agreeing, prompt, tiny
+from support.targets.models import assistant_for, partly_agreeing, prompt, tiny
 from torch import Tensor
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.drafting.drafter import Drafter
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.throughput import known_costs, memory

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_of, prompt, tiny
-from support.products import use_copies
+from support.devices.products import use_copies
+from support.targets.models import assistant_of, prompt, tiny
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.clocks import first_sensible, typical
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.models.causal_lm import CausalLM

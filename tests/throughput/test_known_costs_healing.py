@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import assistant_of, prompt, tiny
-from support.plans import chain_plan, tell
-from support.watchers import heard
+from support.enumeration.plans import chain_plan, tell
+from support.targets.models import assistant_of, prompt, tiny
+from support.targets.watchers import heard
 
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.drafting.session import ModelReading
+from hf_specdecpp.drafting.draft_model import ModelReading
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.models.target_states import TargetStates
 from hf_specdecpp.throughput import plan

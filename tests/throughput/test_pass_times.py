@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from support.models import assistant_for, prompt, tiny
-from support.products import needs_float16, use_copies
-from support.watchers import unnoticed
+from support.devices.products import needs_float16, use_copies
+from support.targets.models import assistant_for, prompt, tiny
+from support.targets.watchers import unnoticed
 
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu.weight_copies import background
@@ -55,19 +55,23 @@ def test_passes_that_were_made_count_more_than_what_is_known_of_products() -> No
     assert times.seconds(1, 8, PRODUCTS) == pytest.approx((0.125, 0.1))
 
 
-def test_passes_before_copies_were_made_had_plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What copies save is added to the passes that had them, and not to those before."""
+@pytest.mark.parametrize(("rows", "before", "after"), [(1, 0.135, 0.110), (4, 0.165, 0.120)])
+def test_passes_before_copies_were_made_had_plain_products(
+    rows: int, before: float, after: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What copies save is added to the passes that had them, and not to those before, which are compared with passes
+    over one token on the same products."""
     products: Any = Products()
     with_copies, products.copied = products.copied, products.own
     times = PassTimes()
     times.begin(products)
     for _ in range(20):
-        times.note(1, 0.135, 0.135)
+        times.note(rows, before, before)
     products.copied = with_copies
     monkeypatch.setattr(background, "made", background.made + 1)
     for _ in range(5):
-        times.note(1, 0.110, 0.110)
-    assert times.seconds(1, 25, products) == pytest.approx((0.135, 0.110))
+        times.note(rows, after, after)
+    assert times.seconds(1, 25, products) == pytest.approx((0.135, (20 * 0.135 + 5 * 0.110) / 25))
     times._latest = type(times._latest)(each._replace(saved=0.025) for each in times._latest)  # the mutant
     plain = times.seconds(1, 25, products)[0]
     assert plain is not None

@@ -4,10 +4,10 @@ from statistics import mean
 
 import numpy as np
 import pytest
-from support.plans import tell
+from support.enumeration.plans import tell
 
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.drafting.stopping import pays_to_go_on
+from hf_specdecpp.drafting.chain import pays_to_go_on
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.throughput.known_costs import KnownCosts
 from hf_specdecpp.throughput.plan import BatchPlan, BatchThroughput, ChainPlan, Throughput

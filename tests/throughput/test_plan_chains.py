@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
-from support.models import assistant_for, prompt, tiny, told
-from support.plans import chain_plan, tell
-from support.toy_rounds import Models, ToyRound
+from support.enumeration.exact_distribution import Replay, Tokens, exact_distribution, worst_error
+from support.enumeration.plans import chain_plan, tell
+from support.enumeration.toy_rounds import Models, ToyRound
+from support.targets.models import assistant_for, prompt, tiny, told
 
-from hf_specdecpp import SpeculationConfig
 from hf_specdecpp.config.costs import Costs
-from hf_specdecpp.estimation.acceptance_rates import NO_VERDICT, AcceptanceRates
-from hf_specdecpp.estimation.estimators import DraftProbability
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.estimation.estimators import NO_VERDICT, AcceptanceRates, DraftProbability
 from hf_specdecpp.generation.target import MOST_PENDING
 from hf_specdecpp.throughput.plan import ChainPlan, Throughput, seconds_ahead
 
@@ -96,6 +95,18 @@ def test_a_useless_draft_costs_little(costs: Costs, lag: int) -> None:
     assert not simulation.plan.pays
 
 
+@pytest.mark.parametrize("of_draft", [0.1, 0.5])
+@pytest.mark.parametrize("mutant", [False, True])
+def test_a_first_text_tries_a_useless_draft_few_times(of_draft: float, mutant: bool) -> None:
+    """While costs are assumed, rounds of which nothing stands use up the credit even if drafting seems to pay; the
+    mutant charges probes alone."""
+    plan = chain_plan(Costs(of_draft, (1.0, 1.1)), 20)
+    simulation = Simulation(plan, independent(lambda _: 0.02))
+    plan.known.is_assumed = not mutant
+    simulation.run(64)
+    assert (1 <= simulation.speculated <= 5) is not mutant
+
+
 @pytest.mark.daily(
     "throughput/draft probability-0.2-[]", "throughput/draft probability-0.9-[1, 2]",
     "throughput/after, untied-0.9-[2]",
@@ -106,7 +117,7 @@ def test_a_useless_draft_costs_little(costs: Costs, lag: int) -> None:
 def test_two_rounds_emit_p(rule: str, draft_cost: float, trials: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first round decides whether and how far the second one speculates: also not at all. Rounds may also have a
     length that is tried."""
-    monkeypatch.setattr("hf_specdecpp.estimation.acceptance_rates.FIRST_FITS", (1,))
+    monkeypatch.setattr("hf_specdecpp.estimation.estimators.FIRST_FITS", (1,))
     monkeypatch.setattr("hf_specdecpp.throughput.plan.MOST_CREDIT", 1.0)
     second = set()
     for seed in range(2):
@@ -281,7 +292,8 @@ def share_of_the_best(acceptance: float, draft: float, slope: float, twice: bool
     """Tokens a second at the length that the rule chooses, beside the best length in hindsight."""
     most = 12
     costs = Costs(draft, tuple(1.0 + slope * np.arange(most + 1)))
-    seconds, rates = (costs.read_twice(most) if twice else costs).round_seconds(most), rates_of(acceptance)
+    read = range(1, 2 * most + 2, 2) if twice else range(1, most + 2)
+    seconds, rates = costs.reading(read).round_seconds(most), rates_of(acceptance)
     rate, ahead = float((rates.expected_tokens(most) / seconds).max()), seconds_ahead(rates, seconds, 0)
     chosen = next((k for k in range(most) if acceptance**k <= rate * ahead[k][0]), most)
     found = [rate_read_again(acceptance, length, draft, slope) for length in range(most + 1)]
@@ -292,7 +304,7 @@ def share_of_the_best(acceptance: float, draft: float, slope: float, twice: bool
 @pytest.mark.parametrize("draft", [0.05, 0.2])
 @pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.85, 0.95])
 def test_the_price_of_reading_twice_leads_to_good_lengths(acceptance: float, draft: float, slope: float) -> None:
-    """`Costs.read_twice` is an estimate: at most 5 % are lost to the best length in hindsight."""
+    """That each token is read twice is an estimate: at most 5 % are lost to the best length in hindsight."""
     assert share_of_the_best(acceptance, draft, slope, twice=True) >= 0.95
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hf_specdecpp.cuda_graphs.captured_draft import RoundShape
-from hf_specdecpp.estimation.acceptance_rates import AcceptanceRates
+from hf_specdecpp.estimation.estimators import AcceptanceRates
 from hf_specdecpp.throughput import tiers
 from hf_specdecpp.throughput.tiers import TREES, MostTokens, RoundSeconds, chains_up_to
 from hf_specdecpp.trees.tree import DraftTree

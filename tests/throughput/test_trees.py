@@ -4,16 +4,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.models import assistant_for, tiny
-from support.plans import tree_plan
-from support.simulated_trees import CPU, DIP, GPU, LINE, STEP, Simulation
-from support.toy_trees import RandomDraft
-from support.tree_generation import PROMPT, sharp
+from support.enumeration.plans import tree_plan
+from support.enumeration.simulated_trees import CPU, DIP, GPU, LINE, STEP, Simulation
+from support.enumeration.toy_trees import RandomDraft
+from support.targets.models import assistant_for, tiny
+from support.targets.tree_generation import PROMPT, sharp
 
 from hf_specdecpp.config.costs import Costs
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness
-from hf_specdecpp.trees.slots import Growth, Slots
+from hf_specdecpp.trees.growth import Growth, Slots
 
 
 @pytest.mark.daily("mixed-seconds0-1.0-greedy", "mixed-seconds1-1.0-sampled", takes=2)

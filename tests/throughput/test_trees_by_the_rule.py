@@ -5,17 +5,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
-from support.plans import chain_plan, tree_plan
-from support.simulated_trees import DIP, LINE, Simulation, verify
-from support.zoo import tiny_of
+from support.enumeration.plans import chain_plan, tree_plan
+from support.enumeration.simulated_trees import DIP, LINE, Simulation, verify
+from support.targets.models import assistant_for, prompt, tiny
+from support.targets.zoo import tiny_of
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from hf_specdecpp import SpeculationConfig, assist
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.estimators import DraftProbability
-from hf_specdecpp.generation import tree_drafting
+from hf_specdecpp.generation import setup
 from hf_specdecpp.throughput.plan import ChainPlan
 from hf_specdecpp.trees import attention
 
@@ -79,7 +80,7 @@ class InOrder(LogitsProcessor):
 def test_what_rules_trees_out(
     settings: dict[str, Any], options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tree_drafting, "CHECK", 0.0)
+    monkeypatch.setattr(setup, "CHECK", 0.0)
     assistant = assistant_for(target := tiny("llama"), **settings)
     options = {"input_ids": prompt(), **OPTIONS, "max_new_tokens": 12, **options}
     text = target.generate(assistant_model=assistant, **options)
@@ -97,7 +98,7 @@ def test_lookups_alone_draft_no_trees() -> None:
 @pytest.mark.parametrize("why", ["hook", "head", "family", "misread", "held"])
 def test_who_cannot_read_trees_drafts_chains_in_silence(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second text on the chains are those of `tree=False`, wherever the reason is known before."""
-    monkeypatch.setattr(tree_drafting, "CHECK", 0.0)
+    monkeypatch.setattr(setup, "CHECK", 0.0)
     target = tiny_of("bloom") if why == "family" else tiny("llama")
     assistant, options = assistant_for(target, **FLAT), OPTIONS | {"max_new_tokens": 24}
     if why == "hook":

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from support.hub_server import HubServer, point_client_at
-from support.models import tiny
-from support.repos import greedy, logits
-from support.training_files import evaluated, training_run
+from support.files.repos import greedy, logits
+from support.runs.hub_server import HubServer, point_client_at
+from support.runs.training_files import evaluated, training_run
+from support.targets.models import tiny
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub import inspection
 from hf_specdecpp.hub.publishing import make_card, no_id, opening, unhelped

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from support.models import VOCAB_SIZE
-from support.toy_rounds import draft_chain
-from support.training_files import evaluated, training_run
+from support.enumeration.toy_rounds import draft_chain
+from support.runs.training_files import evaluated, training_run
+from support.targets.models import VOCAB_SIZE
 from torch import Tensor
 from torch.testing import assert_close
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.drafting.draft_model import DraftSession
 from hf_specdecpp.estimation.acceptance_head import Calibration
 from hf_specdecpp.estimation.estimators import DraftProbability, DraftStep
 from hf_specdecpp.estimation.metrics import ece

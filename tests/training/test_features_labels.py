@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from support.exact_distribution import Replay, Tokens, exact_distribution, worst_error
-from support.models import VOCAB_SIZE, tiny
-from support.repos import WORDS, tokenizer
+from support.enumeration.exact_distribution import Replay, Tokens, exact_distribution, worst_error
+from support.files.repos import WORDS, tokenizer
+from support.targets.models import VOCAB_SIZE, tiny
 from torch import Tensor
 from torch.testing import assert_close
 
-from hf_specdecpp.sampling.verification import acceptance
 from hf_specdecpp.texts.sampling import Sampling, point_mass
 from hf_specdecpp.training.features import draw_siblings, sibling_labels, weighted_bce
 from hf_specdecpp.training.models import always_kept, choose_vocab, covered_mass
+from hf_specdecpp.trees.verification import acceptance
 
 VOCAB = 4
 

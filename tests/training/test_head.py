@@ -11,17 +11,17 @@ import torch
 import yaml
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from support.distillation_files import prepare, report_of
-from support.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
-from support.pretend_devices import DeviceTensor, on_device, pretend_devices
-from support.training_files import training_run
+from support.devices.pretend_devices import DeviceTensor, on_device, pretend_devices
+from support.runs.distillation_files import prepare, report_of
+from support.runs.training_files import training_run
+from support.targets.models import VOCAB_SIZE, partly_agreeing, prompt, quiet_later_layers, random_fusion, tiny
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import Trainer, TrainingArguments
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.drafting.draft_model import DraftSession
 from hf_specdecpp.drafting.drafter import Drafter
-from hf_specdecpp.drafting.session import DraftSession
 from hf_specdecpp.estimation.estimators import DraftStep
 from hf_specdecpp.estimation.metrics import binary_kl
 from hf_specdecpp.models.target_states import TargetStates

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.killing import die, run_until_it_dies
-from support.models import VOCAB_SIZE, tiny
-from support.repos import WORDS, save_model
-from support.rollout_files import EOS, NUM_PROMPTS, PROMPTS, SPLITS, files, greedy, rows_of, small_run
-from support.watchers import heard
+from support.files.repos import WORDS, save_model
+from support.runs.killing import die, run_until_it_dies
+from support.runs.rollout_files import EOS, NUM_PROMPTS, PROMPTS, SPLITS, files, greedy, rows_of, small_run
+from support.targets.models import VOCAB_SIZE, tiny
+from support.targets.watchers import heard
 from transformers import AutoModelForCausalLM
 
 from hf_specdecpp.texts import answers

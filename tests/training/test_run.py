@@ -13,15 +13,15 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from support.distillation_files import adapter_of, prepare, report_of
-from support.hub_server import HubServer, point_client_at
-from support.models import tiny
-from support.repos import WORDS, greedy, save_model
+from support.files.repos import WORDS, greedy, save_model
+from support.runs.distillation_files import adapter_of, prepare, report_of
+from support.runs.hub_server import HubServer, point_client_at
+from support.targets.models import tiny
 from transformers import AutoModelForCausalLM, Trainer
 from typer.testing import CliRunner
 
 import hf_specdecpp
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cli import app
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import chains, trainers
@@ -31,7 +31,7 @@ from hf_specdecpp.training.targets import LocalTarget
 
 CONFIGS = Path(hf_specdecpp.__file__).parent / "training" / "accelerate_configs"
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-SCRIPT = Path(__file__).parents[1] / "support" / "distillation_files.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "runs" / "distillation_files.py"
 SETTINGS = {
     "rollouts": {"max_new_tokens": 16, "batch_size": 8, "shard_size": 8, "heldout": 0.4, "top_k": 0},
     "distill": {"rank": 2, "batch_size": 2, "draft_vocab_size": 30},
@@ -173,7 +173,7 @@ def launch(config: TrainingConfig, folder: Path, name: str) -> None:
     described = folder / "run.json"
     described.write_text(json.dumps(asdict(config)))
     command = [*LAUNCH, str(CONFIGS / f"{name}.yaml"), "--main_process_port", "0", str(SCRIPT), str(described)]
-    path = os.pathsep.join((str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])))
+    path = os.pathsep.join((str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import tiny
-from support.openai_server import Reply, serving
-from support.repos import WORDS, save_model
-from support.rollout_files import EOS, NUM_PROMPTS, files, greedy, rows_of, small_run
+from support.files.repos import WORDS, save_model
+from support.runs.openai_server import Reply, serving
+from support.runs.rollout_files import EOS, NUM_PROMPTS, files, greedy, rows_of, small_run
+from support.targets.models import tiny
 
 from hf_specdecpp.texts import answers
 from hf_specdecpp.training import rollouts, targets

@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import prompt, tiny
-from support.token_trees import LEVELS, gap, one_by_one, prefill, read_tree, tokens_for
-from support.watchers import unnoticed
-from support.zoo import WINDOW, tiny_of
+from support.enumeration.token_trees import LEVELS, gap, one_by_one, prefill, read_tree, tokens_for
+from support.targets.models import prompt, tiny
+from support.targets.watchers import unnoticed
+from support.targets.zoo import WINDOW, tiny_of
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
+from hf_specdecpp.caches.masks import Prompt, inputs_in_place, tree_inputs, tree_mask
 from hf_specdecpp.cuda_graphs.room_cache import RoomCache, num_room_layers
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.trees.attention import Prompt, check_tree, inputs_in_place, tree_inputs, tree_mask
+from hf_specdecpp.trees.attention import check_tree
 from hf_specdecpp.trees.tree import relations
 
 PREFIX = 2 * WINDOW
@@ -110,7 +111,7 @@ def test_wrong_inputs_are_noticed(monkeypatch: Any, mutant: Any, attention: str,
     text, nodes = tokens_for(model, PREFIX)
     expected = one_by_one(model, text, nodes)
     assert gap(read_tree(model, prefill(model, text), PREFIX, nodes), expected) < 0.05
-    monkeypatch.setattr("support.token_trees.tree_inputs", wrong)
+    monkeypatch.setattr("support.enumeration.token_trees.tree_inputs", wrong)
     assert gap(read_tree(model, prefill(model, text), PREFIX, nodes), expected) > 0.1
     monkeypatch.setattr("hf_specdecpp.trees.attention.tree_inputs", wrong)
     with pytest.raises(ValueError, match="reads a token tree differently from each of its paths"):
@@ -128,7 +129,7 @@ def test_a_window_measured_by_row_is_noticed(monkeypatch: Any) -> None:
         inputs["attention_mask"] &= torch.ones((rows, columns), dtype=torch.bool).triu(columns - rows - WINDOW + 1)
         return inputs
 
-    monkeypatch.setattr("support.token_trees.tree_inputs", by_row)
+    monkeypatch.setattr("support.enumeration.token_trees.tree_inputs", by_row)
     assert gap(read_tree(model, prefill(model, text), PREFIX, nodes), expected) > 0.01
 
 

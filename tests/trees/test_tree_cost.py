@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.toy_trees import RandomDraft
+from support.enumeration.toy_trees import RandomDraft
 from torch import Tensor
 
 from hf_specdecpp.estimation.estimators import DraftProbability
 from hf_specdecpp.sampling.randomness import TorchRandomness, TreeRandomness
-from hf_specdecpp.sampling.verification import likeliest_tokens
-from hf_specdecpp.trees.algorithms import ThresholdSchedule, grow_by_level, grow_exactly
 from hf_specdecpp.trees.drawing import DrawnTree
-from hf_specdecpp.trees.slots import Growth, Level, Slots, SoftmaxBuffer
+from hf_specdecpp.trees.growth import Growth, Slots, SoftmaxBuffer, ThresholdSchedule, grow_by_level, grow_exactly
+from hf_specdecpp.trees.head_siblings import Level
 from hf_specdecpp.trees.tree import DraftTree, Lineage
-from hf_specdecpp.trees.verification import verify_tree, verify_tree_greedy
+from hf_specdecpp.trees.verification import likeliest_tokens, verify_tree, verify_tree_greedy
 
 VOCAB = 49152
 # Shares of the likeliest tokens. The draft reads two nodes of five of "bushy", and up to four of five of "long",

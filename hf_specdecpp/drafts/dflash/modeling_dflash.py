@@ -17,9 +17,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from hf_specdecpp.cuda_graphs.draft_steps import RoundSteps, Unrolled, Window
 from hf_specdecpp.cuda_graphs.room_cache import RoomCache
 from hf_specdecpp.drafting.draft import Reading, StateDraft
+from hf_specdecpp.drafting.draft_model import as_wide_as
 from hf_specdecpp.drafts.dflash.config_dflash import DFlashSettings
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.reader import as_wide_as
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from hf_specdecpp.drafting.draft import check_beside
 from hf_specdecpp.drafting.drafter import Drafter
@@ -161,9 +160,9 @@ class Eagle3Drafter(Drafter):
     def _head_of_draft_vocab(self) -> nn.Module | None:
         return None if self.draft_vocab is None else self._head()
 
-    def _decode(self, cache: Cache | None, **inputs: Any) -> Tensor:
+    def hidden_states(self, *read: Any, **inputs: Any) -> Tensor:
         """The states that a further step goes on from."""
-        states = super()._decode(cache, **inputs)
+        states = super().hidden_states(*read, **inputs)
         return self.model.norm(states) if self.model.settings.norm_output else states
 
     def before_head(self, hidden: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from hf_specdecpp.generation.captured.parts import (
     warn,
     with_captured_passes,
 )
-from hf_specdecpp.generation.prefix import has_usual_inputs
-from hf_specdecpp.generation.target import Drafts, RoundTarget, TargetSide
+from hf_specdecpp.generation.decoding import Drafts, RoundTarget, TargetSide
+from hf_specdecpp.generation.target import has_usual_inputs
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import cache_among, devices_of, num_processes
 from hf_specdecpp.models.foreign import active_modes

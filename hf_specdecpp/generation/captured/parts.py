@@ -18,22 +18,15 @@ from hf_specdecpp.cuda_graphs import graphs
 from hf_specdecpp.cuda_graphs.captured_draft import RoundRules, RoundShape
 from hf_specdecpp.cuda_graphs.captured_rounds import CapturedRounds, Report
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
+from hf_specdecpp.generation.decoding import MEMORY, Drafts, GraphsFailedError, RoundTarget, TargetSide, without_cudnn
 from hf_specdecpp.generation.stats import SpeculationStats
-from hf_specdecpp.generation.target import (
-    MEMORY,
-    Drafts,
-    GraphsFailedError,
-    OneTarget,
-    RoundTarget,
-    TargetSide,
-    without_cudnn,
-)
+from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.generation.text import NO_SCORES, Round, Text, Verdict
 from hf_specdecpp.models.causal_lm import keeping_generators
 from hf_specdecpp.sampling.processors import extend
-from hf_specdecpp.sampling.verification import as_float32
 from hf_specdecpp.throughput.tiers import MostTokens, Tiers
-from hf_specdecpp.trees.tree import DraftTree, TreePass
+from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
+from hf_specdecpp.trees.verification import as_float32
 
 logger: Any = logging.get_logger("hf_specdecpp")
 T = TypeVar("T")
@@ -54,13 +47,13 @@ class GraphDrafts(Drafts):
     """
 
     def __init__(self, texts: Sequence[Text], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
-        self.texts, self.unread = list(texts), DraftTree.chain()
+        self.texts, self.unread = list(texts), Chain()
         self.generator, self.rounds, self.rules, self.tiers = texts[0].generator, rounds, rules, tiers
         graphs_run_all = self.generator.processing.does_nothing or not rules.processing.does_nothing
         self.process = None if graphs_run_all else self._process
         self.made, self.longest = 0, min(rounds.passes.longest, self.generator.setup.drafter.max_length)
         self.longest -= max(shape.levels for shape in tiers.shapes)
-        self.rates = getattr(self.generator.rule, "rates", None)  # calibrates estimates
+        self.rates = getattr(self.generator.method.rule, "rates", None)  # calibrates estimates
         if tiers.shapes[-1].width > 1 and self.generator.setup.decisions.adapt:
             self.rates = self.generator.learned_rates(trees=True)
 
@@ -108,7 +101,7 @@ class GraphDrafts(Drafts):
             generator, tree, path = each.text.generator, each.tree, each.verdict.path
             if self.shape.width > 1 and self.rates is not None:
                 self.rates.observe_tree(tree.judged(path))
-            generator.note_captured(tree, each.outputs.estimates)
+            generator.note_captured(each.outputs.estimates)
             generator.saw(tree, path, each.text.before)
 
     def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
@@ -248,7 +241,7 @@ class PassGraphs(GraphTarget):
 
     def _read(self, each: Round) -> None:
         tokens, tree, shape, each.width = each.text.ids[:, -1:], each.tree, None, width_of(len(each.tree) + 1)
-        if len(tree) and tree.is_chain:
+        if len(tree) and isinstance(tree, Chain):
             tokens = extend(tokens, tree.ids(tokens.device))
         elif len(tree):
             candidates, *shape = each.rows.upload(tokens.device, each.width)

@@ -24,9 +24,8 @@ from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.doors.calls import Call, decoding_of
 from hf_specdecpp.generation.refusals import check_mode
 from hf_specdecpp.generation.setup import DraftSetup
-from hf_specdecpp.generation.several.ranks import is_spread
 from hf_specdecpp.generation.stats import LatestCalls
-from hf_specdecpp.models.causal_lm import CausalLM, input_device, keeping_generators, longest_text
+from hf_specdecpp.models.causal_lm import CausalLM, input_device, keeping_generators, longest_text, num_processes
 from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.tiers import SPARE
@@ -87,7 +86,7 @@ class RehearsedDecoding(AssistedDecoding):
         for width in pass_widths(self.most):
             if width <= min(room - passes.text.held, MOST_CANDIDATES + 1):
                 places = torch.arange(width, device=passes.device)
-                as_tree = width > 1 and self.generator.trees is not None
+                as_tree = width > 1 and self.generator.method.for_trees
                 passes.read(places[None] * 0, (places <= places[:, None], places) if as_tree else None)
                 if as_tree:
                     passes.move(places)
@@ -103,7 +102,7 @@ def warm_up(setup: DraftSetup, target: CausalLM, max_length: int | None, options
     if not isinstance(max_length, int) or not PROMPT + 2 <= max_length <= longest:
         most = f" and at most {longest:.0f}, which {type(target).__name__} has positions for" if longest < 1e9 else ""
         raise ValueError(f"max_length={max_length!r} must be a whole number of tokens, at least {PROMPT + 2}{most}.")
-    if is_spread(target):
+    if num_processes(target) > 1:
         raise ValueError("A target that is spread over several processes warms up with its first texts.")
     device, begin = input_device(target), time.perf_counter()
     if setup.uses_copies(target) and not graphs.can_capture(device) and setup.products(target).layers:

@@ -33,13 +33,7 @@ from transformers.utils import logging
 from hf_specdecpp.caches.masks import check_windows
 from hf_specdecpp.caches.states import check_states
 from hf_specdecpp.generation.doors.calls import MODE_KWARGS, Assistant, Call, decoding_of
-from hf_specdecpp.generation.refusals import (
-    LateRefusalError,
-    PlainCallError,
-    check_mode,
-    check_object,
-    own_speculation,
-)
+from hf_specdecpp.generation.refusals import LateRefusalError, PlainCallError, check_mode, check_object, own_speculation
 from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import check_target

@@ -17,7 +17,8 @@ from hf_specdecpp.caches.static import as_growing, copy_back, with_static
 from hf_specdecpp.caches.text import num_rows
 from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.decoding import AssistedDecoding
+from hf_specdecpp.generation.captured.entering import on_graphs
+from hf_specdecpp.generation.decoding import AssistedDecoding, Drafts
 from hf_specdecpp.generation.refusals import (
     LateRefusalError,
     PlainCallError,
@@ -29,13 +30,12 @@ from hf_specdecpp.generation.refusals import (
     warn_of_ignored,
 )
 from hf_specdecpp.generation.several.drafting import DraftsOfRows
-from hf_specdecpp.generation.several.in_step import InStep
-from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks, is_spread
-from hf_specdecpp.generation.several.target import TargetOfRows
+from hf_specdecpp.generation.several.ranks import DraftOfRanks, Ranks, RankText, check_ranks
+from hf_specdecpp.generation.several.target import InStep, TargetOfRows
 from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
-from hf_specdecpp.generation.target import Drafts, OneTarget
+from hf_specdecpp.generation.target import OneTarget
 from hf_specdecpp.generation.text import Text
-from hf_specdecpp.models.causal_lm import CausalLM, cache_among
+from hf_specdecpp.models.causal_lm import CausalLM, cache_among, num_processes
 from hf_specdecpp.sampling.processors import Processing, for_row, in_order
 
 # Arguments of transformers' decoding method that are not for the model's forward.
@@ -92,7 +92,7 @@ def decoding_of(
     given = cache_among(call.model_kwargs)
     call = _growing(call, input_ids)
     unused = _unused_layers(cache := cache_among(call.model_kwargs))
-    if is_spread(target):
+    if num_processes(target) > 1:
         check_ranks(target, assistant.speculation, Processing(call.processors), count)
     if count > 1:
         check_for_one(call.streamer, assistant.speculation.draws_trees)
@@ -131,14 +131,14 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
         raise PlainCallError(f"{type(target).__name__} runs {foreign.name}, and so: {refusal}") from refusal
     assistant.calls.note(generator.stats, call.streamer)
     parts = target, generator, call.criteria, config, call.streamer
-    if is_spread(target):
+    if num_processes(target) > 1:
         ranks = Ranks(target, most=generator.setup.most_tokens + 3)
         text: Text = RankText(ranks, *parts)
         draft: Drafts = DraftOfRanks(ranks)
     else:
         generator.begin_text(length)
         text, draft = Text(*parts), Drafts()
-    return kind([text], draft, OneTarget(target, text, config, model_kwargs, foreign))
+    return kind([text], draft, OneTarget(target, text, config, model_kwargs, foreign), on_graphs)
 
 
 def _unused_layers(cache: Cache) -> list[Any] | None:
@@ -180,7 +180,7 @@ def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[T
         generators.append(assistant.start_generation(call.target, call.config, processors, own, count, first))
     texts = [Text(call.target, each, call.criteria, call.config) for each in generators]
     side = TargetOfRows(call.target, texts, call.config, call.model_kwargs)
-    parts = texts, DraftsOfRows(generators), side
+    parts = texts, DraftsOfRows(generators), side, on_graphs
     decoding = AssistedDecoding(*parts) if generators[0].processing.answers_all else InStep(call.processors, *parts)
 
     def run(input_ids: Tensor) -> Any:

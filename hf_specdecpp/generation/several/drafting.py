@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains
-from hf_specdecpp.drafting.stopping import pays_to_go_on
+from hf_specdecpp.drafting.chain import Drafting, at_once, draft_chains, pays_to_go_on
 from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
-from hf_specdecpp.generation.target import Drafts, RoundTarget
+from hf_specdecpp.generation.decoding import Drafts, RoundTarget
 from hf_specdecpp.generation.text import Round, Text
 from hf_specdecpp.lookup.looking_up import count_together
 from hf_specdecpp.throughput.known_costs import Drafting as Drafted
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree import Chain, DraftTree
 
 
 class DraftsOfRows(Drafts):
@@ -30,7 +29,7 @@ class DraftsOfRows(Drafts):
     def propose(self, texts: Sequence[Text], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
         if texts[0].generator.rests:
             self.times = None
-            return [text.generator.note(DraftTree.chain()) for text in texts]
+            return [Chain() for _ in texts]
         if self.plan is not None:
             self.plan.follow(max(text.length for text in texts))
         # What the whole batch takes is learned while it is whole.
@@ -50,8 +49,7 @@ class DraftsOfRows(Drafts):
             times.drafted(None if any(chain.looked_up for chain in chains) else Drafted(passes, read - 1, further))
         for each, chain in zip(generators, chains, strict=True):
             chain.passes = each.session.passes
-            each.note(chain)
-        return chains
+        return [*chains]
 
     def _look_up(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> None:
         """Put what rows look up in the place of what they would draft."""
@@ -61,9 +59,9 @@ class DraftsOfRows(Drafts):
             if count := together or (lookup.count_alone() if lookup.choice is None else 0):
                 rows[place] = at_once(lookup.take(count))
 
-    def _draft(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> list[DraftTree]:
+    def _draft(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> list[Chain]:
         def prepare(asking: dict[int, list[Tensor]]) -> bool:
-            rules = [rule for place in asking if (rule := generators[place].rule) is not None]
+            rules = [rule for place in asking if (rule := generators[place].method.rule) is not None]
             goes_on = not any(asking.values()) or pays_to_go_on(rules, len(generators))
             if goes_on:
                 self.together.step(asking)

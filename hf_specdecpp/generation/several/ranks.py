@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_specdecpp.config.speculation import SpeculationConfig
-from hf_specdecpp.generation.target import Drafts, RoundTarget
+from hf_specdecpp.generation.decoding import Drafts, RoundTarget
 from hf_specdecpp.generation.text import Text
 from hf_specdecpp.models.causal_lm import CausalLM, num_processes
 from hf_specdecpp.models.checks import WITHOUT
 from hf_specdecpp.sampling.processors import Processing
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree import Chain, DraftTree
 
 FAILED = -1
 
@@ -41,11 +41,6 @@ def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Pr
             f"{type(target).__name__} is spread over {num_processes(target)} processes (tensor parallelism), and "
             f"{reason}. {WITHOUT}, if that cannot be changed."
         )
-
-
-def is_spread(target: CausalLM) -> bool:
-    """Whether several processes make a target's passes together."""
-    return num_processes(target) > 1
 
 
 class Ranks:
@@ -100,7 +95,7 @@ class RankText(Text):
         self.ranks = ranks
 
     # All ranks process the scores of a round, and the first alone decides: before that none knows the way down.
-    _verify_on_the_way = Text._verify_at_once
+    _verify_on_the_way = Text._verify_chain
 
     def _accept_chain(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
         if self.ranks.is_first:
@@ -144,4 +139,4 @@ class DraftOfRanks(Drafts):
             return [tree]
         tokens = self.ranks.listen()
         # Whose q nobody asks for here.
-        return [texts[0].generator.note(DraftTree.chain(tokens, [torch.empty(0)] * len(tokens)))]
+        return [Chain(tokens, [torch.empty(0)] * len(tokens))]

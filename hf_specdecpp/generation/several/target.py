@@ -1,4 +1,5 @@
 """The target's side of a batch (`TargetOfRows`): rows share its passes and keep their own pace in a cache with holes.
+`InStep` is the loop for processors that are asked about all rows at once.
 
 A row that ends leaves the batch and is padded. Where no id ends texts, plain `generate()` goes on in such a row until
 all rows have ended, and so do we (`stays`).
@@ -21,14 +22,14 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_specdecpp.caches.batches import BatchText
+from hf_specdecpp.caches.text import extended
 from hf_specdecpp.cuda_graphs.captured_target import CapturedTarget
 from hf_specdecpp.generation import refusals
+from hf_specdecpp.generation.decoding import AssistedDecoding, TargetSide
 from hf_specdecpp.generation.outputs import TokenRecords
-from hf_specdecpp.generation.prefix import extended
-from hf_specdecpp.generation.target import TargetSide
-from hf_specdecpp.generation.text import Round, Text
+from hf_specdecpp.generation.text import Round, Text, Walk
 from hf_specdecpp.models.causal_lm import CACHE, CausalLM, cache_among
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree import Chain
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class TargetOfRows(TargetSide):
         passes.begin(self.text.cache, self.text.valid.shape[1], self.text.valid, self.positions[:, None])
 
     def own_logits(self, texts: Sequence[Text], tokens: Tensor) -> Tensor:
-        rounds = [Round(text, DraftTree.chain(row[1:])) for text, row in zip(texts, tokens.tolist(), strict=True)]
+        rounds = [Round(text, Chain(row[1:])) for text, row in zip(texts, tokens.tolist(), strict=True)]
         logits: Tensor = self.model(**self._inputs(rounds, _is_token(rounds)), return_dict=True).logits
         self.text.back()
         return logits
@@ -103,16 +104,16 @@ class TargetOfRows(TargetSide):
         """Close gaps in the cache, and time a pass over one token of each row where the rounds do not tell it."""
         self.text.close_up()
         if len(texts) == len(self.texts):
-            rounds = [Round(text, DraftTree.chain()) for text in texts]
+            rounds = [Round(text, Chain()) for text in texts]
             self.time_plain_pass(texts[0], len(texts), lambda: self._inputs(rounds, _is_token(rounds)))
 
     def read(self, rounds: Sequence[Round]) -> None:
         is_token = _is_token(rounds)
         inputs = self._inputs(rounds, is_token)
-        work, clock = time.process_time(), time.perf_counter()
+        work, clock = self.work_clock(), time.perf_counter()
         outputs = self.states.catch(self.model, **inputs, return_dict=True)
         if self.device.type == "cpu":
-            self.passes.note(is_token.numel(), time.process_time() - work, time.perf_counter() - clock)
+            self.took = is_token.numel(), self.work_clock() - work, time.perf_counter() - clock
         self.text.note(is_token)
         self._hand_out(rounds, outputs)
         for each in rounds:
@@ -280,3 +281,52 @@ class _UsedUp(DynamicLayer):
 
     def get_seq_length(self) -> int:
         raise ValueError("This cache was filled by an assisted batch and cannot be carried on. Leave it out.")
+
+
+class InStep(AssistedDecoding):
+    """The rows of a batch, a token of each at a time: processors are asked as plain `generate()` asks them.
+
+    So a round ends for all rows where it ends for one that goes on, and texts that have not ended are equally long.
+
+    Example: of three rows the target accepts two, three and one candidate. Each row gets two tokens, after which the
+    third has nothing more to go on from.
+
+    Args:
+        processors: those of the call; rows have none of their own here.
+    """
+
+    side: TargetOfRows
+
+    def __init__(self, processors: Callable[[Tensor, Tensor], Tensor], *parts: Any) -> None:
+        super().__init__(*parts)
+        self.processors = processors
+
+    def verify(self, rounds: list[Round]) -> None:
+        walks = {}
+        for each in rounds:
+            logits = each.outputs.logits[0, -len(each.tree) - 1 :]
+            each.text.learn(each.rows, logits)
+            walks[id(each.text)] = Walk(each.text, each.rows, logits)
+        going = list(walks.values())
+        while going:
+            for walk, scores in zip(going, self._process(walks, going), strict=True):
+                walk.step(scores)
+            if all(walk.text.end_length <= walk.ids.shape[1] for walk in walks.values()):
+                break  # rows that go on behind their end do so until all rows have ended
+            if any(walk.node is None and not (walk.ended and self.side.pads) for walk in going):
+                break
+            going = [walk for walk in going if walk.node is not None]
+        for each in rounds:
+            each.verdict = walks[id(each.text)].verdict
+
+    def _process(self, walks: dict[int, Walk], going: list[Walk]) -> list[Tensor]:
+        """The processed scores `[vocab]` of those that are `going`. Texts that have ended are padded, as plain
+        generation pads them; their scores count for nothing, and are 0."""
+        places = [place for place, text in enumerate(self.texts) if walks.get(id(text)) in going]
+        texts = [walks[id(text)].ids if id(text) in walks else text.ids for text in self.texts]
+        length, pad = going[0].ids.shape[1], self.side.config._pad_token_tensor
+        value = 0 if pad is None else int(pad)
+        ids = [functional.pad(each, (0, length - each.shape[1]), value=value) for each in texts]
+        raw = torch.stack([walk.raw for walk in going])
+        scores = raw.new_zeros((len(texts), raw.shape[1])).index_copy(0, torch.tensor(places, device=raw.device), raw)
+        return list(self.processors(torch.cat(ids), scores)[places])

@@ -14,10 +14,10 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
 
+from hf_specdecpp.drafting.draft_model import DraftModel
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
-from hf_specdecpp.models.reader import Reader
 from hf_specdecpp.models.target_states import FINAL, StateReader, TargetStates
 
 FROZEN = ("lm_head.", "embed_tokens.", "decoder.embed_tokens.")  # parameters of own layers that are not trained
@@ -199,7 +199,7 @@ class DistillationTrainer(Trainer):
         self.fusion_learning_rate = fusion_learning_rate
         # Trainer then passes the number of answer tokens of all micro-batches and processes.
         self.model_accepts_loss_kwargs = True
-        self.target = Reader(target)
+        self.target = DraftModel(target, shares_target=True)
         self.num_ids = target.get_output_embeddings().weight.shape[0]
         # Computes the target's logits for the draft's tokens only.
         self.teacher = Drafter(target, self.model.drafter.draft_vocab, shares_target=True)

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import edited
-from support.dflash_files import FULL, HIDDEN, MASK, VARIANTS, VOCAB, Checkpoint, target_for
-from support.models import prompt
+from support.files.checkpoints import edited
+from support.files.dflash_files import FULL, HIDDEN, MASK, VARIANTS, VOCAB, Checkpoint, target_for
+from support.targets.models import prompt
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.dflash.config_dflash import DFlashSettings, read_settings, usual_reads
 from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashModel
 from hf_specdecpp.drafts.known import DFLASH, recognise

@@ -8,16 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import HEAD_DIM, HEADS, KV_HEADS
-from support.dflash_files import DEPTH, DIALECTS, MASK, VARIANTS, VOCAB, WINDOWED, Checkpoint, assisted, target_for
-from support.formulas import attended, close, rms, rotated, states_of
-from support.models import prompt
-from support.rounds_anew import check_rounds, proposed
-from support.zoo import tiny_of
+from support.files.checkpoints import HEAD_DIM, HEADS, KV_HEADS
+from support.files.dflash_files import (
+    DEPTH,
+    DIALECTS,
+    MASK,
+    VARIANTS,
+    VOCAB,
+    WINDOWED,
+    Checkpoint,
+    assisted,
+    target_for,
+)
+from support.targets.formulas import attended, close, rms, rotated, states_of
+from support.targets.models import prompt
+from support.targets.rounds_anew import check_rounds, proposed
+from support.targets.zoo import tiny_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafting.draft import Reading
 from hf_specdecpp.drafting.unrolling import in_blocks
 from hf_specdecpp.drafts.dflash.modeling_dflash import DFlashDraft, DFlashModel

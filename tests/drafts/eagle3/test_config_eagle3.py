@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import edited, in_shards
-from support.eagle3_files import HIDDEN, READS, VARIANTS
-from support.eagle3_loading import PLAIN, load, refused, settings_of
-from support.models import tiny
-from support.repos import change_json
+from support.files.checkpoints import edited, in_shards
+from support.files.eagle3_files import HIDDEN, READS, VARIANTS
+from support.files.eagle3_loading import PLAIN, load, refused, settings_of
+from support.files.repos import change_json
+from support.targets.models import tiny
 from torch import Tensor
 
 from hf_specdecpp.drafts.eagle3.config_eagle3 import readings

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.checkpoints import edited
-from support.distillation_files import prepare
-from support.eagle3_files import DRAFT_VOCAB, HIDDEN, VARIANTS, VOCAB, Checkpoint
-from support.eagle3_loading import DIALECTS, PLAIN, load, refused
-from support.formulas import states_of
-from support.models import prompt, tiny
-from support.repos import save_model
+from support.files.checkpoints import edited
+from support.files.eagle3_files import DRAFT_VOCAB, HIDDEN, VARIANTS, VOCAB, Checkpoint
+from support.files.eagle3_loading import DIALECTS, PLAIN, load, refused
+from support.files.repos import save_model
+from support.runs.distillation_files import prepare
+from support.targets.formulas import states_of
+from support.targets.models import prompt, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM

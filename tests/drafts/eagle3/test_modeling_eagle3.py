@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import HEADS, KV_HEADS, edited
-from support.eagle3_files import DRAFT_VOCAB, HIDDEN, READS, VARIANTS, Checkpoint
-from support.formulas import attended, close, rms, rotated, states_of
-from support.models import prompt, tiny
+from support.files.checkpoints import HEADS, KV_HEADS, edited
+from support.files.eagle3_files import DRAFT_VOCAB, HIDDEN, READS, VARIANTS, Checkpoint
+from support.targets.formulas import attended, close, rms, rotated, states_of
+from support.targets.models import prompt, tiny
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_specdecpp import SpecDecPPAssistant
-from hf_specdecpp.drafting.session import DraftSession
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.drafting.draft_model import DraftSession
 from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import FINAL

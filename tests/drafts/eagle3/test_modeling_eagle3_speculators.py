@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP
-from support.eagle3_files import DRAFT_VOCAB, VOCAB
-from support.models import prompt, tiny
+from support.files.checkpoints import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MLP
+from support.files.eagle3_files import DRAFT_VOCAB, VOCAB
+from support.targets.models import prompt, tiny
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import unrolled
 
 pytestmark = pytest.mark.takes(60)

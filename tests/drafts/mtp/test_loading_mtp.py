@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import edited, in_shards
-from support.hub_server import HubServer
-from support.models import prompt, tiny, told
-from support.mtp_files import DEPTH, FAMILIES, HIDDEN, HYBRID, VOCAB, Files, dense, load
-from support.repos import WORDS, change_json, files_of, tokenizer
-from support.rounds_anew import check_rounds
-from support.watchers import heard
+from support.files.checkpoints import edited, in_shards
+from support.files.mtp_files import DEPTH, FAMILIES, HIDDEN, HYBRID, VOCAB, Files, dense, load
+from support.files.repos import WORDS, change_json, files_of, tokenizer
+from support.runs.hub_server import HubServer
+from support.targets.models import prompt, tiny, told
+from support.targets.rounds_anew import check_rounds
+from support.targets.watchers import heard
 from transformers.generation import candidate_generator
 from typer.testing import CliRunner, Result
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.cli import app
-from hf_specdecpp.config.speculation import Decisions
+from hf_specdecpp.config.speculation import Decisions, SpeculationConfig
 from hf_specdecpp.drafts.mtp.loading_mtp import layers_among
 from hf_specdecpp.files import Repository
 from hf_specdecpp.hub.exporting import export

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from support.capturing import CHAIN, generate
-from support.outputs import PROCESSORS
-from support.processors_between import MISTAKES
-from support.whole_rounds import SAMPLED, TREE, batch, made, together
+from support.devices.capturing import CHAIN, generate
+from support.devices.processors_between import MISTAKES
+from support.devices.whole_rounds import SAMPLED, TREE, batch, made, together
+from support.targets.outputs import PROCESSORS
 from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 

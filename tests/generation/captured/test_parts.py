@@ -11,20 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from support.capturing import CHAIN, Drawn, generate
-from support.models import assistant_of, quiet_later_layers, tiny
-from support.outputs import PROCESSORS
-from support.watchers import heard
-from support.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
+from support.devices.capturing import CHAIN, Drawn, generate
+from support.devices.whole_rounds import KINDS, SAMPLED, TREE, batch, made, together
+from support.targets.models import assistant_of, quiet_later_layers, tiny
+from support.targets.outputs import PROCESSORS
+from support.targets.watchers import heard
 from torch import Tensor
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant, SpecDecPPCandidateGenerator
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.cuda_graphs import captured_rounds, captured_target, on_device
 from hf_specdecpp.cuda_graphs.captured_draft import CapturedDraft, RoundShape
 from hf_specdecpp.cuda_graphs.graphs import CannotCaptureError, Graphs
 from hf_specdecpp.cuda_graphs.room_cache import RoomCache
-from hf_specdecpp.drafting import model_steps
+from hf_specdecpp.drafting import drafter as model_steps
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.generation import text as generation_text
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.captured.parts import GraphDrafts
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.sampling.processors import Processing

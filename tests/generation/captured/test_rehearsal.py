@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.capturing import generate
-from support.models import assistant_of, quiet_later_layers, tiny
+from support.devices.capturing import generate
+from support.targets.models import assistant_of, quiet_later_layers, tiny
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.generation.captured import rehearsal
 from hf_specdecpp.models.causal_lm import CausalLM
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.models import assistant_for, assistant_of, prompt, tiny, told
-from support.pretend_graph import pretend_graphs
-from support.repos import WORDS, save_model
-from support.snapshots import has_our_methods, of_own_class, snapshot
-from support.watchers import heard
+from support.devices.pretend_graph import pretend_graphs
+from support.files.repos import WORDS, save_model
+from support.targets.models import assistant_for, assistant_of, prompt, tiny, told
+from support.targets.snapshots import has_our_methods, of_own_class, snapshot
+from support.targets.watchers import heard
 from transformers import GenerationMixin
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.generation.doors import attached
 from hf_specdecpp.generation.doors.attached import Method
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -10,15 +10,17 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from support.families import informed_draft, model_of
+from support.enumeration.mutants import accept_everything
 from support.fuzz.arguments import Counting, Criterion
-from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
-from support.mutants import accept_everything
-from support.watchers import Recorder
+from support.targets.families import informed_draft, model_of
+from support.targets.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
+from support.targets.watchers import Recorder
 from torch import Tensor
 
-from hf_specdecpp import SpecDecPPAssistant, SpeculationConfig, SpeculationStats
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.generation.doors import attached
+from hf_specdecpp.generation.stats import SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM
 
 PROMPT = prompt(12)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
-from support.snapshots import PROMPT, generate, snapshot
-from support.watchers import Collector, unnoticed
+from support.targets.models import assistant_for, assistant_of, partly_agreeing, prompt, tiny
+from support.targets.snapshots import PROMPT, generate, snapshot
+from support.targets.watchers import Collector, unnoticed
 from torch import Tensor
 from transformers import DynamicCache
 

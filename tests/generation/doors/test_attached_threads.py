@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
-from support.products import faster, products_of, use_copies
-from support.snapshots import has_our_methods, of_own_class, snapshot
-from support.watchers import runs_of
+from support.devices.products import faster, products_of, use_copies
+from support.targets.models import assistant_for, prompt, tiny
+from support.targets.snapshots import has_our_methods, of_own_class, snapshot
+from support.targets.watchers import runs_of
 from torch import Tensor, nn
 from transformers import LogitsProcessor
 

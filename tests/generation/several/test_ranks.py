@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import prompt, tiny
+from support.targets.models import prompt, tiny
 
-PROGRAM = Path(__file__).parents[2] / "support" / "rank_program.py"
+PROGRAM = Path(__file__).parents[2] / "support" / "devices" / "rank_program.py"
 CHAINS = ("fixed", "threshold", "throughput", "unmeasured", "lookup")
 
 
 def run(folder: Path, what: str) -> list[dict[str, Any]]:
     """What the two ranks saw; nothing for one that is gone."""
     tiny("llama").save_pretrained(folder / "target")
-    path = os.pathsep.join((str(PROGRAM.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])))
+    path = os.pathsep.join((str(PROGRAM.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "WORLD_SIZE": "2"}
     command, ranks = [sys.executable, str(PROGRAM), str(folder), what], ({"RANK": r, "LOCAL_RANK": r} for r in "01")
     with (folder / "errors").open("w") as errors:

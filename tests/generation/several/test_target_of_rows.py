@@ -6,20 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from support import models
-from support.exact_distribution import Replay, Tokens, exact_distribution
-from support.families import model_of
+from support.enumeration.exact_distribution import Replay, Tokens, exact_distribution
+from support.enumeration.stock_rounds import small, target_distribution
 from support.fuzz.arguments import Counting
-from support.stock_rounds import small, target_distribution
-from support.watchers import Collector, heard
-from support.zoo import tiny_of
+from support.targets import models
+from support.targets.families import model_of
+from support.targets.watchers import Collector, heard
+from support.targets.zoo import tiny_of
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPCandidateGenerator, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.caches import batches
 from hf_specdecpp.caches.masks import row_masks
 from hf_specdecpp.config.costs import Costs
+from hf_specdecpp.config.speculation import SpeculationConfig
+from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenerator
 from hf_specdecpp.generation.decoding import AssistedDecoding
 from hf_specdecpp.generation.setup import DraftSetup
 from hf_specdecpp.generation.several.target import TargetOfRows
@@ -69,13 +71,13 @@ def test_rows_draft_what_they_would_draft_alone(kind: str, monkeypatch: pytest.M
         assistant = SpecDecPPAssistant.from_draft(draft, target)
     models.told(assistant, rule="fixed", num_tokens=3, draft_successors=False)  # the rows share the table
     drafted: dict[Any, list[list[int]]] = {}
-    note = SpecDecPPCandidateGenerator.note
+    saw = SpecDecPPCandidateGenerator.saw
 
-    def spy(self: SpecDecPPCandidateGenerator, chain: Any) -> Any:
+    def spy(self: SpecDecPPCandidateGenerator, chain: Any, *outcome: Any) -> None:
         drafted.setdefault(self, []).append(chain.candidates)
-        return note(self, chain)
+        saw(self, chain, *outcome)
 
-    monkeypatch.setattr(SpecDecPPCandidateGenerator, "note", spy)
+    monkeypatch.setattr(SpecDecPPCandidateGenerator, "saw", spy)
     inputs = padded([3, 7, 5, 14])
     generate(target, inputs, assistant, max_new_tokens=8)
     for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):

@@ -10,14 +10,15 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, quiet_later_layers, tiny, told
-from support.products import faster, needs_float16, products_of, use_copies
-from support.snapshots import has_our_methods, of_own_class
+from support.devices.products import faster, needs_float16, products_of, use_copies
+from support.targets.models import assistant_for, prompt, quiet_later_layers, tiny, told
+from support.targets.snapshots import has_our_methods, of_own_class
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
-from hf_specdecpp import SpecDecPPAssistant, assist
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.choosing import assist
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.cpu import products
 from hf_specdecpp.models.cpu.faster_products import FasterProducts

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
-from support.watchers import heard
+from support.targets.models import assistant_for, prompt, tiny
+from support.targets.watchers import heard
 from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.integrations import sdpa_attention

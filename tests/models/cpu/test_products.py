@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.products import needs_float16
+from support.devices.products import needs_float16
 from torch import Tensor
 from torch.nn import functional
 

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import models
-from support.models import prompt, quiet_later_layers, tiny, told
-from support.products import products_of
-from support.watchers import heard
+from support.devices.products import products_of
+from support.targets import models
+from support.targets.models import prompt, quiet_later_layers, tiny, told
+from support.targets.watchers import heard
 from torch import nn
 from torch.nn import functional
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.config.speculation import Decisions
 from hf_specdecpp.generation import setup
 from hf_specdecpp.models.cpu import faster_products

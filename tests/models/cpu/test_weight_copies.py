@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.models import assistant_for, prompt, tiny
-from support.products import faster, needs_float16, products_of, use_copies
+from support.devices.products import faster, needs_float16, products_of, use_copies
+from support.targets.models import assistant_for, prompt, tiny
 from torch import Tensor, nn
 
 from hf_specdecpp.models.cpu import products, weight_copies

@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from support.fuzz.cases import Case
-from support.models import VOCAB_SIZE
-from support.outputs import NoRepeat, only_neighbours
-from support.watchers import Collector, tokenizer
+from support.targets.models import VOCAB_SIZE
+from support.targets.outputs import NoRepeat, only_neighbours
+from support.targets.watchers import Collector, tokenizer
 
 PAD = 0
 

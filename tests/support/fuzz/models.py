@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_specdecpp import AcceptanceHead, SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.fuzz.cases import Case
-from support.models import VOCAB_SIZE, partly_agreeing, quiet_later_layers, random_fusion, random_layer, told
-from support.zoo import tiny_of
+from support.targets.models import VOCAB_SIZE, partly_agreeing, quiet_later_layers, random_fusion, random_layer, told
+from support.targets.zoo import tiny_of
 
 RULES: dict[str, dict[str, Any]] = {
     "fixed": {"rule": "fixed", "num_tokens": 4},

@@ -21,7 +21,7 @@ from hf_specdecpp.models.cpu.weight_copies import WeightCopies
 from support.fuzz.arguments import arguments, first_prompt, positions_of, random_ids
 from support.fuzz.cases import RECORDS, Case
 from support.fuzz.models import LORA_MODULES, assistant_for, target_of
-from support.outputs import assert_same, assert_same_cache
+from support.targets.outputs import assert_same, assert_same_cache
 
 PACKAGE = str(Path(hf_specdecpp.__file__).parent)
 # Between the two likeliest tokens of plain generation. Passes over one and over several tokens round differently.

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.distillation_files import PROMPT_LENGTH, adapter_of, prepare, report_of, rows, write_rollouts
-from support.models import VOCAB_SIZE, tiny
-from support.repos import WORDS, files_of, save_model
+from support.files.repos import WORDS, files_of, save_model
+from support.runs.distillation_files import PROMPT_LENGTH, adapter_of, prepare, report_of, rows, write_rollouts
+from support.targets.models import VOCAB_SIZE, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

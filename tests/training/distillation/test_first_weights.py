@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.distillation_files import check_that_training_helps, prepare, report_of, states_of
-from support.eagle3_files import Checkpoint
-from support.models import prompt, tiny
-from support.zoo import families, tiny_of
+from support.files.eagle3_files import Checkpoint
+from support.runs.distillation_files import check_that_training_helps, prepare, report_of, states_of
+from support.targets.models import prompt, tiny
+from support.targets.zoo import families, tiny_of
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_specdecpp import SpecDecPPAssistant, SpecDecPPConfig, SpeculationConfig
+from hf_specdecpp.assistant import SpecDecPPAssistant
+from hf_specdecpp.config.assistant import SpecDecPPConfig
+from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.drafts.draft_kind import Parts
 from hf_specdecpp.drafts.eagle3.loading_eagle3 import flat_config
 from hf_specdecpp.drafts.eagle3.modeling_eagle3 import Eagle3Model

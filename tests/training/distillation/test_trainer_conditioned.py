@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import eagle3_files
-from support.dflash_files import Checkpoint
-from support.distillation_files import check_that_training_helps, measured, prepare, report_of, states_of
-from support.models import VOCAB_SIZE, prompt, quiet_later_layers, random_fusion, tiny
-from support.training_files import training_run
+from support.files import eagle3_files
+from support.files.dflash_files import Checkpoint
+from support.runs.distillation_files import check_that_training_helps, measured, prepare, report_of, states_of
+from support.runs.training_files import training_run
+from support.targets.models import VOCAB_SIZE, prompt, quiet_later_layers, random_fusion, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_specdecpp import SpecDecPPAssistant
+from hf_specdecpp.assistant import SpecDecPPAssistant
 from hf_specdecpp.drafting.unrolling import in_rounds, unrolled
 from hf_specdecpp.drafts.conditioned import Fusion
 from hf_specdecpp.models.causal_lm import CausalLM

@@ -1,0 +1,89 @@
+"""What is refused of a model that drafts, with the reason; and whether a head was trained for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdecpp.caches.states import no_way_back
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.models.causal_lm import CausalLM, positions_of, trying
+from hf_specdecpp.models.target_states import StateReader
+
+
+def check_draft_vocab(ids: Tensor, num_ids: int) -> None:
+    """Raise `ValueError` unless these are distinct token ids below `num_ids`."""
+    is_list = ids.numel() and ids.dim() == 1 and not ids.is_floating_point()
+    if not is_list or int(ids.min()) < 0 or int(ids.max()) >= num_ids or ids.unique().numel() != ids.numel():
+        span = f"{ids.min():g} to {ids.max():g}" if ids.numel() else "none"
+        raise ValueError(
+            f"draft_vocab must list distinct token ids from 0 to {num_ids - 1}; got {ids.numel()} ids, {span}. It was "
+            "probably made for another draft."
+        )
+
+
+def check_can_draft(model: CausalLM) -> None:
+    """Raise `ValueError` if a model predicts no tokens, or cannot take them back."""
+    name, head = type(model).__name__, model.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        raise ValueError(f"{name} has no LM head, so it cannot predict tokens. Load it with AutoModelForCausalLM.")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model; a draft must be a decoder-only causal LM.")
+    if (reason := no_way_back(model)) is not None:
+        raise ValueError(f"{name} {reason}, so it cannot draft. Use a draft whose layers all use attention.")
+
+
+def check_fusion(fusion: StateReader, drafter: Any) -> None:
+    """Raise `ValueError` unless the fusion was made for states and embeddings of the draft's sizes."""
+    theirs = fusion.hidden_size, fusion.embedding_size
+    if theirs != (ours := (drafter.hidden_size, drafter.embedding_size)):
+        raise ValueError(
+            f"The fusion reads states of {theirs[0]} and embeddings of {theirs[1]} numbers; the draft has {ours[0]} "
+            f"and {ours[1]}. It was trained for another target."
+        )
+
+
+def check_head(head: AcceptanceHead, drafter: Any, draft_name: str) -> None:
+    """Raise `ValueError` unless the head was trained for states and embeddings of the draft's sizes."""
+    ours = {"hidden_size": head.hidden_size}
+    theirs = {"hidden_size": drafter.hidden_size}
+    if head.inputs == "before":
+        ours["embedding_size"], theirs["embedding_size"] = head.embedding_size, drafter.embedding_size
+    if ours != theirs:
+        raise ValueError(
+            f"The acceptance head was trained for {ours} but draft {draft_name} has {theirs}, so it cannot "
+            "read the draft's states. Load the draft that it was trained with, or train a head for this one."
+        )
+
+
+def check_logits(drafter: Any) -> None:
+    """Raise `ValueError` where the drafter's logits of a token are not those of the model's own forward."""
+    model = drafter.model
+    probe = torch.zeros((1, 1), dtype=torch.long, device=drafter.device)
+    with trying(model) as read:
+        try:
+            expected = read(probe).logits[0, -1].float()
+            hidden = drafter.hidden_states(probe, **positions_of(drafter._decoder, probe))[0, -1]
+        except Exception as failure:  # models whose input is more than a text fail in ways of their own
+            raise ValueError(
+                f"{type(model).__name__} does not read a token by itself ({type(failure).__name__}: "
+                f"{failure}), so it cannot draft. Use another model."
+            ) from failure
+        if hidden.shape[-1] != drafter.hidden_size:
+            raise ValueError(
+                f"The LM head of {type(model).__name__} reads vectors of {drafter.hidden_size} numbers and its "
+                f"hidden states have {hidden.shape[-1]}: it puts layers in between that hf_specdecpp does not "
+                "know. Use another model."
+            )
+        actual = drafter._head_logits(model.get_output_embeddings(), hidden)
+    # Inkling drops rows that pad its head, and a spread model returns logits to where it began.
+    actual = actual[: len(expected)].to(expected.device)
+    tolerance = 1e-3 if drafter.dtype in (torch.float32, torch.float64) else 5e-2
+    error = float((actual - expected).abs().max())
+    if not error <= tolerance * max(1.0, float(expected.abs().max())):
+        raise ValueError(
+            f"{type(model).__name__} turns hidden states into logits in a way that hf_specdecpp does not know "
+            f"(largest difference {error:.3g}), so its probabilities would be wrong. Use another model."
+        )

@@ -1,0 +1,103 @@
+"""A draft model's side of a batch: what it has read of each row (`RowSession`), and its cache (`BatchSession`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_specdecpp.caches.batches import BatchText
+from hf_specdecpp.drafting.draft_model import DraftModel, ModelReading
+from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
+
+
+class RowSession(ModelReading):
+    """What the draft has read of one row. The batch feeds it, and leaves here what the row's next step has `found`:
+    logits `[vocab_size]` and hidden state. `forgotten` tokens are to be taken out of the row's part of the cache."""
+
+    found: tuple[Tensor, Tensor]
+
+    def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
+        super().__init__(drafter, vocab_size)
+        self.forgotten = 0
+        self._num_read = 0
+
+    @property
+    def length(self) -> int:
+        return self._num_read + self.unread
+
+    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:  # noqa: ARG002 - no trees
+        self.forgotten += of - count
+        self._num_read -= of - count
+
+    def feed(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The tokens `[1, n]` that the row reads next, and the target's states `[1, n, size]` before them."""
+        tokens, states = self._take(candidates)
+        self._num_read += tokens.shape[1]
+        return tokens, states
+
+    def leave(self, logits: Tensor, hidden: Tensor) -> None:
+        """What the draft said after them."""
+        self.found, self._own_states = (logits, hidden), {0: hidden}
+
+    def step(self, _candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """As in `DraftSession`: the batch has run the draft for these candidates."""
+        return self.found
+
+
+class BatchSession:
+    """The draft's cache for all rows of a batch; `ValueError` if the draft has layers that are not attention.
+
+    Rows that draft on are fed together. In a round's first step rows have different numbers of tokens to read, so
+    dummies stand before the shorter ones; a row that does not draft is fed dummies only.
+    """
+
+    def __init__(self, rows: Sequence[RowSession]) -> None:
+        self.rows, self.vocab_size, self.drafter = list(rows), rows[0].vocab_size, rows[0].drafter
+        cache = DynamicCache(config=self.drafter.text_config)
+        self.text = BatchText(self.drafter.model, cache, len(rows))
+        self._takes_positions = takes_positions(inner_decoder(self.drafter.model))
+
+    def step(self, asking: dict[int, list[Tensor]]) -> None:
+        """Run the draft for the rows that go on: each finds in its session what comes after its candidates. `asking`:
+        their candidates, by place in the batch: none of them has any in a round's first step."""
+        if not any(asking.values()):
+            forgotten = torch.tensor([row.forgotten for row in self.rows])
+            self.text.keep(torch.zeros_like(forgotten), of=forgotten)
+            self.text.close_up()
+            for row in self.rows:
+                row.forgotten = 0
+        fed = {place: self.rows[place].feed(candidates) for place, candidates in asking.items()}
+        hidden = self._read(fed)
+        places = list(fed)
+        logits = self.drafter.logits(hidden[places], self.vocab_size)
+        for place, of_row in zip(places, logits, strict=True):
+            self.rows[place].leave(of_row, hidden[place])
+
+    def _read(self, fed: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
+        """Feed tokens and states by row: the draft's hidden state after the last of each, `[rows, hidden_size]`."""
+        device, dtype = self.rows[0].device, self.drafter.dtype
+        width = max(tokens.shape[1] for tokens, _ in fed.values())
+        all_tokens = torch.zeros(len(self.rows), width, dtype=torch.long, device=device)
+        all_states, is_token = None, torch.zeros(len(self.rows), width, dtype=torch.bool)
+        for place, (tokens, states) in fed.items():
+            begin = width - tokens.shape[1]
+            all_tokens[place, begin:] = tokens[0]
+            is_token[place, begin:] = True
+            if states is not None:
+                if all_states is None:
+                    all_states = torch.zeros(len(self.rows), width, states.shape[2], dtype=dtype, device=device)
+                all_states[place, begin:] = states[0]
+        inputs = {"attention_mask": self.text.mask(is_token)}
+        if self._takes_positions:
+            positions = self.text.held[:, None] + is_token.cumsum(dim=1) - 1
+            inputs["position_ids"] = positions.where(is_token, 0).to(device)
+        hidden = self.drafter.hidden_states(all_tokens, self.text.cache, all_states, are_known=True, **inputs)[:, -1]
+        self.text.note(is_token)
+        return hidden
+
+    def select(self, places: Sequence[int]) -> None:
+        self.rows = [self.rows[place] for place in places]
+        self.text.select(places)

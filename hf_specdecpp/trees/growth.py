@@ -1,0 +1,332 @@
+"""How a token tree grows: DySpec (arXiv 2410.11744), Algorithms 1 and 2, and given shapes. No model inside.
+
+Explained with an example in `docs/dyspec.md`.
+
+In the paper's notation: Tr the tree, D(.|x) the draft's distribution after x, R what is left of it once siblings have
+been drawn, v the value of a slot, t the threshold. A node whose D is known has one open slot, its next child. A slot of
+value v where y is drawn, y having the chance a(y) of acceptance, opens two: y's first child, v * a(y), and y's next
+sibling, v * (1 - a(y)). With a(y) = R(y) this is DySpec.
+
+Losslessness: whether to draw at a slot depends on its value, which is known before the draw. What was drawn stays.
+For a greedy target nothing is drawn: the next sibling is the next likeliest token, known before it is taken. So there
+the slots compete with v * a(y), the chance that taking y adds a token, instead of the paper's v.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from heapq import heappop, heappush
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
+from hf_specdecpp.estimation.estimators import AcceptanceRates, Estimator
+from hf_specdecpp.sampling.randomness import Siblings, TreeRandomness, likeliest
+from hf_specdecpp.trees.head_siblings import AHEAD, HeadJudgedSiblings, Level
+from hf_specdecpp.trees.shapes import Shape
+from hf_specdecpp.trees.tree import DraftTree
+
+# A level that takes too little of the budget leaves it to the next one; one that takes too much cannot give it back.
+# With it, expected acceptance is 0 to 3 % below Algorithm 1's, without it up to 4 % (tests/trees/test_growth.py).
+CAUTION = 0.85
+LATEST = 0.1  # share of the latest round in the running means of `ThresholdSchedule`, once there are many
+
+
+def grow_exactly(growth: Growth, budget: int, threshold: float = 0.0) -> None:
+    """Algorithm 1: always draw at the slot of the highest value. A draft pass for every node that gets a child."""
+    leaves = [(-v, node) for node, v in growth.leaves.items()]
+    while len(growth.tree) < budget:
+        promised = -leaves[0][0] if leaves else -1.0  # no child of a leaf competes with more
+        if max(promised, growth.best) < max(threshold, 0.0):
+            break
+        if promised >= growth.best:
+            growth.expand([heappop(leaves)[1]])
+        elif (child := growth.draw_best()) in growth.leaves:
+            heappush(leaves, (-growth.leaves[child], child))
+
+
+def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshold: float = 0.0) -> None:
+    """Algorithm 2: one draft pass a level, then a draw at every slot above t, best first.
+
+    The paper fixes t, and where the draft is unsure most of the budget stays unused. Here `pace` chooses t anew for
+    each level, above `threshold`, and what is left in the end goes to the best open slots above that; 0 uses it all.
+    """
+    tree, done = growth.tree, False
+    usual = pace.estimate if growth.greedy else 1.0  # a(y) of a leaf's child, which is not known yet
+    while not done and len(tree) < budget:
+        level = {node: v * usual for node, v in growth.leaves.items() if tree.depths[node] == tree.levels}
+        t = max(threshold, pace.threshold([*level.values(), *growth.open.values()], budget - len(tree)))
+        worth = [node for node, v in level.items() if v >= t]
+        if worth:
+            growth.expand(worth)
+            values = {node: growth.open.get(node, -1.0) for node in worth}
+            growth.draw(max(values, key=values.__getitem__))  # so that no pass is in vain
+        done = not worth and growth.best < t
+        while len(tree) < budget and growth.best >= t:
+            growth.draw_best()
+    while len(tree) < budget and growth.best >= max(threshold, SMALLEST):
+        growth.draw_best()
+    pace.learn(tree)
+
+
+class ThresholdSchedule:
+    """Chooses the thresholds of `grow_by_level` so that the budget is used up, and used well.
+
+    The best tree of a budget holds every slot above one threshold t, the one that Algorithm 1 ends at. Level by level,
+    t must be known before the deeper slots are. A slot of value v is split by a draw, v = v a + v (1 - a), so it takes
+    about 1 + (v / t - 1) / h draws until all its parts are below t, h being the mean entropy of a split (renewal
+    theory: exact in the limit of small t where a does not depend on v). t is where these add up to the budget. For
+    greedy targets the same holds with v times the mean a in the place of v.
+
+    Attributes:
+        split_entropy: h in nats, a running mean over the draws of all rounds. What it begins with counts as a round.
+        estimate: the mean a, likewise.
+    """
+
+    def __init__(self, split_entropy: float = 0.3, estimate: float = 0.7) -> None:
+        self.split_entropy, self.estimate, self.rounds = split_entropy, estimate, 1
+
+    def threshold(self, values: list[float], budget: int) -> float:
+        """t, given the values of the slots and what is left of the budget. The best slot always passes."""
+        ranked = sorted(values, reverse=True)[:budget]
+        h = CAUTION * self.split_entropy
+        total, t = 0.0, math.inf
+        for k, v in enumerate(ranked, 1):
+            if v < t and k > 1:
+                break
+            total += v
+            t = min(total / (h * (budget - k) + k), ranked[0])
+        return t
+
+    def learn(self, tree: DraftTree) -> None:
+        """Take note of a finished tree."""
+        if len(tree):
+            self.rounds += 1
+            share = max(1.0 / self.rounds, LATEST)
+            entropy = 0.0
+            for a in tree.estimates[1:]:
+                for x in (a, 1.0 - a):
+                    entropy -= x * math.log(x) if x > 0.0 else 0.0
+            self.split_entropy += share * (entropy / len(tree) - self.split_entropy)
+            self.estimate += share * (sum(tree.estimates[1:]) / len(tree) - self.estimate)
+
+
+def grow_shape(growth: Growth, shape: Shape) -> None:
+    """A given shape, one draft pass a level, as far as depth, ends of sequences and the supports of D allow."""
+    tree = growth.tree
+    ranks: dict[int, tuple[int, ...]] = {0: ()}
+    while level := [node for node in growth.leaves if tree.depths[node] == tree.levels and shape.get(ranks[node])]:
+        growth.expand(level)
+        for node in level:
+            for rank in range(shape[ranks[node]]):
+                if (child := growth.draw(node)) is None:
+                    break
+                ranks[child] = (*ranks[node], rank)
+
+
+# The tree, its open slots and the siblings drawn there. --------------------------------------------------------------
+
+
+# Nobody gets to a slot of a smaller value: q has no token left but for rounding.
+SMALLEST = 1e-12
+
+Draw = Callable[[Tensor], Siblings]
+Expand = Callable[[DraftTree, list[int]], "Level"]
+
+
+class Growth:
+    """A growing tree, its open slots, and its leaves: nodes that may get children but whose q is not known yet.
+
+    Args:
+        expand: what the draft says after nodes of the tree (the root first, then any whose parents it was asked about):
+            by node, with a pass of the draft, or by depth, from the marginals of a block.
+        max_depth: nodes of this depth get no children.
+
+    Attributes:
+        open: what the open slot of each node whose q is known competes with: v, or v * a(y) for a greedy target.
+        leaves: value v of the first child's slot of each other node that may have children.
+        forgone: what the slots of further siblings would compete with, where `Slots.branches` is `False`.
+    """
+
+    def __init__(self, expand: Expand, how: Slots, root: int, max_depth: int) -> None:
+        self.tree = DraftTree(root)
+        self.open: dict[int, float] = {}
+        self.leaves: dict[int, float] = {0: 1.0} if max_depth > 0 else {}
+        self.forgone: list[float] = []
+        self.max_depth, self.greedy = max_depth, how.randomness is None
+        self._slots: dict[int, tuple[float, tuple[int, float] | None]] = {}  # v of `open`, with y and a(y) if known
+        self._expand, self._how, self._valuation = expand, how, how.valuation
+        how.buffer.used = 0  # nobody needs the q of an earlier tree any more
+        self._heap: list[tuple[float, int]] = []  # `open` as (-v, node), with entries that are out of date
+        self._next: dict[int, Callable[[], tuple[int, float] | None]] = {}  # of a node, its next child and a(y)
+
+    def expand(self, nodes: list[int]) -> None:
+        """Learn D(.|path to node) for `nodes`, with a draft pass or from an earlier one: their first slots open."""
+        level = self._expand(self.tree, nodes)
+        self.tree.passes += level.passes
+        self.tree.levels += 1
+        q = self._how.buffer.softmax(level.scores)
+        how = self._how
+        judged: JudgedSiblings | HeadJudgedSiblings
+        draw = likeliest if how.randomness is None else how.randomness.siblings
+        if isinstance(how.estimator, AcceptanceHead):
+            depths = [self.tree.depths[node] for node in nodes]
+            judged = HeadJudgedSiblings(q, draw, how.estimator, level, depths, how.ahead)
+        else:
+            judged = JudgedSiblings(draw(q), [0.0] * len(nodes))
+        for row, node in enumerate(nodes):
+            self.tree.scores[node] = level.scores[row]
+            self._next[node] = partial(judged.next, row)
+            self._open(node, self.leaves.pop(node))
+
+    @property
+    def best(self) -> float:
+        """The highest value of an open slot, -1 if there is none."""
+        while self._heap and self.open.get(self._heap[0][1]) != -self._heap[0][0]:
+            heappop(self._heap)
+        return -self._heap[0][0] if self._heap else -1.0
+
+    def draw_best(self) -> int | None:
+        """Draw at the open slot of the highest value; the new node, or `None` if no token was left there."""
+        if self.best < 0.0:  # also clears what is out of date from the top of the heap
+            return None
+        return self.draw(self._heap[0][1])
+
+    def draw(self, parent: int) -> int | None:
+        """Draw at the slot of `parent`; the new node, or `None` if no token is left there."""
+        if self.open.pop(parent, None) is None:  # a greedy target's next sibling is known before, and there is none
+            return None
+        v, drawn = self._slots.pop(parent)
+        if (drawn := drawn or self._next[parent]()) is None:  # R is all zero
+            return None
+        y, estimate = drawn
+        a = self._valuation.calibrated(estimate)
+        child = self.tree.add(parent, y, v, estimate)
+        if self.tree.depths[child] < self.max_depth and y not in self._how.eos_token_ids:
+            self.leaves[child] = v * a
+        if self._how.branches:
+            self._open(parent, v * (1.0 - a))
+        else:
+            self.forgone.append(v * (1.0 - a) * self._valuation.expected(estimate))
+        return child
+
+    def slots(self) -> list[tuple[float, float]]:
+        """v of each open slot, and what it competes with."""
+        return [(self._slots[node][0], value) for node, value in self.open.items()]
+
+    def _open(self, node: int, v: float) -> None:
+        known = self._next[node]() if self.greedy else None
+        if self.greedy and known is None:  # no token is left
+            return
+        self._slots[node] = v, known
+        if known is not None:
+            value = v * self._valuation.calibrated(known[1])
+        else:
+            children = self.tree.children[node]
+            value = v * self._valuation.expected(self.tree.estimates[children[-1]] if children else None)
+        self.open[node] = value
+        heappush(self._heap, (-value, node))
+
+
+class SlotValuation:
+    """What estimates and slots count for; `rates` has what rounds taught of estimates, as the paper has not."""
+
+    def __init__(self, rates: AcceptanceRates | None = None) -> None:
+        self._learned = rates
+
+    def calibrated(self, estimate: float) -> float:
+        """a(y)."""
+        return estimate if self._learned is None else self._learned.calibrated(estimate)
+
+    def expected(self, _last: float | None, /) -> float:
+        """Priority of an open slot per unit of v, before its token is known, given the estimate of the last sibling."""
+        return 1.0
+
+
+class SoftmaxBuffer:
+    """Memory for the q of `num_rows` nodes of a tree, used again by the next tree; further ones get their own.
+
+    On a CPU a softmax that has to ask the system for memory takes four times as long.
+    """
+
+    def __init__(self, num_rows: int = 0) -> None:
+        self.num_rows, self.used = num_rows, 0  # the latter: rows that are needed
+        self.rows: Tensor | None = None
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Of logits `[n, vocab]`. Rows of nothing but -inf, where no token is left, become 0, on a device nan."""
+        begin, self.used = self.used, self.used + scores.shape[0]
+        if scores.device.type != "cpu":
+            return scores.softmax(dim=-1)
+        if self.used > self.num_rows:
+            q = scores.softmax(dim=-1)
+        else:
+            if self.rows is None:
+                self.rows = scores.new_empty((self.num_rows, scores.shape[-1]))
+            q = torch.softmax(scores, dim=-1, out=self.rows[begin : self.used])
+        if np.isnan(q[:, 0].numpy()).any():
+            q[q[:, 0].isnan()] = 0.0
+        return q
+
+
+@dataclass
+class Slots:
+    """How the slots of one text's trees are valued and filled.
+
+    Args:
+        estimator: judges the tokens that are drawn.
+        randomness: draws siblings without replacement; `None` takes the likeliest tokens (greedy targets).
+        eos_token_ids: these tokens get no children.
+        valuation: what estimates and slots count for.
+        buffer: for q; trees that are grown one after another share it.
+        ahead: how many siblings of a node a head may judge before they are asked for.
+        branches: whether nodes may have siblings.
+    """
+
+    estimator: Estimator
+    randomness: TreeRandomness | None = None
+    eos_token_ids: Collection[int] = ()
+    valuation: SlotValuation = field(default_factory=SlotValuation)
+    buffer: SoftmaxBuffer = field(default_factory=SoftmaxBuffer)
+    ahead: int = AHEAD
+    branches: bool = True
+
+
+# The siblings of a level. --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class JudgedSiblings:
+    """The siblings of each node of a level, drawn one by one, judged by the draft: a(y) = q(y) / (1 - q of earlier).
+
+    Attributes:
+        mass: of the siblings drawn so far, by node.
+    """
+
+    siblings: Siblings
+    mass: list[float]
+
+    def next(self, row: int) -> tuple[int, float] | None:
+        """The next sibling and its estimate, `None` when no token is left."""
+        drawn = self.siblings.next(row)
+        if drawn is None:
+            return None
+        token, q = drawn
+        left = 1.0 - self.mass[row]
+        self.mass[row] += q
+        return token, min(q / left, 1.0) if left > 0.0 else 1.0
+
+
+def check_estimator(estimator: Estimator) -> None:
+    """Raise `ValueError` if `estimator` cannot value slots."""
+    if estimator.inputs != "before":
+        raise ValueError(
+            'This acceptance head judges a candidate after the draft has read it (inputs="after"), but a tree must '
+            'know what a slot is worth before it draws there. Use a head with inputs="before", tree="static", or '
+            "assistant.head = None to value slots with the draft's own probability."
+        )

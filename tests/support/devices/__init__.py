@@ -1,0 +1,1 @@
+"""Pretended devices and graphs, and what runs on them."""

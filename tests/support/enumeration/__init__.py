@@ -1,0 +1,1 @@
+"""Toy models and rounds whose every outcome is enumerated."""

@@ -1,0 +1,1 @@
+"""Checkpoints and repositories, as others write them, and damaged ones."""

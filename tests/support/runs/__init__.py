@@ -1,0 +1,1 @@
+"""Training runs, servers, and rules of other systems."""
