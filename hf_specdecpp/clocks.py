@@ -19,8 +19,8 @@ def computing_clock(*devices: torch.device) -> Callable[[], float]:
 
 
 def working_clock() -> Callable[[], float]:
-    """Reads the seconds of the processor; with one thread of PyTorch, those of this thread alone, as another one may
-    copy weights beside it."""
+    """A function that returns seconds of CPU time, of this thread if torch has one thread (another thread may copy
+    weights meanwhile), otherwise of the process."""
     return time.thread_time if torch.get_num_threads() == 1 else time.process_time
 
 

@@ -121,13 +121,13 @@ class LiveBenchmark:
         return [each for each in self.contestants if not question.batch or each in BASELINES or each not in alone]
 
     def _missing(self, question: Question, temperature: float, number: int) -> list[Contestant]:
-        """The contestants without an answer, rotated by the number of the question."""
+        """The contestants without an answer, rotated by the question's number; with any, both baselines run again."""
         here, able = (*question.key, temperature), self._able(question)
         rows = [row for row in self.log.rows if (row["set"], row["prompt"], row["temperature"]) == here]
         done = {row["contestant"] for row in comparable(rows)}
         first = number % len(able)
         missing = [each for each in able[first:] + able[:first] if each.name not in done]
-        # Speeds are compared with plain generation in the same session only.
+        # Speeds are compared with baselines of the same session only.
         return [*(each for each in BASELINES if each not in missing), *missing] if missing else []
 
     def _time(self, question: Question, temperature: float, contestant: Contestant) -> Row:
@@ -170,7 +170,7 @@ def _watched(read: list[int], question: Question, answers: Answers) -> Row:
 def answer(
     target: CausalLM, prompts: list[list[int]], temperature: float, seed: int, arguments: dict[str, Any]
 ) -> Answers:
-    """The new tokens of `generate()` for each prompt, up to the end-of-sequence token; `temperature` 0 is greedy."""
+    """The new tokens of `generate()` for each prompt, without padding; `temperature` 0 is greedy."""
     inputs = padded(prompts, target.generation_config.pad_token_id or 0)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0.0:  # without top-k and top-p
@@ -212,9 +212,9 @@ class Disturbance:
 
     Attributes:
         seconds: wall time.
-        waited: share of the wall time in which a thread of this process waited for a processor, plus time that the host
-            took from a virtual machine. On systems without these counts: the share in which a single thread did not
-            run, or 0 with several threads.
+        waited: share of the wall time in which the most delayed thread of this process waited for a processor, plus the
+            share that the host took from a virtual machine. On systems without these counts: the share in which a
+            single thread did not run, or 0 with several threads.
         others: processors that other processes used on average; `None` if unknown.
     """
 

@@ -204,7 +204,7 @@ class RunLog:
         self.session = 1 + max((row["session"] for row in self.rows), default=0)
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Append a row, and return it with the number of the session."""
+        """Append a row to the file, and return the row with the number of the session."""
         row = {**row, "session": self.session}
         self.rows.append(row)
         with self.path.open("a", encoding="utf-8", newline="\n") as file:

@@ -122,7 +122,8 @@ def rule_curves(true: Tensor, judged: Mapping[str, Tensor]) -> dict[str, list[Ou
 
 
 def equal_verification(curves: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    """Discard rates of the other rules at the verification rate of the best fixed length; `None` outside a curve."""
+    """`at_best`: the outcome of the best fixed length, and at its verification rate, for each other rule, the discard
+    rate and the share of discards that the rule saves (`None` outside the rule's curve)."""
     best = min(curves["fixed"], key=lambda point: time_per_token(point, COST_RATIO))
     at = {name: discards_at(points, best.verification_rate) for name, points in curves.items() if name != "fixed"}
     fewer = {

@@ -100,7 +100,7 @@ def fit(
 
 
 class HeadTrainer(Trainer):
-    """A Trainer with the paper's loss."""
+    """A Trainer with the paper's loss, and dropout of the hidden states that a `"before"` head reads."""
 
     def __init__(self, options: HeadConfig, drafter: Drafter, **arguments: Any) -> None:
         self.options, self.drafter = options, drafter
