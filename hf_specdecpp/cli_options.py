@@ -185,8 +185,8 @@ class BenchmarkConfig(DraftChoice):
         cpu_products: `"auto"` or `"off"`; by default the assistant's setting.
         live: time single prompts.
         batch_size (prompts): also time several prompts in one generate(): sizes such as 1,4,8.
-        attempts (generations): maximum number of repetitions if other load disturbs a generation; the least disturbed
-            one is kept.
+        attempts (generations): maximum number of attempts if other load disturbs a generation; the least disturbed is
+            kept.
         quick: use few contestants, prompts and tokens: about a minute for a small model on an idle CPU.
         card: file for the speeds in a model card.
     """

@@ -42,8 +42,8 @@ class RolloutConfig(Section):
     """Answers of the target to the prompts.
 
     Args:
-        data: JSON Lines files with a `prompt` column, or `datasets` ids.
-        max_prompts (prompts): maximum per file, chosen by `seed`; all by default.
+        data: JSON Lines files with prompts, or `datasets` ids.
+        max_prompts (prompts): maximum per file or data set, chosen by `seed`; all by default.
         temperatures: every prompt is answered at every temperature; 0 is greedy. Draft and head train on all answers.
         samples_per_prompt (answers): number per prompt and temperature; only one for greedy answers.
         top_k (tokens): the target samples from this number of its likeliest tokens; 0 for all.
