@@ -127,7 +127,7 @@ TENSORS: list[tuple[str, dict[str, Any], str]] = [
         r"output\.weight has shape \[2, 16\], not \[2, 32\].*trained for draft layers 0, 1 of 'org/target'",
     ),
     (VOCAB, {"token_ids": torch.arange(7)}, r"token_ids has shape \[7\], not \[40\].*draft_vocab_size=40"),
-    (VOCAB, {"token_ids": torch.arange(40.0)}, "holds float32; token ids are whole numbers"),
+    (VOCAB, {"token_ids": torch.arange(40.0)}, "holds float32, but token ids are integers"),
 ]
 
 
@@ -171,7 +171,7 @@ def test_released_head_is_sent_to_the_converter(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"lacks blocks\.0\.linear\.bias.* and has unexpected model\.0\.linear\.bias"):
         load(folder)
     (folder / "config.json").write_text('{"hidden_size": 32, "num_layers": 2}')
-    with pytest.raises(ValueError, match="not of an hf_specdecpp assistant.*specdecpp inspect FOLDER --convert OUT"):
+    with pytest.raises(ValueError, match="not an hf_specdecpp assistant.*specdecpp inspect FOLDER --convert OUT"):
         load(folder)
 
 

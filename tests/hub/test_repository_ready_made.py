@@ -202,7 +202,7 @@ def test_what_is_no_draft_is_not_converted(tmp_path: Path, others: dict[str, Any
 
 def test_nothing_to_convert(tmp_path: Path) -> None:
     folder = VARIANTS["plain"].save(tmp_path / "in")
-    with pytest.raises(FileNotFoundError, match=r"no pytorch_model\.bin.*Weights in safetensors files are loaded"):
+    with pytest.raises(FileNotFoundError, match=r"no pytorch_model\.bin.*Safetensors files need no conversion"):
         convert(folder, tmp_path / "out")
     with pytest.raises(ValueError, match="has a draft: --draft and --target are for SpecDec"):
         convert(as_pickle(VARIANTS["plain"], folder), tmp_path / "out", target_id="org/target")

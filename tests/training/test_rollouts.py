@@ -152,7 +152,7 @@ def test_every_temperature_has_its_shards(config: TrainingConfig) -> None:
     for written, count in ((0.7, 2), (0.0, 1)):
         each = [answers.written_at(answers.load(config.work, split), written) for split in SPLITS]
         assert sum(map(len, each)) == count * NUM_PROMPTS
-    with pytest.raises(ValueError, match=r"at temperature 1, only at 0, 0\.7\. Choose one of these, or add it to"):
+    with pytest.raises(ValueError, match=r"at temperature 1, only at 0, 0\.7\. Choose one of these, or add the temperature to"):
         answers.written_at(answers.load(config.work, "train"), 1.0)
 
 
@@ -268,7 +268,7 @@ def test_other_settings_prompts_and_unknown_ones_are_refused(config: TrainingCon
     rollouts.run(config)
     names = files(config)
     for change, message in (
-        ({"temperatures": [0.5]}, r"other settings: temperatures was \[0\.0\] and is now \[0\.5\]\. Go on with the"),
+        ({"temperatures": [0.5]}, r"other settings: temperatures was \[0\.0\] and is now \[0\.5\]\. Continue with the"),
         ({"shard_size": 5, "max_new_tokens": 3}, "max_new_tokens was 12 and is now 3; shard_size was 4 and is now 5"),
         ({"server": "http://localhost:1"}, "answered_by was 'local' and is now 'server'"),
     ):
