@@ -115,7 +115,7 @@ def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, m
 @pytest.mark.parametrize(("options", "says"), [
     (("--temperatures", "hot"), "must be numbers such as"),
     (("--contestants", "nobody"), "No contestant matches"),
-    (("--batch_size", "9"), "batch_size=9, and there are 2 prompts"),
+    (("--batch_size", "9"), "batch_size=9, but there are only 2 prompts"),
     (("--data", "elsewhere/questions.jsonl"), "need different names, which are those of their files. Rename"),
 ])  # fmt: skip
 def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
