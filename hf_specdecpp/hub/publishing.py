@@ -208,9 +208,9 @@ def unhelped(training: dict[str, Any] | None) -> list[str]:
     found, drafted = [], training["distillation"] or {}
     if "after" in drafted:
         before, after = (drafted[when]["all"]["acceptance"] for when in ("before", "after"))
-        trained = {share: value for share, value in drafted.get("shares", {}).items() if float(share)}
-        most = max(trained.values(), default=after)
-        if most <= max(before, drafted.get("shares", {}).get("0.00", before)):
+        shares = drafted.get("shares", {})
+        most = max((value for share, value in shares.items() if float(share)), default=after)
+        if most <= max(before, shares.get("0.00", before)):
             found.append(
                 "Training did not help the draft: a candidate is accepted with probability "
                 f"{number(max(before, after))} without it, with it at most {number(most)}."

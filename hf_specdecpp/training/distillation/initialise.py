@@ -124,21 +124,20 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
         draft: Any = config.kind.make(described, Parts(module=inputs.earlier), Loading(target=target))
         return OwnLayersDraft(draft, distill.unroll if draft.blocks_after is None else draft.places)
     depth = models.depth_of(target)
-    reads = sorted({min(2, depth - 1), depth // 2, max(depth - 2, 0)})  # of 30 layers 2, 15 and 28
-    reads = reads if config.reads is None else config.reads
+    middle = sorted({min(2, depth - 1), depth // 2, max(depth - 2, 0)})  # of 30 layers 2, 15 and 28
     if config.kind.own_layers:
         model: Eagle3Model | None = inputs.earlier
         if model is not None:
             EAGLE3.bind(model, target, repr(distill.start_from), torch.float32)
         else:
-            usual = usual_reads(depth) if config.reads is None else None
-            settings = first_weights.layer_settings(target, usual or reads, vocab)
+            reads = config.reads if config.reads is not None else usual_reads(depth) or middle
+            settings = first_weights.layer_settings(target, reads, vocab)
             model = first_weights.untrained_layer(settings, target, vocab)
             first_weights.fit_layer(model, target, inputs.texts_to_fit_on("the layer's input"))
         return OwnLayersDraft(Eagle3Drafter(model, target), distill.unroll, distill.loss)
     fusion = None
     if config.trains_module:
-        fusion = Fusion.untrained(target, reads, distill.fusion_rank)
+        fusion = Fusion.untrained(target, middle if config.reads is None else config.reads, distill.fusion_rank)
         if distill.start_from is None:
             first = check_layers(models.layers_of(config, target), depth)[0]
             first_weights.fit_fusion(fusion, target, first, inputs.texts_to_fit_on("the fusion"))
