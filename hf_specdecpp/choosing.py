@@ -1,4 +1,4 @@
-"""`assist`: the one line that makes `model.generate()` faster, with whatever drafts."""
+"""`assist(model, draft)`: makes an assistant for any kind of draft, and attaches it."""
 
 from __future__ import annotations
 
@@ -44,31 +44,30 @@ def assist(model: CausalLM, draft: None, /) -> None: ...
 def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **options: Any) -> SpecDecPPAssistant | None:
     """Make `model.generate()` faster from now on, with the same output.
 
-        assist(model)                                                    # with what is there, nothing is downloaded
+        assist(model)                                                    # own layers or lookups, without a download
         assist(model, "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", tree="dyspec")
-        assist(model, None)                                              # as if nothing had been
+        assist(model, None)                                              # detach all assistants
 
     Args:
         model: the model to speed up, on the device where it will be used.
-        draft: what guesses tokens ahead:
-            `"auto"`: the multi-token layers that the model's own checkpoint has, or where it has none lookups;
-            `"mtp"`: these layers; `"lookup"`: what followed the same tokens earlier in the text;
-            a Hub id (`org/repo`, or `org/repo/folder`), a folder or a model object: an assistant of this package, an
-            EAGLE-3 or DFlash draft that others trained, a Gemma 4 assistant, or a smaller model with the same
-            tokenizer;
+        draft: the source of candidates:
+            `"auto"`: the multi-token layers in the model's own checkpoint, or lookups if there are none;
+            `"mtp"`: these layers; `"lookup"`: tokens that followed the same tokens earlier in the text;
+            a Hub id (`org/repo`, or `org/repo/folder`), a folder or a model object: an assistant of this package, a
+            published EAGLE-3 or DFlash draft, a Gemma 4 assistant, or a smaller model with the same tokenizer;
             a `SpecDecPPAssistant`, which is attached;
-            `None`: nothing. Every assistant of the model is detached.
-        default: whether calls use it that do not name an assistant (`assistant_model=`).
-        options: fields of `SpeculationConfig`, such as `rule`, `tree` or `lookup`, in the place of what a repository
-            says; and for a draft given by name, those of `SpecDecPPAssistant.from_pretrained`, such as `revision`, or
-            `draft`, a copy of the model that the repository names.
+            `None`: all assistants of the model are detached.
+        default: whether calls without `assistant_model=` use the assistant.
+        options: fields of `SpeculationConfig`, such as `rule`, `tree` or `lookup`, which override those of a
+            repository; and for a draft given by name, options of `SpecDecPPAssistant.from_pretrained`, such as
+            `revision`, or `draft`, a copy of the model that the repository names.
 
     Returns:
-        The assistant, whose `stats` say after each `generate()` whether it paid.
+        The assistant, whose `stats` describe the latest `generate()`; `None` for `draft=None`.
 
     Raises:
-        ValueError: the model cannot be assisted, or the draft does not fit it.
-        TypeError: an option is not known.
+        ValueError: the model is not supported, or the draft does not fit the model.
+        TypeError: an option is unknown.
         OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
     """
     model = causal_lm.base_model(model)
@@ -80,7 +79,7 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
         return None
     for unknown in options.keys() - KNOWN:
         known = ", ".join(sorted(KNOWN))
-        raise TypeError(f"There is no option {unknown}.{did_you_mean(unknown, KNOWN)} There are {known}.")
+        raise TypeError(f"There is no option {unknown}.{did_you_mean(unknown, KNOWN)} The options are {known}.")
     settings = {name: options.pop(name) for name in SETTINGS & options.keys()}
     check_values({"default": default, **options}, MAKING, error=TypeError)
     assistant = _made(model, draft, options)
@@ -93,7 +92,7 @@ def assist(model: CausalLM, draft: Any = AUTO, /, default: bool = True, **option
 
 
 def as_told(model: CausalLM, choice: DraftChoice, default: bool = False, tree: bool = False) -> SpecDecPPAssistant:
-    """The assistant that a command was told to use, attached, with `tree` to draft trees; errors as of `assist`."""
+    """The attached assistant for the options of a command. `tree`: draft trees. Errors as in `assist`."""
     named: Any = choice.assistant or (MTP.name if choice.mtp else LOOKUP.name if choice.lookup else AUTO)
     if named == AUTO and choice.layers is not None:
         named = SpecDecPPAssistant.from_early_exit(model, choice.layers)
@@ -101,16 +100,15 @@ def as_told(model: CausalLM, choice: DraftChoice, default: bool = False, tree: b
     assistant.speculation.lookup = choice.lookup or assistant.speculation.lookup
     if tree and not assistant.speculation.draws_trees:
         assistant.speculation.tree = "dyspec"
-        if choice.layers is not None:  # no tree of an untrained draft would be worth its price
+        if choice.layers is not None:  # "throughput" hardly ever drafts trees with an untrained draft
             assistant.speculation.rule = "threshold"
     return assistant
 
 
 def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssistant:
-    """The assistant that drafts with what was named."""
     if isinstance(draft, SpecDecPPAssistant):
         if options:
-            raise TypeError(f"{', '.join(options)}: this assistant was made already, only its settings can be changed.")
+            raise TypeError(f"{', '.join(options)}: this assistant exists already, only its settings can be changed.")
         return draft
     if isinstance(draft, str) and draft in (AUTO, MTP.name, LOOKUP.name) and (of_models := OF_MODELS & options.keys()):
         raise TypeError(
@@ -131,7 +129,7 @@ def _made(model: CausalLM, draft: Any, options: dict[str, Any]) -> SpecDecPPAssi
 
 
 def _check_name(draft: str) -> None:
-    """Raise `ValueError` for a text that is no folder and no Hub id but was meant as a word that `assist` knows."""
+    """Raise `ValueError` for a string that is neither a folder nor a Hub id, but resembles a name such as "lookup"."""
     if draft and (Path(draft).exists() or "/" in draft):
         return
     near = did_you_mean(draft, (AUTO, MTP.name, LOOKUP.name))
@@ -147,7 +145,7 @@ def _check_name(draft: str) -> None:
 
 
 def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
-    """With the model's own multi-token layers, or where none can be read with lookups; nothing is downloaded."""
+    """For `"auto"`: with the model's own multi-token layers, or lookups if these cannot be loaded without download."""
     try:
         return _own_layers(model, local_files_only=True, **options)
     except (ValueError, OSError):
@@ -160,14 +158,14 @@ def _by_itself(model: CausalLM, options: dict[str, Any]) -> SpecDecPPAssistant:
 def _own_layers(
     model: CausalLM, source: str | Path | None = None, local_files_only: bool = False, **options: Any
 ) -> SpecDecPPAssistant:
-    """With the multi-token layers of the model's own checkpoint, or of `source` where the model's files lack them."""
+    """For `"mtp"`: with the multi-token layers in the model's checkpoint, or in `source` if that has none."""
     check_target(model, recurrent=True)
     config, layers = multi_token_layers(model, source, {"local_files_only": True} if local_files_only else None)
     return SpecDecPPAssistant.of_parts(config, None, Parts(module=layers), model, cast(Options, options))
 
 
 def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **options: Any) -> SpecDecPPAssistant:
-    """With what followed in the text before, after the same tokens (`docs/lookup.md`)."""
+    """For `"lookup"`: with candidates from earlier text (`docs/lookup.md`)."""
     config, settings = SpecDecPPConfig(draft_kind=LOOKUP.name), speculation or SpeculationConfig()
     options["speculation"] = replace(settings, lookup=settings.lookup or True)
     drafter = LOOKUP.make(config, Parts(), Loading())
@@ -175,7 +173,7 @@ def _lookups(model: CausalLM, speculation: SpeculationConfig | None = None, **op
 
 
 def _is_plain_model(name: str | Path) -> bool:
-    """Whether a repository holds an ordinary causal LM, by its `config.json`."""
+    """Whether the `config.json` of a repository is that of an ordinary causal LM."""
     raw = raw_config(name)
     if raw is None or recognise(raw) is not None:
         return False

@@ -1,4 +1,4 @@
-"""The command line: demo, chat, train, bench, inspect, export, drafts. Each command imports what it needs."""
+"""The command line: demo, chat, train, bench, inspect, export, drafts. Commands import their modules when they run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Commands(TyperGroup):
-    """What a terminal's encoding does not have, such as most signs in Windows' pipes, is a question mark."""
+    """Prints a question mark for characters that the terminal's encoding lacks, for example in pipes on Windows."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdin, sys.stdout):
@@ -64,7 +64,7 @@ def main(
 def demo(**options: Any) -> None:
     """Answer questions with and without the assistant, and compare both.
 
-    The texts have to be equal; speeds are compared in seconds of the processor.
+    The exit code is 1 if answers differ. Speeds are compared in CPU time.
     """
     from hf_specdecpp.models.loading import quiet_loading
     from hf_specdecpp.terminal.demo import run
@@ -76,7 +76,7 @@ def demo(**options: Any) -> None:
 @app.command()
 @options_of(ChatConfig)
 def chat(**options: Any) -> None:
-    """Talk to a model that has an assistant. Messages may come from a pipe, a line each."""
+    """Chat with a model that has an assistant. Messages may come from a pipe, one per line."""
     from hf_specdecpp.models.loading import quiet_loading
     from hf_specdecpp.terminal.chat import run
 
@@ -89,7 +89,7 @@ def chat(**options: Any) -> None:
 def train(**options: Any) -> None:
     """Train an assistant: its draft, its acceptance head, its card.
 
-    The stages are rollouts, distill, head, calibrate, eval and card. A run goes on where it stopped.
+    The stages are rollouts, distill, head, calibrate, eval and card. A stopped run resumes where it stopped.
     """
     try:
         from hf_specdecpp.training.run import run
@@ -102,9 +102,9 @@ def train(**options: Any) -> None:
 @app.command()
 @options_of(BenchmarkConfig)
 def bench(**options: Any) -> None:
-    """Time plain generation, its rivals and every rule.
+    """Time plain generation, other methods and all rules.
 
-    All answer the same prompts. The exit code is 1 if a text is wrong.
+    All use the same prompts. The exit code is 1 if a greedy answer differs from plain generation.
     """
     from hf_specdecpp.benchmark.live import run
     from hf_specdecpp.models.loading import quiet_loading
@@ -124,21 +124,21 @@ def inspect(
         Path | None,
         typer.Option(metavar="OUT", help="Convert a released SpecDec++ head, or an EAGLE-3 pickle, into this folder."),
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="The draft that it was trained with: Hub id or id@commit.")] = None,
+    draft: Annotated[str | None, typer.Option(help="With --convert: the head's draft, Hub id or id@commit.")] = None,
     target: Annotated[
         str | None,
         typer.Option(
-            help="Hub id or id@commit: measure how often a published draft guesses what this target says. With "
+            help="Hub id or id@commit of a target: measure how often a published draft agrees with this target. With "
             "--convert, the target that the head was trained for."
         ),
     ] = None,
 ) -> None:
-    """Show what a repository holds and whether it is sound.
+    """Show and check the files of a repository.
 
-    REPO is an assistant, or a draft that others have published. The exit code is 1 if something is wrong with it.
+    REPO is an assistant or a published draft. The exit code is 1 if a file has a problem.
     """
     if convert is None and draft is not None:
-        raise typer.BadParameter("--draft says what a converted head was trained with: it needs --convert OUT.")
+        raise typer.BadParameter("--draft names the draft of a converted head, so it needs --convert OUT.")
     from hf_specdecpp.files import Repository
     from hf_specdecpp.hub import conversion, inspection
     from hf_specdecpp.models.loading import quiet_loading
@@ -171,12 +171,12 @@ def export(
     assistant: Annotated[str, typer.Argument(metavar="ASSISTANT", help="Hub id or folder of its repository.")],
     output: Annotated[Path, typer.Option(metavar="DIR", help="New or empty folder for the draft.")],
     target: Annotated[
-        str | None, typer.Option(metavar="ID", help="Hub id or folder of the target; by default what ASSISTANT names.")
+        str | None, typer.Option(metavar="ID", help="Hub id or folder of the target; by default that of ASSISTANT.")
     ] = None,
 ) -> None:
-    """Write a draft as vLLM, SGLang and llama.cpp serve it.
+    """Write a draft for vLLM, SGLang and llama.cpp.
 
-    The commands with which to serve it are printed.
+    The commands that serve the draft are printed.
     """
     from hf_specdecpp.hub.exporting import export as write
     from hf_specdecpp.models.loading import quiet_loading
@@ -187,7 +187,7 @@ def export(
     console.print(_text(f"Written: {output}"), soft_wrap=True)
     for note in exported.notes:
         console.print(Text("note     ", "yellow") + _text(note), soft_wrap=True)
-    for engine, commands in exported.commands.items():  # unbroken, on lines of their own, to be copied
+    for engine, commands in exported.commands.items():  # one line per command, for copying
         console.print(Text(f"\n{engine}", "bold"))
         for command in commands:
             console.print(_text(command), soft_wrap=True)
@@ -197,9 +197,9 @@ def export(
 def drafts(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or folder; all by default.")] = None,
 ) -> None:
-    """List drafts that others have published.
+    """List published drafts, for assist(model, DRAFT).
 
-    assist(model, DRAFT) takes them. The exit code is 1 if none is known.
+    The exit code is 1 if none is known.
     """
     from hf_specdecpp.hub.published import published, table
 
@@ -220,8 +220,8 @@ def drafts(
 
 @contextmanager
 def _failing(repository: str | None = None) -> Iterator[None]:
-    """Within, errors that have a cause outside the program are a line and exit code 1. Of a `repository` that the Hub
-    does not know it says that it is no folder either."""
+    """Context in which `ValueError` and `OSError` become a line on stderr and exit code 1. If the Hub does not know
+    `repository`, the line adds that there is no such folder."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -230,13 +230,13 @@ def _failing(repository: str | None = None) -> Iterator[None]:
 
 
 def _fail(message: str) -> NoReturn:
-    """One line to stderr and exit code 1."""
+    """Print the message as one line on stderr, and exit with code 1."""
     _console(stderr=True).print(_text(f"Error: {' '.join(message.split())}"), soft_wrap=True)
     raise typer.Exit(1) from None
 
 
 def _pin(model: str | None) -> tuple[str | None, str | None]:
-    """Id and commit of `id@commit`."""
+    """Split `id@commit` into id and commit; the commit is `None` for `id`."""
     name, _, commit = (model or "").partition("@")
     return name or None, commit or None
 
@@ -286,18 +286,18 @@ def _facts(report: RepositoryReport) -> dict[str, str]:
 
 
 def _items(values: dict[str, Any] | None) -> str:
-    """Such as "hidden_size=8, inputs='after', temperatures=[1.2, 1.1, 1.3, 1.2, ... +16]"."""
+    """Settings as text, such as "hidden_size=8, inputs='after', temperatures=[1.2, 1.1, 1.3, 1.2, ... +16]"."""
     shown = {name: pretty_repr(value, max_width=1000, max_length=4) for name, value in (values or {}).items()}
     return ", ".join(f"{name}={value}" for name, value in shown.items()) or "none"
 
 
 def _pinned(name: str | None, revision: str | None) -> str:
-    """Such as "org/model at 1a2b3c". Folders have no commits."""
+    """Name and commit, such as "org/model at 1a2b3c"; folders have no commit."""
     if name is None or os.path.isdir(name):  # noqa: PTH112 - Path.is_dir fails at very long names
         return name or "not recorded"
     return f"{name} at {revision or 'a commit that is not recorded'}"
 
 
 def _text(value: str) -> Text:
-    """Without markup and control characters: a repository may come from anybody."""
+    """`value` without markup and control characters, since repositories are untrusted."""
     return Text("".join(c if c.isprintable() else repr(c)[1:-1] for c in value))

@@ -1,7 +1,4 @@
-"""What commands are told: a settings dataclass each, whose fields are the options of its command.
-
-Imports nothing that is slow.
-"""
+"""Options of the commands: a dataclass for each command, whose fields are the options. Imports no slow modules."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ ENTRY = re.compile(r"(?P<names>\w+(?:, \w+)*)(?: \((?P<unit>[^)]*)\))?: (?P<mean
 
 
 def meanings(cls: type) -> dict[str, tuple[str, str]]:
-    """The unit and the meaning of each field of a dataclass, read from its docstring and those of its base classes.
+    """Unit and meaning of each field of a dataclass, parsed from the docstrings of the class and its bases.
 
-    An entry under `Args:` is `name (unit): meaning`, or `first, second (unit): meaning` for both; a deeper indented
-    line goes on with the one before.
+    An entry under `Args:` is `name (unit): meaning`, or `first, second (unit): meaning` for two fields; further lines
+    of an entry are indented.
     """
     found: dict[str, tuple[str, str]] = {}
     for base in reversed(cls.__mro__):
@@ -37,7 +34,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _numbers(kind: Callable[[str], Any], option: str, wanted: str) -> Callable[[str], list[Any]]:
-    """What reads `"0,1"` as a list of numbers, and empty text as no number; it raises `ValueError` for other text."""
+    """A parser of `"0,1"` as a list of numbers (empty for empty text). It raises `ValueError` for other text."""
 
     def parse(text: str) -> list[Any]:
         try:
@@ -54,18 +51,18 @@ parse_indices = _numbers(int, "--layers", "a number such as 4 or a list such as 
 
 
 def parse_layers(layers: str) -> int | list[int]:
-    """`"4"` as 4, `"0,1,2,29"` as a list; `ValueError` if it is neither."""
+    """Parse `"4"` as 4, and `"0,1,2,29"` as a list. `ValueError` for other text."""
     numbers = parse_indices(layers)
     return numbers[0] if len(numbers) == 1 and "," not in layers else numbers
 
 
 def parse_names(names: str) -> list[str]:
-    """`"fixed*, dyspec"` as `["fixed*", "dyspec"]`."""
+    """Parse `"fixed*, dyspec"` as `["fixed*", "dyspec"]`."""
     return [name.strip() for name in names.split(",") if name.strip()]
 
 
 def _parsed(default: Any, parse: Callable[[str], Any]) -> Any:
-    """A field that the command line gives as text."""
+    """A field whose option is text that `parse` converts."""
     return field(default_factory=lambda: default, metadata={"parse": parse})
 
 
@@ -78,15 +75,15 @@ def _at_least_one(default: int | None) -> Any:
 
 @dataclass
 class DraftChoice:
-    """A model and what drafts for it.
+    """A target model and its draft.
 
     Args:
         target: Hub id or folder of the model to speed up.
-        assistant: Hub id or folder of its assistant, of a draft that others trained or of a smaller model; by default
-            the target's own multi-token layers draft, or where its checkpoint has none candidates are looked up in the
-            text.
-        layers: an untrained early exit drafts: 4 for the first four layers of the target, or indices such as 0,1,2,29.
-        lookup: candidates also come from the text itself; without an assistant only these.
+        assistant: Hub id or folder of an assistant, a published draft or a smaller model. By default the target's own
+            multi-token layers draft, or, if its checkpoint has none, candidates are looked up in earlier text.
+        layers: draft with an untrained early exit: 4 for the first four layers of the target, or indices such as
+            0,1,2,29.
+        lookup: also look up candidates in earlier text; without an assistant this is the only source of candidates.
         mtp: draft with the target's own multi-token layers, without an assistant.
     """
 
@@ -99,12 +96,12 @@ class DraftChoice:
     def __post_init__(self) -> None:
         if self.mtp and self.assistant is not None:
             raise ValueError(
-                f"--mtp takes no assistant, and --assistant names {self.assistant!r}: one draft guesses, the target's "
-                "own multi-token layers or the assistant's. Leave one of them out."
+                f"--mtp drafts with the target's own layers, and --assistant={self.assistant!r} with another draft. "
+                "Leave one of them out."
             )
 
     def flags(self, kind: str) -> str:
-        """The options that name the same draft, such as "--assistant org/head"; `kind` is the name of its kind."""
+        """The options that select this draft, such as "--assistant org/head". `kind`: name of the kind of draft."""
         if self.assistant is not None:
             return f"--assistant {self.assistant}"
         if self.layers is None or self.lookup or self.mtp:
@@ -114,13 +111,13 @@ class DraftChoice:
 
 @dataclass
 class DemoConfig(DraftChoice):
-    """A demonstration.
+    """Options of `specdecpp demo`.
 
     Args:
-        tree: draft token trees, and print the most branched one.
-        max_new_tokens (tokens): length of an answer.
-        prompt: a question; may be repeated; by default four of several kinds.
-        svg: file for an animated picture of the last answer, written with and without the assistant.
+        tree: draft token trees, and print the most branched tree.
+        max_new_tokens (tokens): maximum length of an answer.
+        prompt: a question; may be repeated. By default four questions of several kinds.
+        svg: file for an animated picture of the last answer, with and without the assistant.
     """
 
     tree: bool = False
@@ -131,11 +128,11 @@ class DemoConfig(DraftChoice):
 
 @dataclass
 class ChatConfig(DraftChoice):
-    """A conversation.
+    """Options of `specdecpp chat`.
 
     Args:
-        max_new_tokens (tokens): longest answer.
-        temperature: 0 takes the likeliest tokens; by default as the model's config says.
+        max_new_tokens (tokens): maximum length of an answer.
+        temperature: 0 is greedy; by default that of the model's generation config.
     """
 
     max_new_tokens: int = _at_least_one(512)
@@ -144,18 +141,18 @@ class ChatConfig(DraftChoice):
 
 @dataclass
 class TrainOptions:
-    """What `specdecpp train` is told; what is given here wins over the file.
+    """Options of `specdecpp train`, which override the settings in the YAML file.
 
     Args:
-        config: YAML file with any setting.
+        config: YAML file with any settings.
         target: Hub id or folder of the model to speed up.
         data: prompts: a JSON Lines file or a datasets id; may be repeated.
-        output: folder that becomes the assistant's repository.
+        output: folder for the assistant's repository.
         draft: Hub id or folder of a draft, `conditioned`, or `eagle3`; by default an early exit.
         layers: layers of the target that draft: 4, or 0,1,2,29.
-        server: URL of an OpenAI-compatible server for the answers.
+        server: URL of an OpenAI-compatible server that generates the answers.
         stage: run only this stage; may be repeated.
-        push_to_hub: Hub id to upload the result to.
+        push_to_hub: Hub id of the repository to upload to.
     """
 
     config: Path | None = None
@@ -171,26 +168,27 @@ class TrainOptions:
 
 @dataclass
 class BenchmarkConfig(DraftChoice):
-    """A benchmark.
+    """Options of `specdecpp bench`.
 
     Args:
-        draft: folder of the draft that the assistant's repository names.
-        data: prompts: JSON Lines files, each a set; may be repeated; a few of ours by default.
-        max_prompts (prompts): the most taken of each set, chosen by `seed`; all by default.
-        max_new_tokens (tokens): the longest answer.
-        temperatures: every prompt is answered at each of them, such as 0,1; 0 is greedy.
-        contestants: only these: names or patterns such as `fixed*,dyspec*`.
-        output: folder of the results; a killed run goes on there.
-        dtype: dtype of the target; `"auto"` is what it is stored in.
-        device: device of the target; by default an accelerator if there is one.
+        draft: local folder of the draft that the assistant's repository names.
+        data: prompts: a JSON Lines file or a datasets id, which is a set; may be repeated. By default built-in prompts.
+        max_prompts (prompts): maximum per set, chosen by `seed`; all by default.
+        max_new_tokens (tokens): maximum length of an answer.
+        temperatures: every prompt is answered at every temperature, such as 0,1; 0 is greedy.
+        contestants: only these: names or patterns, such as `fixed*,dyspec*`.
+        output: folder for the results; a killed run resumes there.
+        dtype: dtype of the target; `"auto"` is the dtype of the stored weights.
+        device: device of the target; by default an accelerator if available.
         threads (threads): number of torch's threads.
-        seed: seed of the choice of prompts and of all draws.
-        cpu_products: `"auto"` or `"off"`; by default as the assistant says.
+        seed: seed of the choice of prompts and of all random numbers.
+        cpu_products: `"auto"` or `"off"`; by default the assistant's setting.
         live: time single prompts.
         batch_size (prompts): also time several prompts in one generate(): sizes such as 1,4,8.
-        attempts (generations): the most tries of one that other load disturbs; the quietest is kept.
-        quick: take a few contestants, prompts and tokens: about a minute with a small model on a quiet CPU.
-        card: file for the speeds as a model card shows them.
+        attempts (generations): maximum number of attempts if other load disturbs a generation; the least disturbed is
+            kept.
+        quick: use few contestants, prompts and tokens: about a minute for a small model on an idle CPU.
+        card: file for the speeds in a model card.
     """
 
     draft: str | None = None
@@ -219,8 +217,8 @@ class BenchmarkConfig(DraftChoice):
             raise ValueError(f"batch_size={self.batch_size} must be numbers of prompts, at least 1.")
         if self.lookup and (self.mtp or self.assistant is not None):
             raise ValueError(
-                "--lookup takes neither --mtp nor an assistant: with a draft, `lookup`, `lookup + draft` and "
-                "`lookup + trees` are among the contestants."
+                "bench --lookup takes neither --mtp nor --assistant. Leave --lookup out: with a draft, `lookup`, "
+                "`lookup + draft` and `lookup + trees` are among the contestants."
             )
 
 
@@ -228,11 +226,11 @@ class BenchmarkConfig(DraftChoice):
 
 
 def options_of(cls: type) -> Callable[[Command], Command]:
-    """Make the keyword arguments of a typer command the fields of a settings dataclass (`settings_from` makes one).
+    """Decorator that gives a typer command the fields of a dataclass as options; `settings_from` makes the dataclass.
 
     `max_prompts: int | None` becomes `--max_prompts` and `--max-prompts`, `quick: bool = False` becomes `--quick`, and
-    what is on or undecided by default becomes a pair, `--live` and `--no-live`. Metadata of a field: `parse`, which
-    makes its value from the text of the option, such as `parse_layers`; `min` and `metavar` as typer knows them.
+    a bool with the default `True` or `None` becomes a pair, `--live` and `--no-live`. Metadata of a field: `parse`, a
+    function that converts the option's text, such as `parse_layers`; `min` and `metavar` of typer.
     """
     hints, described = get_type_hints(cls), meanings(cls)
 
@@ -258,14 +256,14 @@ def options_of(cls: type) -> Callable[[Command], Command]:
 
 
 def settings_from(cls: type[Settings], options: dict[str, Any]) -> Settings:
-    """The dataclass filled with the options of a command; `ValueError` if an option makes no sense."""
+    """Make the dataclass from the options of a command. `ValueError` if an option is invalid."""
     parsers = {each.name: each.metadata["parse"] for each in fields(cls) if "parse" in each.metadata}  # type: ignore[arg-type]
     given = {name: value for name, value in options.items() if value is not None}
     return cls(**{name: parsers[name](value) if name in parsers else value for name, value in given.items()})
 
 
 def _default(field: Field[Any]) -> Any:
-    """What an option is if it is not given: text where the field is parsed from text."""
+    """The default of an option; text if the field has `parse`."""
     default = field.default_factory() if field.default_factory is not MISSING else field.default
     if default is MISSING:
         return inspect.Parameter.empty

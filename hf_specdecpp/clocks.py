@@ -1,4 +1,4 @@
-"""Clocks for measurements: seconds of computations, with other processes' left out where that can be known."""
+"""Clocks for measurements of computations, which exclude the time of other processes if possible."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ import torch
 
 
 def computing_clock(*devices: torch.device) -> Callable[[], float]:
-    """Reads the seconds of computations on these devices (the CPU); with one thread, those of this process alone."""
+    """A function that returns seconds, for computations on `devices` (default: the CPU). It measures the thread's CPU
+    time if torch has one thread and all devices are CPUs (on POSIX), otherwise wall time."""
     only_here = torch.get_num_threads() == 1 and all(device.type == "cpu" for device in devices)
     return time.thread_time if only_here and os.name == "posix" else time.perf_counter
 
 
 def working_clock() -> Callable[[], float]:
-    """Reads the seconds of the processor; with one thread of PyTorch, those of this thread alone, as another one may
-    copy weights beside it."""
+    """A function that returns seconds of CPU time, of this thread if torch has one thread (another thread may copy
+    weights meanwhile), otherwise of the process."""
     return time.thread_time if torch.get_num_threads() == 1 else time.process_time
 
 
 def typical(times: Sequence[float]) -> float | None:
-    """The median; where a coarse clock stood still in most cases, the mean. `None` if it cannot tell.
+    """The median of the times; their mean if the median is 0, as with a coarse clock; `None` if both are invalid.
 
-    Example: a clock ticks every 10 ms, and a pass takes one. Of 25 passes 22 take 0 s by it, and 3 take 10 ms: 1.2 ms.
+    Example: with a clock that ticks every 10 ms, 22 of 25 passes take 0 s and 3 take 10 ms: the result is 1.2 ms.
     """
     return first_sensible(median(times), fmean(times))
 
 
 def first_sensible(*seconds: float) -> float | None:
-    """The first that computations can take: a clock that stands says 0, one that is set back says less."""
+    """The first valid time (`are_sensible`), or `None`: a coarse clock returns 0, and one that is set back less."""
     return next((each for each in seconds if are_sensible([each])), None)
 
 
 def are_sensible(times: Iterable[float]) -> bool:
-    """Whether computations can take these seconds."""
+    """Whether all times are above 0 and finite."""
     return all(0.0 < each < math.inf for each in times)

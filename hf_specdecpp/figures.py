@@ -1,4 +1,4 @@
-"""Figures of reports: ratios with how far chance could have moved them, and the style of pictures."""
+"""Ratios with bootstrap intervals, and the style of pictures, for reports."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ Floats = NDArray[np.float64]
 
 RESAMPLES = 2000
 COVERED = 0.95
-# Okabe and Ito's colours, told apart with every kind of colour vision; the markers tell them apart in grey.
+# Okabe and Ito's colours, distinguishable with every kind of colour vision; the markers also in grey.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#000000", "#56B4E9", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "x", "P", "*")
 
 
 def median_of_ratios(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Median and the ends of its 95 % bootstrap interval. `ratios`: one a prompt: speed of a contestant over the speed
-    of plain generation on the same prompt. Medians, so that one disturbed run does not decide; paired, so that prompts
-    of unequal difficulty do not blur them."""
+    """Median and the ends of its 95 % bootstrap interval. `ratios`: for each prompt, the speed of a contestant relative
+    to plain generation on the same prompt. A median is robust to disturbed runs."""
     values = np.asarray(ratios, dtype=float)
     return _interval(values[:, None], lambda rows: np.median(rows[..., 0], axis=-1), seed)
 
@@ -33,13 +32,13 @@ def median_of_ratios(ratios: Sequence[float], seed: int = 0) -> tuple[float, flo
 def ratio_of_sums(
     numerators: Sequence[float], denominators: Sequence[float], seed: int = 0
 ) -> tuple[float, float, float]:
-    """Sum over sum, for example tokens over seconds of all texts, with its 95 % bootstrap interval over the texts."""
+    """Ratio of two sums, such as tokens and seconds of all answers, and the ends of its 95 % bootstrap interval."""
     values = np.stack((np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)), axis=-1)
     return _interval(values, lambda rows: rows[..., 0].sum(-1) / rows[..., 1].sum(-1), seed)
 
 
 def _interval(values: Floats, statistic: Callable[[Floats], Any], seed: int) -> tuple[float, float, float]:
-    """The statistic of `values` `[n, fields]`, and the ends of the middle 95 % of its value on resamples."""
+    """`statistic(values)` for `values` `[n, fields]`, and the 2.5 % and 97.5 % quantiles of it on resamples."""
     generator = np.random.default_rng(seed)
     drawn = generator.integers(len(values), size=(RESAMPLES, len(values)))
     tail = (1.0 - COVERED) / 2.0
@@ -48,7 +47,7 @@ def _interval(values: Floats, statistic: Callable[[Floats], Any], seed: int) -> 
 
 
 def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure of that many inches with one pair of axes. Needs matplotlib."""
+    """A figure of this size in inches, with one pair of axes. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -56,10 +55,10 @@ def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG or SVG, by the file's ending, whole or not at all."""
+    """Write a figure as PNG or SVG, depending on the suffix of `path`, completely or not at all."""
     from matplotlib import rc_context
 
     temporary, undated = path.with_name(path.name + ".tmp"), {"Date": None} if path.suffix == ".svg" else None
-    with rc_context({"svg.hashsalt": path.stem}):  # the same figure, the same file
+    with rc_context({"svg.hashsalt": path.stem}):  # makes the SVG reproducible
         figure.savefig(temporary, dpi=150, format=path.suffix[1:], metadata=undated)
     temporary.replace(path)

@@ -1,4 +1,4 @@
-"""Find, read and write files: safetensors and JSON only, checked, whole or not at all."""
+"""Finds, reads and writes files: checked safetensors and JSON files, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils.hub import extract_commit_hash
 
-CHECKPOINT, PICKLE = "model.safetensors", "pytorch_model.bin"  # of weights; only `hub/conversion.py` opens the latter
-INDEX, SHARDS = "model.safetensors.index.json", "model-*.safetensors"  # of weights in several files
+CHECKPOINT, PICKLE = "model.safetensors", "pytorch_model.bin"  # weights; only `hub/conversion.py` opens pickles
+INDEX, SHARDS = "model.safetensors.index.json", "model-*.safetensors"  # weights in several files
 MOST_CONFIG_BYTES, MOST_LEVELS = 2**18, 50
 
 
 @dataclass
 class Repository:
-    """A Hub id or a local folder, and how to reach it.
+    """A Hub repository or a local folder.
 
     Args:
-        name: repo id or folder; `org/repo/folder` is a folder of a repo.
-        revision, subfolder: within the repo.
-        hub_kwargs: passed to `huggingface_hub.hf_hub_download` (`token`, `cache_dir`, `local_files_only`, ...).
+        name: Hub id or folder; `org/repo/folder` is a folder within the repository `org/repo`.
+        revision: branch, tag or commit.
+        subfolder: folder within the repository.
+        hub_kwargs: arguments for `huggingface_hub.hf_hub_download` (`token`, `cache_dir`, `local_files_only`, ...).
     """
 
     name: str
@@ -52,7 +53,7 @@ class Repository:
         return Path(self.name).is_dir()
 
     def file(self, filename: str) -> Path:
-        """Local path of a file, downloaded if need be; `FileNotFoundError` where a folder lacks it, or Hub errors."""
+        """Local path of a file, downloaded if necessary. `FileNotFoundError` or a Hub error if the file is missing."""
         if self.is_local:
             path = Path(self.name, self.subfolder or "", filename)
             if not path.is_file():
@@ -65,7 +66,7 @@ class Repository:
             return Path(hf_hub_download(self.name, filename, **place, **self.hub_kwargs))
 
     def folder(self, patterns: list[str]) -> Path:
-        """Local folder with at least the files that match `patterns`, downloaded if need be; errors as above."""
+        """Local folder with the files that match `patterns`, downloaded if necessary. Errors as in `file`."""
         if self.is_local:
             root = Path(self.name)
         else:
@@ -79,13 +80,13 @@ class Repository:
         return folder
 
     def commit(self, path: Path) -> str | None:
-        """The commit hash that a downloaded file came from; `None` for a folder."""
+        """The commit hash of a downloaded file; `None` for a local folder."""
         return None if self.is_local else extract_commit_hash(str(path), None)
 
 
 @contextmanager
 def found(name: str) -> Iterator[None]:
-    """What goes wrong within, where a Hub id is looked for, says that there is no folder of this name."""
+    """Context for downloads, in which errors about an invalid or unreachable id add that no folder has the name."""
     try:
         yield
     except HFValidationError as error:
@@ -98,12 +99,12 @@ def found(name: str) -> Iterator[None]:
                 "TRANSFORMERS_OFFLINE). Unset it, or name a folder."
             )
         raise LocalEntryNotFoundError(
-            f"{name!r} is no folder here, and as a Hub id it is neither in the local cache nor {why}"
+            f"There is no folder {name!r}, and the Hub id {name!r} is not in the local cache and cannot be {why}"
         ) from error
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says; `ValueError` if it is none, or nested deeper than those who walk through it can go."""
+    """Parse JSON. `ValueError` if `text` is not valid, or nested more than 50 levels deep."""
     try:
         found = json.loads(text)
     except RecursionError:
@@ -118,35 +119,35 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_fields(path: Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
-    """The named fields of a config; errors as below."""
+    """Parse a JSON file with an object. `ValueError` if it has another type; other errors as in `read_json`."""
     found = read_json(path, most_bytes)
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__} in the place of named fields. Download it again.")
+        raise ValueError(f"{path} holds a {type(found).__name__} instead of named fields. Download it again.")
     return found
 
 
 def read_json(path: Path, most_bytes: int | None = None) -> Any:
-    """Parse a JSON file; `ValueError` if it is none, or larger than `most_bytes`."""
+    """Parse a JSON file. `ValueError` if it is not valid, or larger than `most_bytes`."""
     refuse_pointer(path)
     if most_bytes is not None and path.stat().st_size > most_bytes:
-        raise ValueError(f"{path} has {path.stat().st_size:,} bytes; a file like it has at most {most_bytes:,}.")
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than the maximum of {most_bytes:,}.")
     try:
         return parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # numbers of thousands of digits are a ValueError
+    except ValueError as error:  # also for numbers with thousands of digits
         raise ValueError(f"{path} is not valid JSON ({error}). Download or save it again.") from None
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise `ValueError` if git left a pointer in the place of a large file."""
+    """Raise `ValueError` if the file is a git-LFS pointer."""
     with path.open("rb") as file:
         if file.read(24).startswith(b"version https://git-lfs"):
             raise ValueError(f"{path} is a git-LFS pointer, not the file itself. Run `git lfs pull` in its folder.")
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, on the CPU; `ValueError` if it is damaged, or holds NaN or infinity.
+    """All tensors of a safetensors file, on the CPU. `ValueError` if the file is damaged, or contains NaN or infinity.
 
-    They are copies: those of safetensors are the mapped file, which Windows then neither replaces nor removes.
+    The tensors are copies: Windows cannot replace or remove a file while tensors are mapped from it.
     """
     with _opened(path) as file:
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dict
@@ -155,15 +156,15 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 class Weights(Mapping[str, Tensor]):
-    """The tensors of a model in safetensors files, by name: `files` says which file holds which, of an index if there
-    is one. A file is downloaded when one of them is read, and stays open no longer than that takes."""
+    """The tensors of a model in one or more safetensors files, by name. `files`: the file name of each tensor. A file
+    is downloaded when its first tensor is read, and open only while a tensor is read."""
 
     def __init__(self, source: Repository, index: Path | None, files: Mapping[str, str]) -> None:
         self.source, self.index, self.files, self._paths = source, index, files, dict[str, Path]()
 
     @classmethod
     def of(cls, source: Repository) -> Weights:
-        """The weights of a repository, of which only the file or the index is downloaded; empty without safetensors."""
+        """The weights of a repository, empty without safetensors. Downloads `model.safetensors` or the index only."""
         for name in (CHECKPOINT, INDEX):
             try:
                 path = source.file(name)
@@ -194,11 +195,11 @@ class Weights(Mapping[str, Tensor]):
         return len(self.files)
 
     def all(self) -> dict[str, Tensor]:
-        """All tensors, on the CPU; `ValueError` for a damaged or missing file, or for others than listed."""
+        """All tensors, on the CPU. `ValueError` if a file is damaged, or has other tensors than listed in the index."""
         return self._of_files(load_tensors)
 
     def outline(self) -> dict[str, Tensor]:
-        """The same on the meta device: names, shapes and dtypes, of which none but the files' headers are read."""
+        """All tensors on the meta device: names, shapes and dtypes. Only the files' headers are read."""
         return self._of_files(_outline)
 
     def _of_files(self, load: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -206,9 +207,7 @@ class Weights(Mapping[str, Tensor]):
         found = [(name, tensor) for shard in shards for name, tensor in load(shard).items()]
         tensors = dict(found)
         if len(found) != len(tensors) or set(tensors) != set(self.files):
-            raise ValueError(
-                f"{self.index} and the files that it lists have other tensors. Download the repository again."
-            )
+            raise ValueError(f"{self.index} lists other tensors than its files contain. Download the repository again.")
         return tensors
 
 
@@ -218,18 +217,18 @@ def _outline(path: Path) -> dict[str, Tensor]:
 
 
 def _listed(index: Path) -> dict[str, str]:
-    """Which file holds which tensor, says an index. They lie beside it: an index may come from anybody."""
+    """The file name of each tensor in an index. `ValueError` for paths: indices are untrusted."""
     raw = read_json(index)
     listed = raw.get("weight_map") if isinstance(raw, dict) else None
     names: list[Any] = list(listed.values()) if isinstance(listed, dict) else [None]
     if not all(isinstance(name, str) and re.fullmatch(r"[\w-]+\.safetensors", name) for name in names):
-        raise ValueError(f"{index} does not map tensors to safetensors files beside it. Download the repository again.")
+        raise ValueError(f"{index} does not map tensors to safetensors files in its folder. Download it again.")
     return dict(listed or {})
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file. What safetensors cannot read of it within is a `ValueError`."""
+    """Context with an open safetensors file, in which errors of safetensors become `ValueError`."""
     refuse_pointer(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -242,23 +241,23 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def check_finite(tensors: dict[str, Tensor], path: Path | str) -> None:
-    """Raise `ValueError` naming the tensors of `path` that hold NaN or infinity, or numbers of a quantised model."""
+    """Raise `ValueError` if tensors contain NaN or infinity, or are quantised; the message names tensors and `path`."""
     small = [name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.element_size() == 1]
     if small:
         raise ValueError(
             f"{path} holds {str(tensors[small[0]].dtype)[6:]} in {', '.join(small[:9])}. Quantised weights are not "
-            "read here: look for the same in bfloat16."
+            "supported here: look for the same weights in bfloat16."
         )
     broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if broken:
         raise ValueError(
             f"{path} holds NaN or infinite values in {', '.join(broken[:9])}, so it cannot be used. Download it again, "
-            "or ask who made it."
+            "or ask its author."
         )
 
 
 def load_strict(path: Path, expected: Mapping[str, Sequence[int]], hint: str) -> dict[str, Tensor]:
-    """Tensors of `path`, read only if their names and shapes are those expected; else a `ValueError` with `hint`."""
+    """The tensors of a safetensors file. `ValueError` with `hint` unless names and shapes are those `expected`."""
     with _opened(path) as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
     missing, surplus = sorted(set(expected) - set(shapes)), sorted(set(shapes) - set(expected))
@@ -273,7 +272,7 @@ def load_strict(path: Path, expected: Mapping[str, Sequence[int]], hint: str) ->
 
 
 def differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What changed between two sets of settings, in words: one entry for each setting."""
+    """Changed settings, such as "rank was 8 and is now 4"."""
     return [
         f"{name} was {earlier.get(name)!r} and is now {now.get(name)!r}"
         for name in {**earlier, **now}
@@ -282,7 +281,7 @@ def differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file; a reader sees the old file or the new one, never half of one."""
+    """Write a safetensors file, completely or not at all (`replacing`)."""
     with replacing(path) as temporary:
         save_file(
             {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, temporary, {"format": "pt"}
@@ -290,22 +289,22 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def save_text(text: str, path: Path) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file, completely or not at all (`replacing`)."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
-UNFINISHED = "*.*.[0-9]*.tmp"  # names of what `replacing` leaves when it is killed
+UNFINISHED = "*.*.[0-9]*.tmp"  # temporary files of `replacing`, which remain if the process is killed
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where a file grows, under a name of this process, until it is complete; `OSError` if it cannot be written."""
+    """Context that yields a temporary path, and afterwards moves the file to `path`. `OSError` if writing fails."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with temporary.open("r+b") as file:  # Windows syncs what may be written to
-            os.fsync(file.fileno())  # the name must not outlive a power cut that the contents do not
+        with temporary.open("r+b") as file:  # Windows syncs only files that are open for writing
+            os.fsync(file.fileno())  # before the move, so that a power cut cannot leave an empty file
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Where something came from: a model's commit on the Hub, this code's commit, the command, the device."""
+"""Origin of results: a model's commit on the Hub, the commit of this code, the command, the device."""
 
 from __future__ import annotations
 
@@ -21,38 +21,36 @@ from hf_specdecpp.models.causal_lm import CausalLM
 
 
 def commit_of(model: CausalLM) -> str | None:
-    """The commit hash of a model's files: noted by transformers, or that of the default branch in the local cache."""
+    """The commit of a model's files: recorded by transformers, or that of the default branch in the local cache."""
     return getattr(model.config, "_commit_hash", None) or _cached_commit(model.config.name_or_path, None)
 
 
 def warn_of_drift(target: CausalLM, trained_for: str | None, revision: str | None) -> None:
-    """Warn if `target` was loaded from another commit of its repository than an assistant was trained for."""
+    """Warn if `target` was loaded from another commit than `revision`, for which the assistant was trained."""
     name, noted = target.config.name_or_path, getattr(target.config, "_commit_hash", None)
     if revision is None or name != trained_for:
         return
     commit = commit_of(target)
-    # Where transformers did not note the commit, only one that is not in the cache is certainly not the one loaded.
+    # If transformers did not record the commit, `revision` may have been loaded, unless it is not in the cache.
     if commit in (None, revision) or (noted is None and _cached_commit(name, revision) is not None):
         return
     warnings.warn(
         f"This assistant was trained for {name!r} at commit {revision}, but commit {commit} was loaded. The output is "
-        "right all the same, but if the weights have changed, fewer candidates are accepted. To be sure load the "
-        f"target with revision={revision!r}.",
+        "still that of the target, but if the weights have changed, fewer candidates are accepted. To be sure, load "
+        f"the target with revision={revision!r}.",
         stacklevel=2,
     )
 
 
 def public_name(name: str) -> str:
-    """What others may read of the name of a model or file: a Hub id as it is, of a path its last part only.
-
-    `"org/target"` stays, `"/home/me/models/target"` becomes `"target"`.
-    """
+    """A name without folders of this machine: `"org/target"` is unchanged, `"/home/me/models/target"` becomes
+    `"target"`."""
     is_path = os.path.isabs(name) or os.path.exists(name)  # noqa: PTH110, PTH117 - Path.exists fails at very long names
     return Path(name).resolve().name if is_path else name
 
 
 def command(folders: bool = True) -> str:
-    """The command that runs, as it was typed, or without the folders of this machine."""
+    """The command line of this process; with `folders=False` without the folders of this machine."""
     words = sys.argv[1:]
     if not folders:
         options = [word.partition("=") if word.startswith("--") else ("", "", word) for word in words]
@@ -61,11 +59,11 @@ def command(folders: bool = True) -> str:
 
 
 def source_commit() -> str | None:
-    """The commit of this package's code; `None` where it does not run from its own repository, or without git."""
+    """The commit of this package's code; `None` if the package is not in its repository, or git is missing."""
     git = shutil.which("git")
     if git is None:
         return None
-    # A package installed below somebody's repository is not in it: --error-unmatch fails for files git does not track.
+    # --error-unmatch fails for untracked files, such as a package that is installed within another repository.
     for words in (["ls-files", "--error-unmatch", Path(__file__).name], ["rev-parse", "HEAD"]):
         found = subprocess.run(  # noqa: S603 - no shell, and no word of a user
             [git, "-C", Path(__file__).parent, *words], capture_output=True, text=True, check=False
@@ -76,7 +74,7 @@ def source_commit() -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The model where it is known, for example `NVIDIA H200` or `CPU (AMD EPYC, family 26, x86_64, AVX512)`."""
+    """The name of a device, for example `NVIDIA H200` or `CPU (AMD EPYC, family 26, x86_64, AVX512)`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -86,7 +84,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def _processor() -> list[str]:
-    """Its name and family, where Linux says them: clouds give quite different processors the same name."""
+    """Name and family of the processor (Linux): cloud providers use one name for different processors."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     except OSError:
@@ -100,6 +98,6 @@ def _cached_commit(name: str | None, revision: str | None) -> str | None:
         return None
     try:
         path = try_to_load_from_cache(name, "config.json", revision=revision)
-    except HFValidationError:  # a folder that is gone
+    except HFValidationError:  # a deleted folder
         return None
     return extract_commit_hash(path, None) if isinstance(path, str) else None

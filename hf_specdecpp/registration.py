@@ -1,8 +1,8 @@
-"""Make transformers know `model_type="specdecpp"`: Auto classes, and `pipeline(assistant_model="org/repo")`.
+"""Registers `model_type="specdecpp"` with transformers' Auto classes, also for `pipeline(assistant_model="org/repo")`.
 
-Every way to an assistant by its name begins with `AutoConfig`. So that alone is told of us as the package is imported,
-or as soon as transformers' module with it is; the rest, which imports torch and the models, follows when the config of
-an assistant is met.
+transformers loads the config first, so that only `AutoConfig` is registered when this package is imported, or as soon
+as `AutoConfig` is imported. Other Auto classes, which import torch and the models, are registered when `AutoConfig`
+reads the config of an assistant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 
 
 class ConfigOnDemand:
-    """What `AutoConfig` takes for the class of our config, which answers in its place as soon as it is asked."""
+    """Registered with `AutoConfig` in place of `SpecDecPPConfig`, which it imports and calls when it is used."""
 
     model_type = MODEL_TYPE
 
@@ -52,7 +52,7 @@ def _announce(module: Any) -> None:
 
 
 def register_later() -> None:
-    """Called on import of the package: `AutoConfig` learns of us without anything being imported for it."""
+    """Register with `AutoConfig` without importing transformers. Called when this package is imported."""
     if AUTO_CONFIG in sys.modules:
         _announce(sys.modules[AUTO_CONFIG])
     else:
@@ -60,7 +60,7 @@ def register_later() -> None:
 
 
 def register() -> Any:
-    """Tell all Auto classes, and return the class of our config. Calling it again changes nothing."""
+    """Register with all Auto classes, and return `SpecDecPPConfig`. Further calls have no effect."""
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -71,6 +71,6 @@ def register() -> Any:
     AutoConfig.register(MODEL_TYPE, SpecDecPPConfig, exist_ok=True)
     AutoModelForCausalLM.register(SpecDecPPConfig, SpecDecPPAssistant, exist_ok=True)
     AutoTokenizer.register(SpecDecPPConfig, fast_tokenizer_class=DraftTokenizer, exist_ok=True)
-    # Pipelines look the class of an assistant up by name in the transformers module, and nowhere else.
+    # Pipelines look up the class of an assistant by name in the module `transformers` only.
     transformers.SpecDecPPAssistant = SpecDecPPAssistant  # type: ignore[attr-defined]
     return SpecDecPPConfig

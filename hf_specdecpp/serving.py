@@ -1,4 +1,4 @@
-"""Drafts as other engines serve them: plain models written and loaded again to compare, and the commands to type."""
+"""Drafts for other engines: writes plain models, checks that they can be loaded again, and makes serving commands."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.loading import load_model
 
-# Copied as they are: transformers writes tokenizers anew, and llama.cpp wants the original SentencePiece model.
+# Files to copy: transformers would rewrite tokenizers, and llama.cpp needs the original SentencePiece model.
 TOKENIZER_FILES = [
     "tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "vocab.*", "merges.txt", "added_tokens.json",
     "special_tokens_map.json", "chat_template.*",
 ]  # fmt: skip
 PROBE = 32  # tokens
-TOLERANCE = 1e-3  # of the largest logit: the same weights in the same modules differ by rounding at most
+TOLERANCE = 1e-3  # relative to the largest logit, for rounding
 TOLERANCE_IN_HALF = 5e-2
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a draft is written, and what for: into `folder`, which becomes `output`, as commands name it, once all is
-    right.
+    """Folders of an exported draft, and the target and draft length for its serving commands.
 
-    An engine that drafts a fixed number of tokens drafts `num_tokens`; `target` is `None` where nobody has named it.
+    The draft is written into `folder`, which is renamed to `output` after all checks. `num_tokens`: candidates per
+    round; `target`: Hub id or folder, or `None` if unknown.
     """
 
     folder: Path
@@ -47,7 +47,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class Exported:
-    """Commands that serve a draft, by engine, and whole sentences about what differs from the draft as it runs here."""
+    """Commands that serve a draft, by engine, and notes: sentences on differences from the draft in this package."""
 
     commands: dict[str, list[str]]
     notes: list[str] = field(default_factory=list)
@@ -56,18 +56,18 @@ class Exported:
 # Commands -------------------------------------------------------------------------------------------------------------
 
 
-# The engines' names of the method (vLLM, SGLang, llama.cpp), and the branches of SGLang's tree, of which 1 is a chain.
+# Names of the method in vLLM, SGLang and llama.cpp, and the number of branches of SGLang's tree (1: a chain).
 AS_MODEL = "draft_model", "STANDALONE", "draft-simple", 1
 AS_EAGLE3 = "eagle3", "EAGLE3", "draft-eagle3", 4
 
 
 def commands_for(to: Destination, method: tuple[str, str, str, int] = AS_MODEL) -> dict[str, list[str]]:
-    """Commands by engine for a draft, ready for a shell; a target without a name is `TARGET`."""
+    """Shell commands that serve a draft, by engine. An unknown target is written as `TARGET`."""
     (vllm, sglang, llama_cpp, branches), count, draft = method, to.num_tokens, str(to.output)
     target, gguf = to.target or "TARGET", f"{to.output}.gguf"
     converting = ["--target-model-dir", target] if method == AS_EAGLE3 else []
     settings = {"method": vllm, "model": draft, "num_speculative_tokens": count}
-    # Nodes of the tree, the token before it included: a chain of k tokens has k + 1.
+    # SGLang counts the root: a chain of k candidates has k + 1 nodes.
     nodes = count + 1 if branches == 1 else branches * count
     tree = f"--speculative-num-steps {count} --speculative-eagle-topk {branches} --speculative-num-draft-tokens {nodes}"
     words = {
@@ -91,24 +91,24 @@ def commands_for(to: Destination, method: tuple[str, str, str, int] = AS_MODEL) 
 def write_plain_model(
     model: CausalLM, source: str, revision: str | None, config: SpecDecPPConfig, to: Destination
 ) -> Exported:
-    """Write a draft, its adapter merged, with the tokenizer files of `source`, and load it again; `ValueError` if the
-    model is more or less than an ordinary causal LM, is quantised, has no tokenizer files, or does not come back from
-    its files as it was."""
+    """Write a draft with its merged adapter and the tokenizer files of `source`, and check that it can be loaded again.
+    `ValueError` if the model is not a text-only causal LM, is quantised, has no tokenizer files, or differs after
+    loading."""
     name = type(model).__name__
     if model.config.get_text_config(decoder=True) is not model.config:
         raise ValueError(
-            f"{name} reads more than text, and engines want a language model as a draft. Name a text-only model of the "
-            "same weights with --target, or train a draft that is a model of its own."
+            f"{name} reads more than text, but engines need a text-only draft. Name a text-only model with the same "
+            "weights with --target, or train an independent draft."
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(
-            f"{name} is quantised, so an adapter cannot be merged into its weights, nor would engines read a part of "
-            "them alone. Name the model before quantisation with --target; engines can quantise what is exported."
+            f"{name} is quantised, so an adapter cannot be merged into its weights, and engines cannot load a part of "
+            "its layers. Name the unquantised model with --target; engines can quantise the exported draft."
         )
-    # An adapter of the LM head parts it from the embeddings that it was tied to.
+    # An LM head with a merged adapter is no longer tied to the embeddings.
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     model.config.tie_word_embeddings = head.weight is embeddings.weight
-    # The ends of texts, and how many tokens to draft: how a target samples is none of a draft's business.
+    # Special tokens and the draft length only: the target's sampling settings do not concern the draft.
     ids = {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     counts: dict[str, Any] = {"num_assistant_tokens": to.num_tokens, "num_assistant_tokens_schedule": "constant"}
     model.generation_config = GenerationConfig(**ids, **counts)
@@ -123,12 +123,12 @@ def write_plain_model(
     size, notes = model.config.vocab_size, list[str]()
     if config.draft_vocab_size is not None:
         notes.append(
-            f"Here the draft proposes {config.draft_vocab_size} of {size} tokens. A plain model cannot say that, so "
-            "its full LM head is exported: a step costs more, and other tokens are proposed, too."
+            f"Here the draft proposes {config.draft_vocab_size} of {size} tokens. Plain models have no draft "
+            "vocabulary: the full LM head is exported, so a step takes longer, and other tokens are proposed, too."
         )
     if config.vocab_size not in (None, size):
         notes.append(
-            f"The draft has {size} token ids and the target {config.vocab_size}. vLLM wants equal numbers and may "
+            f"The draft has {size} token ids and the target {config.vocab_size}. vLLM expects equal numbers and may "
             "refuse the pair."
         )
     return Exported(commands_for(to), notes)
@@ -140,18 +140,18 @@ def _copy_tokenizer(source: str, revision: str | None, folder: Path) -> None:
     found = {file for pattern in TOKENIZER_FILES for file in root.glob(pattern)}
     if not found:
         raise ValueError(
-            f"{source!r} has no tokenizer files, and engines load a draft with them. Put the tokenizer of the target "
-            "into a folder with the model: AutoTokenizer.from_pretrained(target).save_pretrained(folder)."
+            f"{source!r} has no tokenizer files, which engines need. Save the target's tokenizer to the folder of the "
+            "model: AutoTokenizer.from_pretrained(target).save_pretrained(folder)."
         )
     for file in found:
         shutil.copyfile(file, folder / file.name)
 
 
 def _check_reloaded(model: CausalLM, folder: Path) -> None:
-    """Raise `ValueError` unless what is in `folder` is the model: weights, settings of layers, logits of a text."""
+    """Raise `ValueError` unless the model in `folder` equals `model`: weights, settings of layers, and logits."""
     try:
         again = load_model(folder)
-    except Exception as failure:  # whatever the checks of a family's config and constructor raise
+    except Exception as failure:  # configs and constructors of model families raise errors of any class
         raise _not_equal(model, f"transformers cannot load them ({str(failure)[:200]})") from failure
     ours, theirs = _contents(model), _contents(again)
     names = sorted({*ours, *theirs})
@@ -168,14 +168,14 @@ def _check_reloaded(model: CausalLM, folder: Path) -> None:
 
 def _not_equal(model: CausalLM, how: str) -> ValueError:
     return ValueError(
-        f"{type(model).__name__} does not come back from its files as the draft that it was: {how}. Its family builds "
-        "layers by rules that a choice of layers does not keep, so another engine would draft something else, and what "
-        "was written is deleted. The first layers alone may do (--layers N when training); an independent draft does."
+        f"{type(model).__name__} loaded from the exported files differs from the draft: {how}. Its family sets up "
+        "layers by their number, so other engines would draft other tokens; the files are deleted. The first layers of "
+        "the target may work (train with --layers N), and an independent draft works."
     )
 
 
 def _contents(model: CausalLM) -> dict[str, Any]:
-    """The weights, and every plain setting in every layer, such as its window."""
+    """The weights, and all attributes of layers that are numbers, strings, bool or `None`, such as a window."""
     settings = {
         f"{name}.{key}": value
         for name, module in model.named_modules()

@@ -173,7 +173,7 @@ def test_export(tmp_path: Path) -> None:
 
 
 def test_export_says_why_not(tmp_path: Path, folder: Path) -> None:
-    assert_error(run("export", folder, "--output", folder), "is there already and is not an empty folder")
+    assert_error(run("export", folder, "--output", folder), "exists and is not an empty folder")
     edit_config(folder, draft_kind="lookup", adapter=False, head=None, draft_id=None, draft_vocab_size=None)
     assert_error(run("export", folder, "--output", tmp_path / "out"), "nothing to export")
     assert_error(run("export", tmp_path / "none", "--output", tmp_path / "out"), "There is no folder")
@@ -191,7 +191,7 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         cli_options.DemoConfig("a", max_new_tokens=7),
         cli_options.DemoConfig("a", "b", [0, 2], True, False, True, 5, ["c", "d"], Path("x.svg")),
     ]
-    assert_error(run("demo", "--target", "a", "--assistant", "b", "--mtp"), "--mtp takes no assistant")
+    assert_error(run("demo", "--target", "a", "--assistant", "b", "--mtp"), "--mtp drafts with the target's own layers")
 
 
 NOWHERE = "There is no folder '/nowhere"

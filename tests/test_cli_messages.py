@@ -50,9 +50,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("repo", "words"), [
-    ("independent", "tells how often a draft that others published guesses what a target says"),
-    ("early", "tells how often a draft that others published guesses what a target says"),
-    ("lookup", "tells how often a draft that others published guesses what a target says"),
+    ("independent", "measures how often a published draft agrees with a target"),
+    ("early", "measures how often a published draft agrees with a target"),
+    ("lookup", "measures how often a published draft agrees with a target"),
 ])  # fmt: skip
 def test_inspect_with_a_target(repo: str, words: str, place: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(place / repo), "--target", str(place / "target")])
@@ -68,7 +68,7 @@ def test_inspect_of_an_ordinary_model(more: list[str], place: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(place / "draft"), *words])
     said = " ".join(done.output.split())
     assert done.exit_code == 1
-    assert "It is an ordinary model, which drafts without such a repository: assist(model, draft)" in said
+    assert "It is an ordinary model, which needs no such repository to draft: assist(model, draft)" in said
     assert "convert" not in said
 
 
@@ -77,19 +77,19 @@ def test_bench_without_a_draft(place: Path, tmp_path: Path, caplog: pytest.LogCa
     done = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "a"), "--contestants", "throughput*"])
     said = " ".join(done.output.split())
     assert done.exit_code == 1
-    assert "No contestant is called 'throughput*'." in said
+    assert "No contestant matches 'throughput*'." in said
     assert "'plain, same passes'" in said
     assert "All others need a draft: --assistant REPO." in said
     assert "--replay" not in said + caplog.text, "nobody asked for it"
     words += ["--output", str(tmp_path / "b"), "--contestants", "lookup", "--temperatures", "0"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
-    assert "Without --assistant or --layers nothing drafts: the text itself is searched." in done.output
+    assert "Without --assistant or --layers candidates are looked up in the text." in done.output
     assert "--replay" not in done.output + caplog.text
 
 
 def test_a_misspelt_contestant_of_a_draft_asks_for_no_draft(place: Path, tmp_path: Path) -> None:
     words = ["bench", "--target", str(place / "target"), "--layers", "1", "--output", str(tmp_path)]
     done = CliRunner().invoke(app, [*words, "--contestants", "fxied"])
-    assert "No contestant is called 'fxied'" in done.output
+    assert "No contestant matches 'fxied'" in done.output
     assert "need a draft" not in done.output

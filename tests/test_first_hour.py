@@ -183,7 +183,9 @@ def test_what_plain_generation_does_not_take_fails_as_it_does_there(name: str, p
 def test_no_network(hub: HubServer, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point_client_at(monkeypatch, hub, tmp_path / "cache", offline=True)
     for target in (place.target, None):
-        with pytest.raises(OSError, match="'org/head' is no folder here, and as a Hub id it is neither in the local"):
+        with pytest.raises(
+            OSError, match="There is no folder 'org/head', and the Hub id 'org/head' is not in the local"
+        ):
             load("org/head", target=target)
     with pytest.raises(OSError, match="couldn't find them in the cached files|offline"):
         draft_with("org/draft", target=place.target)

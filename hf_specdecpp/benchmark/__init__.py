@@ -1,1 +1,1 @@
-"""`specdecpp bench`: does speculation pay on this machine, and with which setting?"""
+"""`specdecpp bench`: measures whether speculation speeds up generation on this machine, and with which settings."""

@@ -1,6 +1,6 @@
-"""Who takes part: plain generation, transformers' own ways to speculate, and ours with every rule.
+"""The compared methods: plain generation, transformers' speculation, and this package with every rule.
 
-`(head)` and `(q)` say who estimates; `online` estimates are calibrated by earlier rounds (`Decisions.adapt`).
+In names, `(head)` or `(q)` is the estimator of acceptance; `online`: calibrated by earlier rounds (`Decisions.adapt`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hf_specdecpp.throughput.memory import Memory
 
 LENGTHS = range(1, 15)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
-BUDGETS = (4, 8, 16, 32, 64)  # nodes of the dynamic trees
+BUDGETS = (4, 8, 16, 32, 64)  # nodes of dynamic trees
 EXACT_BUDGET = 16
-# Children by depth: 6, 16, 14, 64 and 60 nodes.
+# Children per node at each depth; the trees have 6, 16, 14, 64 and 60 nodes.
 SHAPES = ((2, 1, 1), (4, 1, 1, 1), (2, 2, 1, 1), (4, 3, 2, 1), (4, 2, 2, 1, 1))
-# Of transformers' assisted generation: most candidates, schedule, and the confidence below which it stops.
+# transformers' assisted generation: maximum number of candidates, schedule, and confidence threshold.
 STOCK = {
     "default": (20, "constant", 0.4),
     **{f"constant {count}": (count, "constant", 0.0) for count in (2, 3, 5, 10)},
@@ -35,18 +35,18 @@ STOCK = {
 
 @dataclass(eq=False)
 class Contestant:
-    """A way to generate.
+    """A method of generation that the benchmark times.
 
     Args:
-        family: contestants of one family differ in one setting.
-        speculation: ours: the settings of the assistant, but for its CPU products, which are as the assistant has them.
-        decisions: ours: what it decides.
-        with_head: ours: whether the head judges, or the draft's own probability.
-        alone: ours: without the draft, so that all candidates are looked up.
-        stock: transformers' assisted generation: what the draft's generation config says.
-        lookup: transformers' prompt lookup: its arguments of `generate()`.
-        same_passes: plain generation on the CPU products that ours runs on.
-        memory: ours: what was learned as this contestant.
+        family: contestants of a family differ in one setting.
+        speculation: settings of the assistant, except `cpu_products`; `None` for methods of transformers.
+        decisions: decisions of the assistant.
+        with_head: whether the head estimates acceptance, or the draft's own probability.
+        alone: without the draft, so that all candidates are looked up.
+        stock: for transformers' assisted generation, fields of the draft's generation config.
+        lookup: for transformers' prompt lookup, arguments of `generate()`.
+        same_passes: for plain generation, use the matrix multiplications of the assistant.
+        memory: memory of the assistant for this contestant.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Contestant:
 
     @property
     def is_constant(self) -> bool:
-        """Whether a chain has a fixed length, up to 8, or threshold, 0.3 to 0.7: what adapting rules have to beat."""
+        """Whether a chain has a fixed length up to 8, or a fixed threshold of 0.3 to 0.7 (rivals of adaptive rules)."""
         config = self.speculation
         if config is None or config.draws_trees:
             return False
@@ -77,7 +77,7 @@ class Contestant:
 
     @contextmanager
     def arguments(self, assistant: SpecDecPPAssistant, target: CausalLM) -> Iterator[dict[str, Any]]:
-        """What to pass to the target's `generate()`, target and assistant being set up for it meanwhile."""
+        """Context that sets up target and assistant, and yields the arguments for the target's `generate()`."""
         if self.same_passes:
             with assistant.setup().products(target):
                 yield {}
@@ -102,7 +102,7 @@ class Contestant:
 
 @contextmanager
 def changed(owner: Any, **values: Any) -> Iterator[None]:
-    """Within, the attributes have these values."""
+    """Context in which attributes of `owner` have these values."""
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
@@ -119,7 +119,7 @@ BASELINES = (PLAIN, SAME_PASSES)
 
 
 def all_contestants(has_head: bool, can_tree: bool = True, has_rates: bool = False) -> list[Contestant]:
-    """Every contestant, with a head to judge, trees and best static shapes as far as the assistant has them."""
+    """All contestants that an assistant supports, given whether it has a head, trees, and rates for static trees."""
     judges = ("head", "q") if has_head else ("q",)
     fields = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
     assisted = [
@@ -136,14 +136,14 @@ def all_contestants(has_head: bool, can_tree: bool = True, has_rates: bool = Fal
 
 
 def quick_contestants(has_head: bool) -> list[Contestant]:
-    """A few that answer whether it pays at all."""
+    """The contestants of `--quick`."""
     judge = "head" if has_head else "q"
     names = {"transformers default", "fixed 2", "fixed 5", f"threshold 0.5 ({judge} online)", f"throughput ({judge})"}
     return [*BASELINES, *(each for each in all_contestants(has_head) if each.name in names)]
 
 
 def without_draft() -> list[Contestant]:
-    """Those that need no draft. `lookup` is made anew: it keeps an assistant of the target that it was used with."""
+    """New contestants that need no draft. `lookup` must not be shared: it keeps an assistant of its target."""
     options = ({"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": size} for size in (2, 3))
     theirs = [
         Contestant(f"prompt lookup {each['max_matching_ngram_size']}", "prompt lookup", lookup=each) for each in options
@@ -153,7 +153,7 @@ def without_draft() -> list[Contestant]:
 
 
 def _judged(family: str, setting: Any, judge: str, **settings: Any) -> Contestant:
-    """Ours, with candidates or slots judged by `"head"`, `"q"`, `"head online"` or `"q online"`."""
+    """A contestant of this package with the estimator `"head"`, `"q"`, `"head online"` or `"q online"`."""
     name = family if setting is None else f"{family} {setting:g}"
     decisions = Decisions(adapt=judge.endswith("online") or settings["rule"] == "throughput")
     speculation = SpeculationConfig(**settings)
@@ -190,7 +190,7 @@ def _trees(judges: Sequence[str], has_rates: bool) -> list[Contestant]:
 
 
 def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[Contestant]:
-    """The baselines, and those whose name or family matches a pattern such as `fixed*`; `ValueError` for none."""
+    """The baselines, and contestants whose name or family matches a pattern, such as `fixed*`; `ValueError` if none."""
 
     def matches(contestant: Contestant, pattern: str) -> bool:
         return fnmatch(contestant.name, pattern) or fnmatch(contestant.family, pattern)
@@ -200,5 +200,5 @@ def choose(contestants: Sequence[Contestant], patterns: Sequence[str]) -> list[C
             known = ", ".join(repr(contestant.name) for contestant in contestants)
             undrafted = all(each in BASELINES or each.lookup or each.alone for each in contestants)
             hint = " All others need a draft: --assistant REPO." if undrafted else ""
-            raise ValueError(f"No contestant is called {pattern!r}. There are {known}.{hint}")
+            raise ValueError(f"No contestant matches {pattern!r}. Known contestants: {known}.{hint}")
     return [each for each in contestants if each in BASELINES or any(matches(each, one) for one in patterns or "*")]

@@ -1,4 +1,4 @@
-"""`specdecpp bench`: every contestant on the same prompts, in turns, timed; is each text that of plain generation?"""
+"""`specdecpp bench`: times all contestants on the same prompts, and compares greedy answers with plain generation."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from hf_specdecpp.texts.parting import explain_parting
 from hf_specdecpp.throughput.known_costs import forget_costs, without_known_costs
 
 WARM_UP_TOKENS = 8
-MOST_WAITING = 0.05  # share of a run that its threads may wait for a processor before it counts as disturbed
+MOST_WAITING = 0.05  # a run counts as disturbed if its threads wait for a processor for a larger share of its time
 Answers = list[list[int]]
 
 
 def run(config: BenchmarkConfig, console: Console) -> bool:
-    """Benchmark, write and print the report; whether all greedy texts of ours were those of plain generation."""
+    """Run the benchmark, and write and print the report. Returns whether the package's greedy answers are lossless."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     benchmark = Benchmark.load(config)
     settings, target = benchmark.settings, benchmark.target
     if config.assistant is None and config.layers is None and not config.lookup and not config.mtp:
         drafts = benchmark.assistant.ready_drafter().places
-        chosen = f"the draft is {settings['draft_name']}" if drafts else "nothing drafts: the text itself is searched"
+        chosen = f"the draft is {settings['draft_name']}" if drafts else "candidates are looked up in the text"
         console.print(f"Without --assistant or --layers {chosen}.", soft_wrap=True)
     log = RunLog(config.output, settings)
-    show_bars()  # ours, after those of loading
+    show_bars()  # again, after loading without bars
     LiveBenchmark(benchmark, log).run(benchmark.asked)
     wanted = {
         (*question.key, temperature, contestant.name)
@@ -87,7 +87,7 @@ def run(config: BenchmarkConfig, console: Console) -> bool:
 
 
 class LiveBenchmark:
-    """Times generations of a benchmark that are missing in a log; the target gets a neutral generation config."""
+    """Times the generations of a benchmark that are missing in the log, with a neutral generation config."""
 
     def __init__(self, benchmark: Benchmark, log: RunLog) -> None:
         self.target, self.assistant, self.contestants = benchmark.target, benchmark.assistant, benchmark.contestants
@@ -95,19 +95,19 @@ class LiveBenchmark:
         neutralise(self.target)
 
     def run(self, questions: Sequence[Question]) -> None:
-        """All generations that are missing. Who begins changes from question to question."""
+        """Time all missing generations. The order of contestants rotates from question to question."""
         todo = [
             (question, temperature, missing)
             for temperature in self.config.temperatures
             for number, question in enumerate(questions)
             if (missing := self._missing(question, temperature, number))
         ]
-        with without_known_costs():  # as the first texts of a process
+        with without_known_costs():  # as in a new process
             for question in {question.batch: question for question, _, _ in reversed(todo)}.values():
                 for contestant in self._able(question):
                     self._generate(question, 0.0, contestant, WARM_UP_TOKENS)
                     contestant.memory.clear()
-            background.wait()  # copies of weights, which else would be made beside the first answers
+            background.wait()  # for copies of weights, which would disturb the first answers
             forget_costs()
             runs = [(question, temperature, each) for question, temperature, missing in todo for each in missing]
             with logging.tqdm(runs, desc="benchmark", unit="answer") as bar:
@@ -116,22 +116,22 @@ class LiveBenchmark:
                     self.log.add(self._time(question, temperature, contestant))
 
     def _able(self, question: Question) -> list[Contestant]:
-        """Those that can answer a question: trees and transformers' own speculation take no batches."""
+        """The contestants for a question: trees and transformers' speculation do not support batches."""
         alone = [each for each in self.contestants if each.speculation is None or each.speculation.draws_trees]
         return [each for each in self.contestants if not question.batch or each in BASELINES or each not in alone]
 
     def _missing(self, question: Question, temperature: float, number: int) -> list[Contestant]:
-        """Those without an answer yet, another one first for each number of a question."""
+        """The contestants without an answer, rotated by the question's number; with any, both baselines run again."""
         here, able = (*question.key, temperature), self._able(question)
         rows = [row for row in self.log.rows if (row["set"], row["prompt"], row["temperature"]) == here]
         done = {row["contestant"] for row in comparable(rows)}
         first = number % len(able)
         missing = [each for each in able[first:] + able[:first] if each.name not in done]
-        # A speed is compared with those of plain generation in the same session.
+        # Speeds are compared with baselines of the same session only.
         return [*(each for each in BASELINES if each not in missing), *missing] if missing else []
 
     def _time(self, question: Question, temperature: float, contestant: Contestant) -> Row:
-        """One generation, the least disturbed of some attempts, and what its passes did."""
+        """The log's row of a generation, the least disturbed of `attempts`, with counts of passes and candidates."""
         names = [row["contestant"] for row in self.log.rows if row["session"] == self.log.session]
         rows: list[Row] = []
         while len(rows) < self.config.attempts and not (rows and not rows[-1]["disturbed"]):
@@ -158,7 +158,7 @@ class LiveBenchmark:
 
 
 def _watched(read: list[int], question: Question, answers: Answers) -> Row:
-    """Counts of those that count nothing: a pass reads the prompt or a token, and candidates, and emits one more."""
+    """Passes and candidates of methods without statistics, from the tokens that each pass `read` (`noted_passes`)."""
     tokens, passes = sum(map(len, answers)), sum(map(len, answers)) if question.batch else len(read)
     candidates = [read[0] - max(map(len, question.ids)), *(each - 1 for each in read[1:])]
     return {
@@ -170,10 +170,10 @@ def _watched(read: list[int], question: Question, answers: Answers) -> Row:
 def answer(
     target: CausalLM, prompts: list[list[int]], temperature: float, seed: int, arguments: dict[str, Any]
 ) -> Answers:
-    """What `generate()` says to each prompt, up to the token that ends it; `temperature` 0 is greedy."""
+    """The new tokens of `generate()` for each prompt, without padding; `temperature` 0 is greedy."""
     inputs = padded(prompts, target.generation_config.pad_token_id or 0)
     sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0.0:  # from the target's own distribution
+    if temperature > 0.0:  # without top-k and top-p
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     torch.manual_seed(seed)
     output = target.generate(**{name: each.to(target.device) for name, each in inputs.items()}, **sampling, **arguments)
@@ -182,21 +182,21 @@ def answer(
 
 
 def neutralise(target: CausalLM) -> None:
-    """Take penalties, top-k and the like out of a target's generation defaults; its special tokens stay."""
+    """Remove penalties, top-k etc. from the target's generation config, and keep only its special tokens."""
     own = target.generation_config
     special = {name: getattr(own, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    if special["pad_token_id"] is None:  # generate() would choose the same, and say so each time
+    if special["pad_token_id"] is None:  # the choice of generate(), without its message
         eos = special["eos_token_id"]
         special["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
     target.generation_config = GenerationConfig(**special)
 
 
-# What happened meanwhile ---------------------------------------------------------------------------------------------
+# Passes and other load -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def noted_passes(target: CausalLM) -> Iterator[list[int]]:
-    """Of each pass of `target` within, how many tokens of a row it read."""
+    """Context that yields a list, to which every pass of `target` appends the number of tokens per row."""
     read: list[int] = []
     hook = target.register_forward_pre_hook(
         lambda _module, _args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -208,14 +208,14 @@ def noted_passes(target: CausalLM) -> Iterator[list[int]]:
 
 
 class Disturbance:
-    """What else the machine did while this was entered (`with`).
+    """Context that measures other load on the machine.
 
     Attributes:
         seconds: wall time.
-        waited: share of it that a thread of ours was ready to run and did not get a processor, time that the host took
-            from a virtual machine included. Where the system does not tell: the share in which a single thread did not
-            run, or 0 with several.
-        others: processors that other processes kept busy on average; `None` where the system does not tell.
+        waited: share of the wall time in which the most delayed thread of this process waited for a processor, plus the
+            share that the host took from a virtual machine. On systems without these counts: the share in which a
+            single thread did not run, or 0 with several threads.
+        others: processors that other processes used on average; `None` if unknown.
     """
 
     others: float | None = None
@@ -245,8 +245,7 @@ def _clocks() -> tuple[float, float, dict[str, float], tuple[float, float] | Non
 
 
 def _delays() -> dict[str, float]:
-    """Seconds that each thread of this process has waited for a processor since it began; empty where the system does
-    not tell (it is not Linux, or its kernel does not count)."""
+    """Seconds that each thread of this process has waited for a processor; empty if the system does not count them."""
     delays = {}
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError, IndexError):  # the thread has just ended
@@ -255,7 +254,7 @@ def _delays() -> dict[str, float]:
 
 
 def _machine() -> tuple[float, float] | None:
-    """Seconds that all processors together have worked, and that the host has stolen from them (Linux)."""
+    """Busy seconds of all processors together, and seconds stolen by the host; `None` if the system is not Linux."""
     try:
         fields = Path("/proc/stat").read_text("utf-8").split("\n", 1)[0].split()[1:]
         user, nice, system, _, _, irq, softirq, steal, *_ = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields)
@@ -270,7 +269,7 @@ def _machine() -> tuple[float, float] | None:
 def mismatches(
     rows: Sequence[Row], questions: Sequence[Question], target: CausalLM, decode: Callable[[int], Any]
 ) -> list[Row]:
-    """Greedy texts that are not those of plain generation: `explain_parting` of each, and the tokens' `texts`."""
+    """Greedy answers that differ from plain generation: the result of `explain_parting`, and the tokens' `texts`."""
     prompts = {question.key: question.ids for question in questions}
     greedy = [row for row in rows if row["temperature"] == 0.0]
     plain = {(row["set"], row["prompt"]): row["answers"] for row in greedy if row["contestant"] == PLAIN.name}

@@ -1,4 +1,4 @@
-"""What a benchmark runs on, the target, its assistant, who takes part and the prompts; and what it writes down."""
+"""Inputs of a benchmark: target, assistant, contestants and prompts (`Benchmark`); and its log (`RunLog`)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from hf_specdecpp.version import __version__
 logger = logging.get_logger("hf_specdecpp")
 
 RUNS, SETTINGS, RESULTS = "runs.jsonl", "settings.json", "results.json"
-DEMO = Path(__file__).with_name("demo.jsonl")  # the prompts where none are given
+DEMO = Path(__file__).with_name("demo.jsonl")  # the default prompts
 QUICK_PROMPTS, QUICK_TOKENS = 3, 32  # about a minute of one core with SmolLM2-135M
 
 
 @dataclass
 class Question:
-    """What one `generate()` is asked: the tokens of a prompt of a set, or of `batch` prompts together."""
+    """The input of one `generate()` call: tokens of one prompt, or of `batch` prompts (0: a single prompt)."""
 
     set: str
     prompt: str
@@ -53,7 +53,7 @@ class Question:
 
 @dataclass
 class Benchmark:
-    """A benchmark that is ready to run: its assistant is attached to its target; questions are single prompts."""
+    """A loaded benchmark. The assistant is attached to the target; `questions` are single prompts."""
 
     config: BenchmarkConfig
     target: CausalLM
@@ -63,7 +63,7 @@ class Benchmark:
 
     @classmethod
     def load(cls, config: BenchmarkConfig) -> Benchmark:
-        """Load what the options name; `ValueError` or `OSError` where one makes no sense, or something is missing."""
+        """Load models and prompts. `ValueError` or `OSError` if an option is invalid, or a file is missing."""
         if config.quick:
             config = replace(
                 config, max_prompts=min(config.max_prompts or QUICK_PROMPTS, QUICK_PROMPTS), temperatures=[0.0],
@@ -77,12 +77,12 @@ class Benchmark:
 
     @property
     def asked(self) -> list[Question]:
-        """The questions whose answers are timed: prompts alone, then in batches."""
+        """All questions to time: single prompts, then batches."""
         return [*(self.questions if self.config.live else []), *in_batches(self.questions, self.config.batch_size)]
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """What generations depend on. Contestants and temperatures may join later, and products follow the memory."""
+        """The settings that results depend on. A later run may add contestants and temperatures."""
         config, assistant = self.config, self.assistant
         prompts = json.dumps([[each.set, each.prompt, each.ids[0]] for each in self.questions])
         return {
@@ -101,11 +101,11 @@ class Benchmark:
 
 
 def in_batches(questions: list[Question], sizes: list[int]) -> list[Question]:
-    """The questions in whole batches, a set for each size; `ValueError` where there are fewer prompts than rows."""
+    """The questions in full batches, a set for each size. `ValueError` if there are fewer prompts than a batch has."""
     found = []
     for size in sizes:
         if size > len(questions):
-            raise ValueError(f"batch_size={size}, and there are {len(questions)} prompts: not enough for one batch.")
+            raise ValueError(f"batch_size={size}, but there are only {len(questions)} prompts. Give more prompts.")
         for begin in range(0, len(questions) - size + 1, size):
             ids = [row for each in questions[begin : begin + size] for row in each.ids]
             found.append(Question(f"batches of {size}", f"batch {begin // size + 1}", ids, size))
@@ -113,7 +113,6 @@ def in_batches(questions: list[Question], sizes: list[int]) -> list[Question]:
 
 
 def _assistant(config: BenchmarkConfig, target: CausalLM) -> SpecDecPPAssistant:
-    """The assistant, its passes as its repository has them unless the command says otherwise."""
     if config.assistant is None or config.lookup:
         assistant = as_told(target, replace(config, assistant=None))
     else:
@@ -137,7 +136,7 @@ def _contestants(config: BenchmarkConfig, target: CausalLM, assistant: SpecDecPP
             can_tree = False
             logger.warning(f"No trees take part: {error}")
         contestants = all_contestants(has_head, can_tree, bool(assistant.config.acceptance_by_rank))
-    # transformers' own loop hands no states over.
+    # transformers' loop does not pass the target's states to a draft.
     return [each for each in contestants if each.stock is None or drafter.reads is None]
 
 
@@ -152,7 +151,7 @@ def _questions(config: BenchmarkConfig) -> list[Question]:
 
 
 def _digest(assistant: SpecDecPPAssistant) -> str:
-    """Of config, adapter and head, which change with every training."""
+    """A hash of config, adapter, head and own module of an assistant."""
     digest = hashlib.sha256(json.dumps(assistant.config.to_dict(), sort_keys=True, default=str).encode())
     if assistant.parts.adapter is not None:
         digest.update((assistant.parts.adapter / ADAPTER_FILES[1]).read_bytes())
@@ -162,11 +161,11 @@ def _digest(assistant: SpecDecPPAssistant) -> str:
     return digest.hexdigest()[:16]
 
 
-# What is written down -------------------------------------------------------------------------------------------------
+# The log --------------------------------------------------------------------------------------------------------------
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Where and with what: goes into the results, and a run only goes on where it is the same."""
+    """Machine and versions, for the results. A run can only be continued in the same environment."""
     return {
         "device": device_name(device),
         "threads": torch.get_num_threads(),
@@ -176,16 +175,16 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "hf_specdecpp": __version__,
-        # With it transformers moves the confidence threshold of its default while it runs.
+        # If installed, transformers adapts its confidence threshold while it generates.
         "scikit-learn": is_sklearn_available(),
     }
 
 
 class RunLog:
-    """The generations so far: one line each, written when it is finished.
+    """The log of finished generations, a JSON line each.
 
-    A run with the same settings goes on, as another session: speeds are only compared within one. Other settings are a
-    `ValueError`.
+    A later run with the same settings continues the log as a new session; speeds are only compared within a session.
+    `ValueError` for other settings.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], name: str = RUNS) -> None:
@@ -195,17 +194,17 @@ class RunLog:
             save_text(json.dumps(settings, indent=2) + "\n", known)
         elif different := differences(read_json(known), settings):
             raise ValueError(
-                f"{folder} has results from other settings: {'; '.join(different)}. They cannot be compared: go on "
+                f"{folder} has results from other settings: {'; '.join(different)}. They cannot be compared: continue "
                 "with the earlier settings, choose another --output, or delete the folder."
             )
         lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else [""]
-        if lines[-1]:  # killed within a line
+        if lines[-1]:  # an unfinished line of a killed run
             save_text("".join(line + "\n" for line in lines[:-1]), self.path)
         self.rows = [json.loads(line) for line in lines[:-1]]
         self.session = 1 + max((row["session"] for row in self.rows), default=0)
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Keep a row, which is returned with its session."""
+        """Append a row to the file, and return the row with the number of the session."""
         row = {**row, "session": self.session}
         self.rows.append(row)
         with self.path.open("a", encoding="utf-8", newline="\n") as file:

@@ -1,4 +1,4 @@
-"""The benchmark as a table on the terminal, as Markdown, and as pictures (`plot_speeds`)."""
+"""Reports of a benchmark: tables on the terminal, Markdown, and pictures (`plot_speeds`)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hf_specdecpp.files import save_text
 WIDTH = 100
 _BATCHES = (
     "Several prompts in one `generate()`, padded on the left. Both baselines are plain `generate()` on the same batch, "
-    "and tokens/pass is of a row."
+    "and tokens/pass is per row."
 )
 
 
 def ratio(values: Sequence[float] | None) -> str:
-    """A median with its interval; nothing where there is none."""
+    """A median with its interval, such as "1.52 (1.48-1.55)"; empty for `None`."""
     return "" if values is None else f"{values[0]:.2f} ({values[1]:.2f}-{values[2]:.2f})"
 
 
 class Column(NamedTuple):
-    """A column of the measured contestants: its headings in the report and on the terminal (`None`: not there)."""
+    """A column of the table: headings in the report and on the terminal (`None`: not shown), and the cell of a row."""
 
     report: str | None
     terminal: str | None
@@ -53,7 +53,7 @@ COLUMNS = (
 
 
 def write(results: dict[str, Any], folder: Path) -> None:
-    """The results as JSON, Markdown and, where matplotlib is installed, pictures."""
+    """Write the results as JSON, as Markdown, and, if matplotlib is installed, as pictures."""
     save_text(json.dumps(results) + "\n", folder / RESULTS)
     save_text(markdown(results), folder / "report.md")
     for temperature in results["settings"]["temperatures"] if results["pictures"] else ():
@@ -62,7 +62,7 @@ def write(results: dict[str, Any], folder: Path) -> None:
 
 
 def print_report(results: dict[str, Any], console: Console) -> None:
-    """For each temperature the best setting of each family, the fastest marked, and the verdict; then batches."""
+    """Print for each temperature the best setting of each family, the verdict, and batches; then any mismatches."""
     for line in notes(results):
         console.print(line)
     summary = results["summary"]
@@ -77,11 +77,11 @@ def print_report(results: dict[str, Any], console: Console) -> None:
     for mismatch in results["mismatches"]:
         console.print(describe_mismatch(mismatch), style="bold red" if counts(mismatch, results) else "yellow")
     if not lossless(results):
-        console.print("FAILED: not the texts of plain generate(), so these speeds mean nothing. Please report it.")
+        console.print("FAILED: answers differ from plain generate(), so these speeds are invalid. Please report it.")
 
 
 def _table(rows: Sequence[Row], title: str) -> Table:
-    """Columns that have something to say, `>` for the fastest and `~` for all that are too close to tell from it."""
+    """A table without empty columns. Marks: `>` the fastest, `~` intervals that overlap with its own, `*` disturbed."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, width=WIDTH)
     columns = [each for each in COLUMNS if each.terminal and any(map(each.cell, rows))]
     table.add_column("contestant", ratio=1)
@@ -97,7 +97,7 @@ def _table(rows: Sequence[Row], title: str) -> Table:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What a reader of any table must know."""
+    """Sentences about target, draft, matrix multiplications and other load, above the tables."""
     settings, where = results["settings"], results["environment"]
     threads = f"{where['threads']} thread{'' if where['threads'] == 1 else 's'}"
     place = f"{settings['dtype']}, {where['device']}, {threads}"
@@ -105,10 +105,10 @@ def notes(results: dict[str, Any]) -> list[str]:
     if not results["runs"]:
         return lines
     if "copies" in settings["products"]:
-        lines.append("Ours keeps copies of the weights of large layers, in float16 where that is exact.")
+        lines.append("hf_specdecpp keeps copies of the weights of large layers, in float16 where that is exact.")
     if "int8" in settings["products"]:
-        lines.append(f"Ours drafts in int8, transformers with the same draft in {settings['dtype']}.")
-    lines.append(f'"{SAME_PASSES.name}" is plain generate() on the CPU products of ours.')
+        lines.append(f"hf_specdecpp drafts in int8, transformers with the same draft in {settings['dtype']}.")
+    lines.append(f'"{SAME_PASSES.name}" is plain generate() with the matrix multiplications of hf_specdecpp.')
     if rows := [row for row in results["runs"] if row["disturbed"]]:
         lines.append(
             f"{len(rows)} of {len(results['runs'])} runs were disturbed: they waited for a processor for up to "
@@ -116,16 +116,16 @@ def notes(results: dict[str, Any]) -> list[str]:
         )
     if busy := busy_elsewhere(results["runs"]):
         lines.append(
-            f"Other processes kept {busy:.1f} of the machine's {where['processors']} processors busy: they slow memory "
-            "down for everybody, so these are the ratios of a busy machine."
+            f"Other processes kept {busy:.1f} of the machine's {where['processors']} processors busy, which slows down "
+            "memory: the ratios may differ on an idle machine."
         )
     return lines
 
 
 def describe_mismatch(found: Row) -> str:
-    """Where a greedy text left that of plain generation."""
+    """A sentence on the first difference between a greedy answer and plain generation (`mismatches`)."""
     where = (
-        f"{found['contestant']} left the text of plain generate() at token {found['place']} of "
+        f"{found['contestant']} differs from plain generate() from token {found['place']} on, in "
         f"{found['set']}/{found['prompt']}"
     )
     tokens = " and ".join("the end" if text is None else repr(text) for text in found["texts"])
@@ -135,12 +135,12 @@ def describe_mismatch(found: Row) -> str:
 
 
 def lossless(results: dict[str, Any]) -> bool:
-    """Whether all texts of ours were those of plain generation."""
+    """Whether no mismatch fails the benchmark (`counts`)."""
     return not any(counts(found, results) for found in results["mismatches"])
 
 
 def counts(mismatch: Row, results: dict[str, Any]) -> bool:
-    """Whether it fails the benchmark: one of ours has left the target's text where rounding is no excuse."""
+    """Whether a mismatch fails the benchmark: a contestant of this package differs, and not by a near-tie."""
     return mismatch["contestant"] in results["ours"] and not mismatch["near_tie"]
 
 
@@ -175,13 +175,13 @@ def _live_table(rows: Sequence[Row]) -> str:
 
 
 def _checks(results: dict[str, Any]) -> list[str]:
-    """Losslessness; nothing where no text was generated."""
+    """Lines of the report on losslessness; empty if nothing was generated."""
     if not results["runs"]:
         return []
     ours = [found for found in results["mismatches"] if found["contestant"] in results["ours"]]
     greedy = [row for row in results["runs"] if row["temperature"] == 0.0 and row["contestant"] != PLAIN.name]
     compared = sum(len(row["answers"]) for row in greedy)
-    lines = [f"- {compared} greedy texts were compared with those of plain generate(); {len(ours)} of ours differ."]
+    lines = [f"- {compared} greedy answers were compared with plain generate(); {len(ours)} of hf_specdecpp differ."]
     lines += [f"- {describe_mismatch(found)}" for found in results["mismatches"]]
     return ["## Checks", "\n".join(lines)]
 
@@ -196,7 +196,7 @@ def mode(temperature: float) -> str:
 
 
 def plot_speeds(rows: Sequence[dict[str, Any]], path: Path, how: str) -> None:
-    """The best setting of each family: median speeds over plain generation, as it is and with the same passes."""
+    """Draw the best setting of each family: median speed relative to plain generation, and to it on the same passes."""
     best = [row for row in best_of_families(rows) if row["contestant"] != PLAIN.name][::-1]
     figure, axes = new_figure(7.5, 1.6 + 0.5 * len(best))
     ratios = {"plain": "over plain generate()", "same_passes": "over plain generate(), same passes"}

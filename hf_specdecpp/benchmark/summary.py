@@ -1,8 +1,9 @@
-"""From generations to rows of a table: speeds relative to plain generation, and rates.
+"""Summarises timed generations: speeds relative to plain generation, and rates.
 
-A row has ratios of speeds, each as its median over prompts and the ends of its 95 % interval: over `plain` generation,
-and for the `first` five texts of a session, which begins without known costs; over plain generation on the
-`same_passes`, which is what speculation itself gains; and over the best `constant` length in hindsight.
+A row has ratios of speeds, each as the median over prompts and its 95 % interval: `plain`, relative to plain
+generation; `first`, the same for the first five answers of a session, which begins without known costs; `same_passes`,
+relative to plain generation with the assistant's matrix multiplications; `constant`, relative to the best of the
+contestants with `is_constant`, chosen in hindsight.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from hf_specdecpp.config.speculation import SpeculationConfig
 from hf_specdecpp.estimation.ledger import PAYS, Speed, effect, verdict
 from hf_specdecpp.figures import median_of_ratios
 
-ALL = "all"  # the sets together, batches left out
-FIRST = 5  # texts of a session
-BUSY = 0.1  # processors that other processes may use without a word
+ALL = "all"  # name of all sets together, without batches
+FIRST = 5  # answers of a session
+BUSY = 0.1  # processors used by other processes, above which the report has a note
 MORE = "take more prompts (--data FILE)"
 Row = dict[str, Any]
 Moment = tuple[Any, ...]
 
 
 def summarise(rows: Sequence[Row], contestants: Sequence[Contestant]) -> list[Row]:
-    """One row for each set (all together too, if there are several), temperature and contestant, fastest first."""
+    """One row for each set (and for all sets together), temperature and contestant, the fastest first."""
     by_name = {contestant.name: contestant for contestant in contestants}
     rows = [row for row in rows if row["contestant"] in by_name]
     alone = [row for row in rows if not row["batch"]]
@@ -51,7 +52,7 @@ def summarise(rows: Sequence[Row], contestants: Sequence[Contestant]) -> list[Ro
 
 
 def grouped(rows: Sequence[Row]) -> dict[tuple[str, float, str], list[Row]]:
-    """Rows by set, temperature and contestant; where there are several sets of single prompts, all together, too."""
+    """Rows by set, temperature and contestant. With several sets of single prompts, "all" has the rows of all sets."""
     groups: dict[tuple[str, float, str], list[Row]] = defaultdict(list)
     several = len({row["set"] for row in rows if not row.get("batch")}) > 1
     for row in rows:
@@ -61,7 +62,7 @@ def grouped(rows: Sequence[Row]) -> dict[tuple[str, float, str], list[Row]]:
 
 
 def comparable(rows: Iterable[Row]) -> list[Row]:
-    """Those with both baselines of the same prompt in the same session: a session may have been killed before them."""
+    """Rows of prompts for which the same session has both baselines; a killed session may lack them."""
     rows = list(rows)
     plain, same = (_of(rows, each) for each in BASELINES)
     return [row for row in rows if _moment(row) in plain.keys() & same.keys()]
@@ -72,24 +73,23 @@ def _of(rows: Iterable[Row], contestant: Contestant) -> dict[Moment, Row]:
 
 
 def _moment(row: Row) -> Moment:
-    """Generations of one moment are compared with one another."""
+    """Key of generations that are compared: same set, prompt, temperature and session."""
     return row["set"], row["prompt"], row["temperature"], row["session"]
 
 
 def _over(rows: Iterable[Row], others: Mapping[Moment, Row]) -> list[float] | None:
-    """The median ratio of speeds at the same moments, with its interval; `None` if there are no others."""
+    """The median ratio of speeds to the rows of `others` at the same moments, with its interval; `None` if empty."""
     ratios = _ratios(rows, others)
     return list(median_of_ratios(ratios)) if ratios else None
 
 
 def _ratios(rows: Iterable[Row], others: Mapping[Moment, Row]) -> list[float]:
-    """Of speeds at the same moments."""
     both = [(row, others[_moment(row)]) for row in rows if _moment(row) in others]
     return [one["tokens"] / one["seconds"] / (other["tokens"] / other["seconds"]) for one, other in both]
 
 
 def _first(rows: list[Row]) -> list[Row]:
-    """The first texts of a session, where there were others, too."""
+    """Rows of the first five answers of each session; empty if there are no later ones."""
     found = [row for row in rows if row["earlier"] < FIRST and not row["batch"]]
     return found if len(found) < len(rows) else []
 
@@ -111,7 +111,7 @@ def _measures(rows: list[Row]) -> Row:
 
 
 def best_of_families(summary: Iterable[Row]) -> list[Row]:
-    """The fastest of each family; `summary` is of one set and temperature, fastest first."""
+    """The fastest row of each family. `summary`: rows of one set and temperature, the fastest first."""
     best: dict[str, Row] = {}
     for row in summary:
         best.setdefault(row["family"], row)
@@ -119,20 +119,20 @@ def best_of_families(summary: Iterable[Row]) -> list[Row]:
 
 
 def overall(summary: Sequence[Row], temperature: float) -> list[Row]:
-    """The rows of all sets together at a temperature."""
+    """The rows for all sets together (or the only set) at a temperature."""
     sets = {row["set"] for row in summary if not row["batch"]}
     wanted = ALL if ALL in sets else next(iter(sets), None)
     return [row for row in summary if row["set"] == wanted and row["temperature"] == temperature]
 
 
 def busy_elsewhere(rows: Sequence[Row]) -> float:
-    """Processors that other processes kept busy, in the median run; 0 if that is hardly any or unknown."""
+    """Median over runs of the processors that other processes used; 0 if at most 0.1 or unknown."""
     busy = median([row["others"] for row in rows if row["others"] is not None] or [0.0])
     return busy if busy > BUSY else 0.0
 
 
 def speed_table(summary: Iterable[Row], facts: Row) -> Row:
-    """The speeds of single prompts as a model card shows them: `speedup` is the ratio to plain generation."""
+    """The speeds of single prompts for a model card, with `facts`. `speedup`: ratio to plain generation."""
     fields = ("set", "temperature", "contestant", "tokens_per_second", "tokens_per_pass", "prompts")
     rows = []
     for row in (row for row in summary if not row["batch"]):
@@ -146,30 +146,31 @@ def speed_table(summary: Iterable[Row], facts: Row) -> Row:
 
 
 def verdict_of(rows: Sequence[Row]) -> str:
-    """What speculation gains, and what faster passes do, by the rows of one set and temperature, fastest first."""
+    """Sentences on the gain by speculation and by faster passes. `rows`: of one set and temperature, fastest first."""
     others = [row for row in rows if row["contestant"] not in {each.name for each in BASELINES}]
     if not others:
-        return "Only plain generate() took part, so there is nothing to compare."
+        return "Only plain generate() was timed, so there is nothing to compare."
     best = others[0]
     plain, same = Speed(*best["plain"]), Speed(*best["same_passes" if best["ours"] else "plain"])
     passes = next((Speed(*row["plain"]) for row in rows if row["contestant"] == SAME_PASSES.name), Speed(1.0, 1.0, 1.0))
     said = [verdict(plain, same, passes if best["ours"] else None, f"the fastest, {best['contestant']}, runs at ")]
     if effect(plain, same) == "unclear":
-        said.append(f"To tell, {MORE}.")
+        said.append(f"To find out, {MORE}.")
     if rivals := too_close(others)[1:]:
-        said.append(f"Too close to tell from it: {_some([row['contestant'] for row in rivals])}.")
+        said.append(f"Not significantly slower: {_some([row['contestant'] for row in rivals])}.")
     if any(row["disturbed"] for row in rows):
-        said.append("Other load disturbed some of the runs, so repeat this on a quiet machine.")
+        said.append("Other load disturbed some runs, so repeat the benchmark on an idle machine.")
     return " ".join(said)
 
 
 def too_close(rows: Sequence[Row]) -> list[Row]:
-    """The fastest, which comes first, and those whose intervals overlap with its own."""
+    """The first row, which is the fastest, and all rows whose intervals overlap with that of the first."""
     return [row for row in rows if row["plain"][2] >= rows[0]["plain"][1]]
 
 
 def next_step(rows: Sequence[Row], contestants: Sequence[Contestant], assistant: SpecDecPPAssistant) -> str:
-    """How to keep the fastest of ours (of close ones that with most tokens a second), or what else to try."""
+    """Code that selects the fastest contestant of this package, or advice if none is faster than plain generation. Of
+    contestants with overlapping intervals, the one with most tokens per second is selected."""
     by_name = {each.name: each for each in contestants}
     ours = [row for row in rows if by_name[row["contestant"]].ours]
     if not ours or ours[0]["plain"][0] < PAYS:
@@ -177,7 +178,7 @@ def next_step(rows: Sequence[Row], contestants: Sequence[Contestant], assistant:
     best = max(too_close(ours), key=lambda row: row["tokens_per_second"])
     rivals = [row["contestant"] for row in too_close(ours) if row is not best]
     rivals += ["plain generate()"] if best["plain"][1] <= 1.0 else []
-    more = f"  # {best['contestant']}, too close to tell from {_some(rivals)}: {MORE}"
+    more = f"  # {best['contestant']}, not significantly faster than {_some(rivals)}: {MORE}"
     return _kept(by_name[best["contestant"]], assistant) + (more if rivals else "")
 
 
@@ -186,7 +187,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _instead(assistant: SpecDecPPAssistant, looked_up: bool) -> str:
-    """What to try where nothing of ours pays, but for what was tried."""
+    """Advice if no contestant of this package is faster than plain generation."""
     setup = assistant.setup()
     if "training" in setup.trainable:
         return (
@@ -198,7 +199,7 @@ def _instead(assistant: SpecDecPPAssistant, looked_up: bool) -> str:
 
 
 def _kept(best: Contestant, assistant: SpecDecPPAssistant) -> str:
-    """The line of code with which the assistant generates like a contestant."""
+    """The line of code that gives the assistant the settings of a contestant."""
     if best.alone or best.speculation is None:
         return "assist(model, 'lookup')"
     chosen = asdict(replace(best.speculation, cpu_products=assistant.speculation.cpu_products))

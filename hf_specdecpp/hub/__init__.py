@@ -1,1 +1,1 @@
-"""An assistant's repository: load, inspect, convert, publish."""
+"""Repositories of assistants: load, inspect, convert, export, publish."""

@@ -1,8 +1,8 @@
-"""Turn a released SpecDec++ head into an assistant's repository, and weights that are a pickle into safetensors.
+"""Convert a released SpecDec++ head into an assistant's repository, and a pickle of weights into safetensors.
 
-Upstream's blocks are one object, so their tensors are stored D times (`pytorch_model.bin`) or once, with other names in
-the metadata (safetensors). A fork has D distinct blocks; only the tensors tell. This is the only file that opens a
-pickle, and only one of bare tensors (`weights_only=True`).
+The original code uses one object for all D blocks, so that its tensors are stored D times (`pytorch_model.bin`), or
+once, with aliases in the metadata (safetensors). A fork has D distinct blocks. Only this module opens pickles, and only
+with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from hf_specdecpp.files import CHECKPOINT, PICKLE
 from hf_specdecpp.hub.repository import CONFIG, HEAD
 from hf_specdecpp.version import __version__
 
-PATTERNS = [CONFIG, CHECKPOINT, PICKLE]  # what to download
+PATTERNS = [CONFIG, CHECKPOINT, PICKLE]  # files to download
 PARTS = ("weight", "bias")  # of a block
 
 
 def convert(folder: Path, out: Path, **models: str | None) -> None:
-    """Write the head of `folder` to the new folder `out`, in our format; of a draft that others trained, its tensors.
+    """Convert the SpecDec++ head, or the published draft, in `folder` into the new folder `out`.
 
     Args:
-        models: `draft_id`, `draft_revision`, `target_id`, `target_revision`, which the head was trained with. Without
-            `draft_id` the head can be loaded (`repository.load_head`), but not the assistant.
+        models: `draft_id`, `draft_revision`, `target_id` and `target_revision` of the models that the head was trained
+            with. Without `draft_id` only the head can be loaded (`repository.load_head`), not the assistant.
 
     Raises:
         ValueError: a file is damaged, unsafe or not a SpecDec++ head.
-        OSError: a file is missing, or `out` is taken.
+        OSError: a file is missing, or `out` exists already.
     """
     if (out / CONFIG).exists():
-        raise FileExistsError(f"{out} already holds a {CONFIG}, which would be overwritten. Choose a new folder.")
+        raise FileExistsError(f"{out} already has a {CONFIG}, which would be overwritten. Choose a new folder.")
     raw: Any = files.read_json(folder / CONFIG, files.MOST_CONFIG_BYTES) if (folder / CONFIG).is_file() else None
     is_ours = not isinstance(raw, dict) or raw.get("model_type") == SpecDecPPConfig.model_type
     kind = None if is_ours else recognise(raw)
     if isinstance(kind, PublishedKind):
         if any(models.values()):
-            raise ValueError(f"{folder} is of a draft: --draft and --target are for SpecDec++ heads. Leave them out.")
+            raise ValueError(f"{folder} has a draft: --draft and --target are for SpecDec++ heads. Leave them out.")
         _convert_draft(kind, raw, folder, out)
         return
     head = read_released_head(folder)
@@ -59,16 +59,16 @@ def convert(folder: Path, out: Path, **models: str | None) -> None:
     )
     out.mkdir(parents=True, exist_ok=True)
     files.save_tensors(head.state_dict(), out / HEAD)
-    files.save_text(config.to_json_string(), out / CONFIG)  # last: a folder with a config is a complete one
+    files.save_text(config.to_json_string(), out / CONFIG)  # last: a config marks the folder as complete
 
 
 def _convert_draft(kind: PublishedKind, raw: dict[str, Any], folder: Path, out: Path) -> None:
-    """The same draft with its tensors, as they are, in a safetensors file."""
+    """Write the tensors of a draft's pickle to a safetensors file, and copy its config."""
     path = folder / PICKLE
     if not path.is_file():
         raise FileNotFoundError(
-            f"{folder} has no {PICKLE}, so there is nothing to convert. Weights in safetensors files are loaded as "
-            "they are: SpecDecPPAssistant.from_pretrained."
+            f"{folder} has no {PICKLE}, so there is nothing to convert. Safetensors files need no conversion: use "
+            "SpecDecPPAssistant.from_pretrained."
         )
     tensors = {name: tensor.detach().clone() for name, tensor in _load_pickle(path).items()}  # some share memory
     files.check_finite(tensors, path)
@@ -79,8 +79,8 @@ def _convert_draft(kind: PublishedKind, raw: dict[str, Any], folder: Path, out: 
 
 
 def read_released_head(folder: Path) -> AcceptanceHead:
-    """The released SpecDec++ head in `folder`. Its blocks are tied where their tensors are equal, or where the metadata
-    of a safetensors file gives the names of all blocks to tensors that are stored once.
+    """Read the released SpecDec++ head in `folder`. Its blocks are tied if their tensors are equal, or if the metadata
+    of a safetensors file has aliases for all blocks.
 
     Raises:
         ValueError: a file is damaged, unsafe or not a SpecDec++ head.
@@ -89,7 +89,7 @@ def read_released_head(folder: Path) -> AcceptanceHead:
     size, depth = _read_sizes(folder / CONFIG)
     path = _find_weights(folder)
     tensors = _load_pickle(path) if path.name == PICKLE else files.load_tensors(path)
-    if path.name != PICKLE:  # tensors that were stored once get all of their names
+    if path.name != PICKLE:  # add the aliases of tensors that are stored once
         with safe_open(path, framework="pt") as file:
             names: dict[str, str] = file.metadata() or {}
         tensors = {**{alias: tensors[name] for alias, name in names.items() if name in tensors}, **tensors}
@@ -113,22 +113,22 @@ def read_released_head(folder: Path) -> AcceptanceHead:
 
 
 def _released(name: str, depth: int) -> str:
-    """The name of a head's tensor in a released head with `depth` blocks."""
+    """The name of a tensor in the released format, given `depth` blocks: "blocks.0.x" is "model.0.x" there."""
     return name.replace("blocks.", "model.").replace("output.", f"model.{depth}.")
 
 
 def _read_sizes(path: Path) -> tuple[int, int]:
-    """`hidden_size` and `num_layers`."""
+    """`hidden_size` and `num_layers` in the config of a released head. `ValueError` if they are invalid."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; it says how large the head is. Download the whole repository.")
+        raise FileNotFoundError(f"{path} is missing, which has the head's size. Download the whole repository.")
     config = files.read_json(path, files.MOST_CONFIG_BYTES)
     if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:
-        raise ValueError(f"{path} is in our format already. Use it as it is.")
+        raise ValueError(f"{path} is in the format of hf_specdecpp already and needs no conversion.")
     size, depth = (config.get(key) if isinstance(config, dict) else None for key in ("hidden_size", "num_layers"))
     if type(size) is not int or type(depth) is not int or size < 1 or not 0 <= depth <= MOST_BLOCKS:
         raise ValueError(
             f"{path} has hidden_size={size!r} and num_layers={depth!r}; a released SpecDec++ head has a whole number "
-            f"for each, at least 1 and from 0 to {MOST_BLOCKS}. This is something else, or its config is damaged."
+            f"for each, at least 1 and from 0 to {MOST_BLOCKS}. This is not such a head, or its config is damaged."
         )
     return size, depth
 
@@ -148,7 +148,7 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
     files.refuse_pointer(path)
     try:
         tensors: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 - what a damaged or malicious pickle raises is anybody's guess
+    except Exception as error:  # noqa: BLE001 - damaged or malicious pickles raise errors of any class
         lines = [line for line in str(error).splitlines() if "GLOBAL" in line or "corrupted" in line]
         raise ValueError(
             f"{path} is damaged or holds more than tensors, which can be code, so it was refused and nothing in it was "
@@ -157,5 +157,5 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         ) from None
     values = tensors.values() if isinstance(tensors, dict) else [None]
     if not all(isinstance(t, Tensor) and t.layout is torch.strided and t.device.type == "cpu" for t in values):
-        raise ValueError(f"{path} holds something else than named tensors, so there is nothing to convert.")
+        raise ValueError(f"{path} contains objects other than named tensors, so it cannot be converted.")
     return {str(name): tensor for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""What an assistant's repository holds, and whether its files are sound."""
+"""Checks all files in the repository of an assistant or a published draft (`inspect`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 @dataclass
 class FileReport:
-    """A file, what is in it, and what is wrong with it (`None`: it is sound)."""
+    """A file with a description of its content, or its problem (`None` for a sound file)."""
 
     name: str
     content: str = ""
@@ -45,9 +45,9 @@ class FileReport:
 
 @dataclass
 class RepositoryReport:
-    """What `inspect` found: files that there are or that the config promises, and traps, which a sound assistant may
-    have. `config` is `None` if it cannot be read, and `settings` are those of a draft that has layers of its own.
-    `is_foreign`: whether others made the draft."""
+    """The result of `inspect`. `files`: those in the repository or named by the config. `traps`: warnings, which do not
+    make an assistant unsound. `config`: `None` if unreadable. `is_foreign`: whether the repository is a published
+    draft, whose `settings` are given then."""
 
     name: str
     commit: str | None = None
@@ -63,14 +63,14 @@ class RepositoryReport:
 
 
 def inspect(repository: Repository) -> RepositoryReport:
-    """Load every file of an assistant's repository, or of a draft's, but no pickle, no code and no other models."""
+    """Load all files in the repository of an assistant or a draft. Pickles, code and other models are not loaded."""
     folder = repository.folder(PATTERNS)
     report, here = RepositoryReport(repository.name, repository.commit(folder / CONFIG)), Repository(str(folder))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _check(report, folder, CONFIG, lambda: _read_config(report, here))
     report.traps += [str(warning.message) for warning in caught]
-    if report.is_foreign:  # other weights may be a whole model's
+    if report.is_foreign:  # download weights of drafts only: other repositories may be large models
         replace(repository, revision=report.commit or repository.revision).folder([CHECKPOINT, INDEX, SHARDS])
     promised = _promised(report, here)
     for name in dict.fromkeys((*FILES, *promised)):
@@ -80,20 +80,20 @@ def inspect(repository: Repository) -> RepositoryReport:
             read: Any = files.read_json if name.endswith(".json") else files.load_tensors
             _check(report, folder, name, partial(read, folder / name))
             if report.config is not None:
-                report.traps.append(f"{name} is there but {CONFIG} does not mention it, so it is not used. Delete it.")
+                report.traps.append(f"{name} exists but {CONFIG} does not mention it, so it is not used. Delete it.")
     _look_for_traps(report, _list(repository, folder))
     return report
 
 
 def check_draft(repository: Repository, target_id: str, revision: str | None = None) -> str:
-    """How often a published draft guesses what a target says, in sentences; `ValueError` for other repositories, or for
-    another target."""
+    """Sentences on how often a published draft's likeliest tokens agree with the target. `ValueError` if the repository
+    has no published draft, or the draft does not fit the target."""
     config = load_config(repository)
     kind = kind_of(config)
     if not isinstance(kind, PublishedKind) or config.draft_id is None:
         raise ValueError(
-            f"--target tells how often a draft that others published guesses what a target says, and this assistant "
-            f"drafts with {kind.describe(config)}. Leave --target out. How fast it is: specdecpp bench --target "
+            f"--target measures how often a published draft agrees with a target, but this assistant drafts with "
+            f"{kind.describe(config)}. Leave --target out. To measure its speed: specdecpp bench --target "
             f"{target_id} --assistant {repository.full_name}"
         )
     target = load_model(target_id, revision)
@@ -104,7 +104,7 @@ def check_draft(repository: Repository, target_id: str, revision: str | None = N
 
 
 def _check(report: RepositoryReport, folder: Path, name: str, read: Callable[[], Any]) -> None:
-    """Report a file: what `read` finds in it, or what it raises."""
+    """Add a file to the report, with a description of the result of `read`, or its error."""
     file = FileReport(name)
     report.files.append(file)
     try:
@@ -120,7 +120,7 @@ def _check(report: RepositoryReport, folder: Path, name: str, read: Callable[[],
 
 
 def _promised(report: RepositoryReport, here: Repository) -> dict[str, Callable[[], Any]]:
-    """How to read the files that the config promises, and then the draft that they make."""
+    """Functions that read the files which the config names, by file name."""
     config, folder = report.config or SpecDecPPConfig(), Path(here.name)
     kind, found = kind_of(config), dict[str, Callable[[], Any]]()
 
@@ -170,14 +170,14 @@ def _read_adapter(here: Repository) -> Any:
 
 
 def _list(repository: Repository, folder: Path) -> list[str]:
-    """Paths of all files at the top and one folder down; on the Hub of all, also those that were not downloaded."""
+    """Paths of all files of a Hub repository, downloaded or not; of a local one, down to the first level of folders."""
     local = [path.relative_to(folder).as_posix() for depth in ("*", "*/*") for path in folder.glob(depth)]
     if repository.is_local:
         return local
     api = HfApi(token=repository.hub_kwargs.get("token"))
     try:
         remote = api.list_repo_files(repository.name, revision=repository.revision)
-    except Exception:  # noqa: BLE001 - offline, say: these errors share no base, and what is cached was checked
+    except Exception:  # noqa: BLE001 - for example offline: the errors have no common base class
         return local
     prefix = f"{repository.subfolder}/" if repository.subfolder else ""
     return [name.removeprefix(prefix) for name in remote if name.startswith(prefix)]
@@ -201,6 +201,6 @@ def _look_for_traps(report: RepositoryReport, names: list[str]) -> None:
             report.traps.append(f"{CONFIG} has no {role}_id, but a head fits one {role} only. Add it.")
         elif no_id(name) and not Path(name).is_dir():
             report.traps.append(
-                f"{CONFIG} has {role}_id={name!r}, which seems to be the name of somebody's folder: others cannot "
-                "load it. Write its Hub id, ORG/NAME, there."
+                f"{CONFIG} has {role}_id={name!r}, which seems to be a local folder: others cannot load it. Write the "
+                "Hub id, ORG/NAME, instead."
             )

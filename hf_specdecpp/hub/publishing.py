@@ -1,4 +1,4 @@
-"""Write an assistant's repository to a folder and to the Hub, with its card, rendered from `card_template.md`."""
+"""Writes an assistant's repository to a folder and to the Hub, with a model card from `card_template.md`."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ NONE = "–"
 LEAST_ACCEPTANCE = 0.1  # a candidate costs 0.07 target passes or more (docs/choosing.md)
 NOT_THE_HEAD = "Training did not help the head"
 OTHERS = ("plain", "transformers", "prompt lookup")  # contestants of a benchmark that do not use the assistant
-THIS_REPO = "THIS_REPO"  # in the card of a repository that is not on the Hub yet
+THIS_REPO = "THIS_REPO"  # placeholder in a card, which `push` replaces by the repository's id
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What an assistant's repository is made of (`SpecDecPPAssistant.contents`); the config is copied, never changed.
-
-    `calibration` takes the place of the config's, unless it is `None`.
-    """
+    """The contents of an assistant's repository (`SpecDecPPAssistant.contents`). The config is copied, not changed;
+    `calibration`, if not `None`, replaces that of the config."""
 
     config: SpecDecPPConfig
     speculation: SpeculationConfig
@@ -49,7 +47,7 @@ class Contents:
     calibration: dict[str, list[float]] | None = None
 
     def described(self) -> SpecDecPPConfig:
-        """The `config.json` of the repository."""
+        """The config for `config.json` of the repository."""
         config = copy.deepcopy(self.config)
         config.head = self.head.to_config() if self.head is not None else None
         parts, kind = self.parts, kind_of(config)
@@ -65,7 +63,7 @@ class Contents:
 
 
 def save(contents: Contents, folder: Path) -> None:
-    """Write a repository but for a `README.md` that is there; `ValueError` where nobody could load the draft again."""
+    """Write a repository; an existing `README.md` is kept. `ValueError` if the draft is a model without a name."""
     config = contents.described()
     kind = kind_of(config)
     if kind.is_named and config.draft_id is None:
@@ -82,7 +80,7 @@ def save(contents: Contents, folder: Path) -> None:
     if parts.draft_vocab is not None:
         save_tensors({"token_ids": parts.draft_vocab}, folder / DRAFT_VOCAB)
     if parts.adapter is not None:
-        # Of the folders of this machine nothing is said.
+        # Written without folders of this machine.
         place, base = folder / ADAPTER_FOLDER, getattr(config, f"{kind.rests_on}_id")
         place.mkdir(exist_ok=True)
         config_name, weights_name = ADAPTER_FILES
@@ -90,7 +88,7 @@ def save(contents: Contents, folder: Path) -> None:
         if parts.adapter.resolve() != place.resolve():
             shutil.copyfile(parts.adapter / weights_name, place / weights_name)
         save_text(json.dumps(adapter, indent=2) + "\n", place / config_name)
-    # Last: a folder with a config is a complete one.
+    # Last: a config marks the folder as complete.
     save_text(config.to_json_string(), folder / CONFIG)
     if not (folder / CARD).exists():
         save_text(str(make_card(config, contents.head)), folder / CARD)
@@ -104,15 +102,13 @@ def push(
     token: str | bool | None = None,
     **commit: Any,
 ) -> CommitInfo:
-    """Upload the assistant's repository to the Hub. A card that is there already is kept, unless the text of one is
-    given.
+    """Upload the assistant's repository to the Hub. An existing model card is kept, unless `card` has a new one.
 
-    A target that was read from a folder is named without the folders above it. `commit`: arguments of
-    `huggingface_hub.upload_folder`.
+    A local target is named without its parent folders. `commit`: arguments of `huggingface_hub.upload_folder`.
 
     Raises:
-        ValueError: the draft is a local folder, which nobody else has.
-        huggingface_hub errors: as they are.
+        ValueError: the draft is a local folder.
+        huggingface_hub errors: of the upload.
     """
     config = contents.config
     if config.draft_id is not None and Path(config.draft_id).exists():
@@ -122,7 +118,7 @@ def push(
         )
     api = HfApi(token=token)
     repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    # Somebody may have written more into the card than we would.
+    # An existing card may have been edited.
     kept = [CARD] if card is None and api.file_exists(repo, CARD, revision=commit.get("revision")) else None
     with tempfile.TemporaryDirectory() as folder:
         if card is not None:
@@ -142,8 +138,8 @@ def push(
 def make_card(
     config: SpecDecPPConfig, head: AcceptanceHead | None, training: dict[str, Any] | None = None
 ) -> ModelCard:
-    """The model card of a config, as the repository stores it, and of a head. `training`: the results of the run that
-    made the assistant (`training.card.results`); `None` without one."""
+    """The model card for a config (as stored) and a head. `training`: the results of the training run
+    (`training.card.results`), or `None`."""
     ids = [name for name in (config.target_id, config.draft_id) if name and not Path(name).exists()]
     bases = [Repository(name).name for name in ids]
     sets = {} if training is None else training["evaluation"]["sets"]
@@ -177,12 +173,12 @@ def make_card(
 
 
 def no_id(name: str | None) -> bool:
-    """Whether the name of a model is that of a folder, which others do not have: ids of the Hub are ORG/NAME."""
+    """Whether `name` cannot be a Hub id (ORG/NAME), so that it is the name of a local folder; `False` for `None`."""
     return bool(name) and ("/" not in str(name) or str(name).startswith(("/", ".", "~")))
 
 
 def opening(speed: dict[str, Any] | None) -> str:
-    """What the assistant does for the speed, by what `specdecpp bench --card` measured of all prompts."""
+    """The first paragraph of a card, with the speed-up that `specdecpp bench --card` has measured, if any."""
     by = "(speculative decoding with [hf_specdecpp](https://pypi.org/project/hf-specdecpp/))"
     rows = speed["rows"] if speed else []
     mode = [(row["set"], row["temperature"]) for row in rows][:1]
@@ -206,7 +202,7 @@ def opening(speed: dict[str, Any] | None) -> str:
 
 
 def unhelped(training: dict[str, Any] | None) -> list[str]:
-    """Sentences on what training did not make better, on the held-out prompts."""
+    """Sentences for the card if training did not improve the draft or the head on the held-out prompts."""
     if training is None:
         return []
     found, drafted = [], training["distillation"] or {}
@@ -233,7 +229,7 @@ def unhelped(training: dict[str, Any] | None) -> list[str]:
 
 
 def too_rarely_accepted(evaluation: dict[str, Any]) -> str | None:
-    """A sentence where so few held-out candidates are accepted that drafting costs more than it gains."""
+    """A sentence for the card if the held-out acceptance is too low for a speed-up; otherwise `None`."""
     accepted = next(iter(evaluation["sets"]["heldout"].values()))["mean_acceptance"]
     if accepted >= LEAST_ACCEPTANCE:
         return None
@@ -244,14 +240,14 @@ def too_rarely_accepted(evaluation: dict[str, Any]) -> str | None:
 
 
 def number(value: float | None, digits: int = 3, percent: bool = False) -> str:
-    """For a cell of a table."""
+    """A number as text for a table: `0.1234` is "0.123", or "12 %" with `percent`; "–" for `None` and NaN."""
     if value is None or not math.isfinite(value):
         return NONE
     return f"{100 * value:.0f} %" if percent else f"{value:,.{digits}f}"
 
 
 def _eval_results(reports: list[tuple[str, str, dict[str, Any]]]) -> Iterator[EvalResult]:
-    """Of each set and temperature the draft's acceptance and the head's row, for the card's model-index."""
+    """The acceptance, and the head's AUC, ECE and binary KL, of each set and temperature, for the model-index."""
     for name, temperature, report in reports:
         measured = {"mean_acceptance": report["mean_acceptance"], **report["estimators"]["head"]}
         for metric in ("mean_acceptance", "auc", "ece", "binary_kl"):

@@ -1,6 +1,6 @@
-"""The files of an assistant's repository, checked and read.
+"""Reads and checks the files of an assistant's repository.
 
-safetensors only, loaded strictly; nothing here opens a pickle or runs code from a repository.
+Weights are safetensors files with exactly the expected tensors. Pickles are not opened, and no code is run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ CONFIG, CARD, ADAPTER_FOLDER = "config.json", "README.md", "adapter"
 HEAD, DRAFT_VOCAB = "acceptance_head.safetensors", "draft_vocab.safetensors"
 
 HUB_KWARGS = ("token", "cache_dir", "local_files_only", "force_download")
-# What Auto classes and pipelines add to a call of `from_pretrained`; none of it concerns an assistant.
+# Arguments that Auto classes and pipelines add to calls of `from_pretrained`; assistants ignore them.
 AUTO_KWARGS = ("config", "trust_remote_code", "adapter_kwargs", "_from_auto", "_from_pipeline", "_commit_hash")
 
 
 def load_config(repository: Repository) -> SpecDecPPConfig:
-    """The config of an assistant, with where it came from; `ValueError` if it is damaged, newer, or something else."""
+    """The config of an assistant, with its origin. `ValueError` if `config.json` is damaged, of a newer format, or does
+    not describe an assistant."""
     path = repository.file(CONFIG)
     kind, raw = read_config(path)
     commit = repository.commit(path)
@@ -51,10 +52,11 @@ def load_parts(
     draft: CausalLM | str | Path | None = None,
     target: CausalLM | None = None,
 ) -> tuple[AcceptanceHead | None, Parts]:
-    """Head, and what the config promises of the draft, which may be a copy elsewhere; errors as below, and `ValueError`
-    before weights are read where the draft of others does not fit `target`."""
+    """The head (or `None`), and the parts of the draft that the config names. `draft`: a copy of the model that the
+    config names. Errors as in the functions below; a published draft that does not fit `target` raises `ValueError`
+    before its weights are read."""
     kind = kind_of(config)
-    if draft is not None and not kind.is_named and config.draft_id is None:  # no copy can take its place
+    if draft is not None and not kind.is_named and config.draft_id is None:  # the config names no model
         raise ValueError(f"This assistant drafts with {kind.describe(config)}, so draft= must be left out.")
     head = load_head(repository, config) if config.head is not None else None
     draft_vocab = load_draft_vocab(repository, config) if config.draft_vocab_size is not None else None
@@ -63,16 +65,16 @@ def load_parts(
 
 
 def find_adapter(repository: Repository, folder: str | None = ADAPTER_FOLDER) -> Path:
-    """Folder with both adapter files. peft would fall back to a pickle without the safetensors file; we do not."""
+    """The folder of an adapter, with both files checked; unlike in peft, there is no fallback to a pickle."""
     paths = [repository.file(f"{folder}/{name}" if folder else name) for name in ADAPTER_FILES]
     load_tensors(paths[1])
     return paths[0].parent
 
 
 def load_head(repository: Repository, config: SpecDecPPConfig) -> AcceptanceHead:
-    """The acceptance head that `config.head` describes, without a draft; `ValueError` if none fits."""
+    """The acceptance head that `config.head` describes. `ValueError` if there is none, or its weights do not fit."""
     if config.head is None:
-        raise ValueError(f"{repository.name!r} has no acceptance head, says its {CONFIG}. Load one that has.")
+        raise ValueError(f"{repository.name!r} has no acceptance head, says its {CONFIG}. Name a repository with one.")
     hint = (
         f"It does not belong to the head that {CONFIG} describes, trained for draft {draft_name(config)}. "
         "Download or save both again."
@@ -81,46 +83,44 @@ def load_head(repository: Repository, config: SpecDecPPConfig) -> AcceptanceHead
 
 
 def read_head(arguments: dict[str, Any], path: Path, hint: str) -> AcceptanceHead:
-    """The head with these arguments of `AcceptanceHead`, whose weights are in `path`; the rest as in `read_module`."""
+    """The head with the `arguments` of `AcceptanceHead` and the weights in `path`; see `read_module`."""
     with as_described("acceptance head"):
-        check_arguments(AcceptanceHead.__init__, arguments)  # first: a calibration of the wrong type has no values
+        check_arguments(AcceptanceHead.__init__, arguments)  # first, so that `calibration` is a dict below
         for each in (arguments.get("calibration") or {}).values():
             check_arguments(Calibration, each)
     return read_module(AcceptanceHead, "acceptance head", arguments, path, hint)
 
 
 def load_draft_vocab(repository: Repository, config: SpecDecPPConfig) -> Tensor:
-    """The token ids `[draft_vocab_size]` that the draft may propose; `ValueError` if the file is damaged."""
-    hint = f"{CONFIG} promises {config.draft_vocab_size} token ids. Download or save both again."
+    """The token ids `[draft_vocab_size]` that the draft may propose. `ValueError` if the file is damaged."""
+    hint = f"{CONFIG} has draft_vocab_size={config.draft_vocab_size}. Download or save both files again."
     path = repository.file(DRAFT_VOCAB)
     token_ids = load_strict(path, {"token_ids": [config.draft_vocab_size or 0]}, hint)["token_ids"]
     if token_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{path} holds {str(token_ids.dtype)[6:]}; token ids are whole numbers. Make it again.")
+        raise ValueError(f"{path} holds {str(token_ids.dtype)[6:]}, but token ids are integers. Write the file again.")
     check_draft_vocab(token_ids, config.vocab_size or int(token_ids.max()) + 1)
     return token_ids
 
 
 def read_config(path: Path) -> tuple[DraftKind, dict[str, Any]]:
-    """Parse a `config.json`, and find out which kind of draft it describes; `ValueError` if there is none."""
+    """The kind of draft that a `config.json` describes, and the parsed file. `ValueError` if it describes none."""
     config = read_json(path, MOST_CONFIG_BYTES)
     if not isinstance(config, dict) or (kind := recognise(config)) is None:
         if isinstance(config, dict) and config.get("model_type") == SpecDecPPConfig.model_type:
-            kind_of(SpecDecPPConfig.from_dict(config))  # says what is wrong: the format, a type, or the kind
+            kind_of(SpecDecPPConfig.from_dict(config))  # raises an error about the format, a type, or the kind
         found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
         hint = "To convert a released SpecDec++ head: specdecpp inspect FOLDER --convert OUT."
         if isinstance(found, str) and found in CONFIG_MAPPING_NAMES:
-            hint = "It is an ordinary model, which drafts without such a repository: assist(model, draft)."
+            hint = "It is an ordinary model, which needs no such repository to draft: assist(model, draft)."
         raise ValueError(
-            f"{path} has model_type {found!r} and not 'specdecpp', so it is not of an hf_specdecpp assistant. {hint}"
+            f"{path} has model_type {found!r}, not 'specdecpp', so this is not an hf_specdecpp assistant. {hint}"
         )
     return kind, config
 
 
 class DraftTokenizer(PreTrainedTokenizerFast):
-    """`AutoTokenizer.from_pretrained(assistant)`: the tokenizer of the model that the assistant was trained for.
-
-    An assistant's repository has none of its own, and pipelines load one.
-    """
+    """`AutoTokenizer.from_pretrained(assistant)`, which pipelines call, loads the tokenizer of the draft or target: an
+    assistant's repository has none."""
 
     @classmethod
     def from_pretrained(cls, name: str, *_: Any, **kwargs: Any) -> Any:  # type: ignore[override]

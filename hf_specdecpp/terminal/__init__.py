@@ -1,1 +1,1 @@
-"""`specdecpp demo` and `specdecpp chat`: answers shown as they come, who chose each token, and pictures of that."""
+"""`specdecpp demo` and `specdecpp chat`: streamed answers, accepted candidates in colour, and pictures."""

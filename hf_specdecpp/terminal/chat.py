@@ -1,4 +1,4 @@
-"""`specdecpp chat`: a loop that reads messages and shows answers as they come."""
+"""`specdecpp chat`: a loop that reads messages and streams answers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from hf_specdecpp.texts.encoding import rendered, tokens_of
 
 HELP = """A line is a message. Commands:
 /reset  begin a new conversation
-/stats  tokens, candidates and time of the answers so far, and whether the assistant pays
+/stats  tokens, candidates and time of all answers, and the speed-up by the assistant
 /quit   end, as Ctrl-D does
 Ctrl-C stops an answer; the text that was shown by then stays in the conversation."""
 
 
 def run(config: ChatConfig, console: Console) -> None:
-    """Load the target and its assistant, and talk until the messages end; errors as of `assist`."""
+    """Load target and assistant, and chat until the messages end. Errors as in `assist`."""
     with console.status(f"loading {config.target}"):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         model, tokenizer = load_model(config.target, device=accelerator or "cpu"), load_tokenizer(config.target)
@@ -52,10 +52,10 @@ def run(config: ChatConfig, console: Console) -> None:
 
 
 class Chat:
-    """A conversation with a model, whose default assistant drafts.
+    """A conversation with a model that has a default assistant.
 
-    The cache of the conversation is carried on: an answer reads only the text that was added since the last one. Where
-    the chat template changes earlier text, such as thoughts that it drops, everything is read again.
+    The cache is kept between answers, so that only new text is read. If the chat template changes earlier text, for
+    example drops thoughts, the whole conversation is read again.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Chat:
         self.how.return_dict_in_generate = True
         if config.temperature is not None:
             self.how.do_sample, self.how.temperature = config.temperature > 0, config.temperature or 1.0
-        self.stats: SpeculationStats | None = None  # of all answers, those before a /reset, too
+        self.stats: SpeculationStats | None = None  # sum over all answers, also those before a /reset
         self.reset()
 
     def reset(self) -> None:
         self.messages: list[dict[str, str]] = []
         self._cache: Cache | None = None
-        self._held: list[int] = []  # tokens that the cache holds
+        self._held: list[int] = []  # tokens in the cache
 
     def talk(self) -> None:
-        """Answer messages and obey commands until the messages end, or `/quit`."""
+        """Answer messages and run commands until the messages end, or `/quit`."""
         for message in self._messages():
             command = message.split()[0]
             if command == "/quit":
@@ -92,12 +92,12 @@ class Chat:
                 self.answer(message)
 
     def say(self, text: str, style: str = "") -> None:
-        """Print lines without markup or control characters: names, texts and tokens may hold both."""
+        """Print text without markup and control characters, which names and generated text may contain."""
         self.console.print(Text(without_controls(text), style), soft_wrap=True)
 
     def answer(self, message: str) -> None:
-        """Show the answer to a message and its speed, or why there is none. Both become part of the conversation; of an
-        answer that Ctrl-C stops the text that was shown."""
+        """Print the answer to a message and its speed, or the error. Message and answer are added to the conversation;
+        after Ctrl-C the text that was printed."""
         begin, shown = time.perf_counter(), _Shown(self.tokenizer, self.console)
         messages = [*self.messages, {"role": "user", "content": message}]
         try:
@@ -117,7 +117,7 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": shown.text}]
 
     def _generate(self, ids: list[int], shown: TextStreamer) -> int:
-        """Show an answer to the tokens `ids`; its number of tokens."""
+        """Stream an answer to the tokens `ids` to `shown`, and return its number of tokens."""
         longest = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", float("inf"))
         if len(ids) >= longest:
             raise ValueError(
@@ -133,14 +133,14 @@ class Chat:
         )  # fmt: skip
         sequence = output.sequences[0].tolist()
         if self.how.cache_implementation is None:
-            self._cache, self._held = cache_among(output), sequence[:-1]  # the last token has not been read
+            self._cache, self._held = cache_among(output), sequence[:-1]  # the last token is not in the cache
         return len(sequence) - len(ids)
 
     def _messages(self) -> Iterator[str]:
-        """Lines that are not empty, from the keyboard or a pipe."""
+        """Yields non-empty lines from the keyboard or a pipe."""
         if is_typed := sys.stdin.isatty():
-            with suppress(ImportError):  # there is none on Windows
-                import readline  # noqa: F401 - with it `input` edits lines, and remembers them
+            with suppress(ImportError):  # not available on Windows
+                import readline  # noqa: F401 - gives `input` line editing and history
         while True:
             self.console.print()
             try:
@@ -158,7 +158,7 @@ class Chat:
 
 
 class _Shown(TextStreamer):
-    """Prints the text of an answer as it comes, and keeps it."""
+    """A streamer that prints an answer and stores its text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -171,19 +171,19 @@ class _Shown(TextStreamer):
 
 
 def facts(model: CausalLM, assistant: SpecDecPPAssistant, config: DraftChoice) -> str:
-    """Two lines: the target and where it computes, and the assistant."""
+    """Two lines: the target with its dtype and device, and the assistant."""
     draft = config.assistant or describe(assistant.config)
     lookups = ", and lookups" if assistant.speculation.lookup and assistant.kind.rests_on != "nothing" else ""
     return f"target     {config.target} ({where(model)})\nassistant  {draft}{lookups}"
 
 
 def where(model: CausalLM) -> str:
-    """Such as "bfloat16 on cpu, 1 thread"."""
+    """Dtype and device of a model, such as "bfloat16 on cpu, 1 thread"."""
     count = torch.get_num_threads()
     threads = f", {count} thread{'s' * (count > 1)}" if model.device.type == "cpu" else ""
     return f"{str(model.dtype)[6:]} on {model.device.type}{threads}"
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """The tokens of a conversation, up to where the next answer begins; `ValueError` if its template refuses it."""
+    """The tokens of a conversation up to the next answer. `ValueError` if the chat template refuses `messages`."""
     return tokens_of(tokenizer, rendered(tokenizer, messages))

@@ -1,4 +1,4 @@
-"""`specdecpp demo`: plain `generate()` and the assistant answer questions in turn; texts and speeds are compared."""
+"""`specdecpp demo`: answers questions with plain `generate()` and with the assistant, and compares text and speed."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from hf_specdecpp.terminal.listener import Answer, Listener, coloured, picture
 from hf_specdecpp.texts.parting import explain_parting
 from hf_specdecpp.texts.prompts import read_prompts
 
-QUESTIONS = Path(__file__).with_name("questions.jsonl")  # three of the answers repeat text, as lookups need it
+QUESTIONS = Path(__file__).with_name("questions.jsonl")  # for lookups, three of the answers repeat earlier text
 TURNS = 2
 WARM_UP_TOKENS = 8
 COLUMNS = "tokens", "tokens per target pass", "times as fast", "by the clock"
 INTRODUCTION = """
-Each question is answered four times in turn: plain generate(), assistant, plain generate(), assistant.
-Green tokens were guessed by the assistant, and the model confirmed several of them in one pass.
-Speeds are compared in seconds of the processor, which other programs hardly change."""
+Each question is answered four times: plain generate(), assistant, plain generate(), assistant.
+Green tokens are accepted candidates of the assistant; the model verifies several of them in one pass.
+Speeds are compared in CPU time, which other programs hardly change."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A question with the answers of plain `generate()` and of the assistant, and the latter's latest statistics."""
+    """A question, the answers of plain `generate()` and of the assistant, and the latest statistics."""
 
     kind: str
     question: str
@@ -49,13 +49,13 @@ class Comparison:
 
 
 def gain(compared: list[Comparison], clock: str = "seconds") -> float:
-    """How many times as fast as plain `generate()` the assistant was, by the sums of these seconds of the answers."""
+    """Speed of the assistant relative to plain `generate()`. `clock`: `"seconds"` (CPU time) or `"by_clock"`."""
     plain = sum(getattr(each, clock) for one in compared for each in one.plain)
     return plain / sum(getattr(each, clock) for one in compared for each in one.assisted)
 
 
 def run(config: DemoConfig, console: Console) -> None:
-    """Load target and assistant, answer every question, and print the comparison; exit code 1 if a text is wrong."""
+    """Load target and assistant, answer all questions, and print the comparison. Exit code 1 if answers differ."""
     file = config.svg
     if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
         raise PermissionError(f"The picture {str(file)!r} cannot be written. Name a file in a folder that is yours.")
@@ -81,7 +81,7 @@ def run(config: DemoConfig, console: Console) -> None:
         )
         notes = (
             f"{plain.seconds / assisted.seconds:.2f} times as fast, {per_pass}",
-            f"specdecpp demo --svg, {name}, {where(model)}; at the speed of seconds of the processor",
+            f"specdecpp demo --svg, {name}, {where(model)}; times are CPU time",
         )
         save_text(picture(last.question, plain, assisted, notes), file)
         console.print(f"Picture of the last answer: {file}", soft_wrap=True)
@@ -95,13 +95,13 @@ def run(config: DemoConfig, console: Console) -> None:
     console.print("", table, "", sep="\n")
     draft = config.flags(assistant.kind.name)
     console.print(f"Measure more: specdecpp bench --target {config.target} {draft} --quick", soft_wrap=True)
-    said = f"{gain(compared):.2f} times as fast as plain generate(), in seconds of the processor"
+    said = f"{gain(compared):.2f} times as fast as plain generate(), in CPU time"
     console.print(said, style="bold", soft_wrap=True)
 
 
 @dataclass
 class Demo:
-    """A model with its assistant, and where their answers are shown. `wrong`: the number of wrong texts so far."""
+    """Generates and prints the answers. `wrong`: number of wrong answers so far."""
 
     model: CausalLM
     tokenizer: PreTrainedTokenizerBase
@@ -111,15 +111,15 @@ class Demo:
     wrong: int = 0
 
     def warm_up(self) -> None:
-        """Wait for copies of weights, and generate a few tokens: the first calls import modules and measure passes."""
+        """Wait for copies of weights, and generate a few tokens: first calls import modules and measure passes."""
         ids = encoded(self.tokenizer, [{"role": "user", "content": "Hello"}])
-        with suppress(ValueError):  # this processor takes no copies
+        with suppress(ValueError):  # copies are not supported on this processor
             self.assistant.warm_up(len(ids) + WARM_UP_TOKENS)
         for helper in (None, self.assistant):
             self._answer(ids, helper, WARM_UP_TOKENS)
 
     def ask(self, kind: str, question: str) -> Comparison:
-        """Answer a question in turns; show the question, the answer and its speeds, and where texts differ."""
+        """Answer a question twice each way; print the question, an answer, its speeds, and any difference."""
         self.console.print(Text.assemble((f"\n{kind}: ", "bold cyan"), question), "", sep="\n", soft_wrap=True)
         ids = encoded(self.tokenizer, [{"role": "user", "content": question}])
         plain, assisted = list[Answer](), list[Answer]()
@@ -134,7 +134,7 @@ class Demo:
         return Comparison(kind, question, plain, assisted, self.assistant.stats)
 
     def _answer(self, ids: list[int], assistant: SpecDecPPAssistant | None, length: int) -> Answer:
-        self.assistant.memory.clear()  # or the second answer would gain from the first one, which is the same
+        self.assistant.memory.clear()  # otherwise the second answer would be looked up in the first
         input_ids = torch.tensor([ids], device=self.model.device)
         begin, listener = time.perf_counter(), Listener(clock=time.process_time)
         output = self.model.generate(
@@ -146,7 +146,7 @@ class Demo:
         return Answer(said, seconds, clock, output[0, len(ids) :].tolist())
 
     def _compare(self, prompt: list[int], plain: list[int], assisted: list[int]) -> None:
-        """Print whether the texts are equal, and whether rounding explains a difference."""
+        """Print whether two answers are equal, and whether rounding explains a difference."""
         if plain == assisted:
             self.console.print(f"equal: all {len(plain)} tokens", style="green")
             return

@@ -1,4 +1,4 @@
-"""Notes who chose each token of an answer, and when (`Listener`); draws two answers as they are written (`picture`)."""
+"""Records which tokens of an answer are accepted candidates, and when (`Listener`); draws two answers (`picture`)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hf_specdecpp.generation.stats import SpeculationStats
 
 @dataclass(frozen=True)
 class Token:
-    """What a token adds to the text of an answer, whether it is an accepted candidate, and the seconds to its pass.
+    """A token of an answer: the text that it adds, whether it is an accepted candidate, and the seconds until its pass.
 
-    Of a character of several tokens the last one adds it, the others nothing.
+    If a character consists of several tokens, the text of the last one is the character, and that of others is empty.
     """
 
     text: str
@@ -36,7 +36,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of an answer, its seconds with the prompt's pass, seconds by another clock, and the tokens' ids."""
+    """The tokens of an answer, its seconds including the prompt's pass, seconds by another clock, and token ids."""
 
     said: Sequence[Token]
     seconds: float
@@ -45,20 +45,20 @@ class Answer:
 
     @property
     def rate(self) -> str:
-        """Such as "64 tokens in 2.31 s, 27.7 tokens/s"."""
+        """Length and speed, such as "64 tokens in 2.31 s, 27.7 tokens/s"."""
         count = len(self.said)
         return f"{count} tokens in {self.seconds:.2f} s, {count / self.seconds:.1f} tokens/s"
 
 
 class Listener(BaseStreamer):
-    """A streamer that notes which tokens each target pass of one `generate()` call adds, and when.
+    """A streamer that records which tokens each target pass of one `generate()` call adds, and when.
 
-    Make it right before the call. `passes` has for each pass, in order, the seconds from the beginning to its tokens,
-    and the tokens.
+    Create the listener right before the call. Its attribute `passes` is a list with an item for each pass: the seconds
+    since creation, and the token ids that the pass added.
 
     Args:
         onward: another streamer, which gets the same tokens.
-        clock: a function that returns seconds, such as `time.process_time`, which other processes do not disturb.
+        clock: function that returns seconds, for example `time.process_time` for CPU time.
     """
 
     def __init__(self, onward: BaseStreamer | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -71,7 +71,7 @@ class Listener(BaseStreamer):
         seconds = self.clock() - self.begin
         if self._has_prompt:
             self.passes.append((seconds, value.reshape(-1).tolist()))
-        self._has_prompt = True  # `generate()` begins with it
+        self._has_prompt = True  # the first call has the prompt
         if self.onward is not None:
             self.onward.put(value)
 
@@ -80,16 +80,16 @@ class Listener(BaseStreamer):
             self.onward.end()
 
     def tokens(self, tokenizer: PreTrainedTokenizerBase, stats: SpeculationStats | None = None) -> list[Token]:
-        """Each token of the answer, or of what there is of it while it is being written.
+        """All tokens of the answer so far. May be called during generation.
 
         Args:
-            stats: the assistant's of the call, once it has ended; `None` without one.
+            stats: `assistant.stats` after the call; `None` during generation, or without an assistant.
 
-        The target adds a token of its own to the candidates that it accepts, so the last token of a pass is its own,
-        but for a text that ends with a candidate. The counts tell: one more token would then have been generated.
-        Example: passes of 1, 3 and 2 tokens are 0 + 1, 2 + 1 and 1 + 1, or at such an end 0 + 1, 2 + 1 and 2 + 0.
+        A pass adds the accepted candidates and a bonus token of the target. If the answer ends with an accepted
+        candidate, there is no last bonus token, which the counts in `stats` show. Example: passes of 1, 3 and 2 tokens
+        are 0 + 1, 2 + 1 and 1 + 1 candidates and bonus tokens, or 0 + 1, 2 + 1 and 2 + 0.
         """
-        passes = list(self.passes)  # another thread may write
+        passes = list(self.passes)  # a copy, since another thread may append
         ends_inside = stats is not None and stats.accepted + stats.target_passes > stats.generated
         whose: list[tuple[bool, float]] = []
         for seconds, tokens in passes:
@@ -101,12 +101,12 @@ class Listener(BaseStreamer):
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
-    """What each token adds to the text of those before it, special tokens nothing."""
+    """The text that each token adds; empty for special tokens."""
     options: Any = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     texts, before = [], ""
     for end in range(1, len(tokens) + 1):
         now: Any = tokenizer.decode(tokens[:end], **options)
-        if now.endswith("\ufffd") and end < len(tokens):  # part of a character, or none that will ever be one
+        if now.endswith("\ufffd") and end < len(tokens):  # an incomplete or invalid character
             now = before
         texts.append(now[len(before) :])
         before = now
@@ -114,26 +114,27 @@ def _texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
 
 
 def without_controls(text: str) -> str:
-    """Without control characters but tabs and line ends: what a model says must not steer the terminal."""
+    """`text` without control characters, which could control the terminal; tabs and newlines are kept."""
     return "".join(c for c in text if c in "\t\n" or unicodedata.category(c) != "Cc")
 
 
 def coloured(answer: Answer) -> Text:
-    """The text of an answer, its accepted candidates green."""
+    """The text of an answer, with accepted candidates in green."""
     styles = ((without_controls(token.text), "green" if token.accepted else "") for token in answer.said)
     return Text.assemble(*styles)
 
 
-COLUMNS, GAP = 48, 3  # characters a line of an answer, and between the two
-PAUSE = 4.0  # seconds for which both answers stand there before they are written again
-CHOSEN, GUESSED = (0xC0, 0xC0, 0xC0), (0x40, 0xD0, 0x60)  # the target's own tokens, and candidates that it accepted
-SHADES = 16  # of each part of a colour, too close to see: every pass has its own, by which its drawing is found
-ELSEWHERE = re.compile(r"<!--.*?-->|@font-face {.*?}\n", re.DOTALL)  # rich names a font on a server
+COLUMNS, GAP = 48, 3  # width of an answer and of the space between answers, in characters
+PAUSE = 4.0  # seconds between the end of the animation and its repetition
+CHOSEN, GUESSED = (0xC0, 0xC0, 0xC0), (0x40, 0xD0, 0x60)  # colours of the target's tokens and of accepted candidates
+SHADES = 16  # invisible variations per colour channel: each pass has its own colour, which identifies its SVG elements
+ELSEWHERE = re.compile(r"<!--.*?-->|@font-face {.*?}\n", re.DOTALL)  # rich's reference to a font on a server
 STILL = "@media(prefers-reduced-motion:reduce){*{animation:none!important}}"
 
 
 def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str] = (), is_narrow: bool = False) -> str:
-    """The SVG of a question with both answers, for telephones one above the other, and lines of small print."""
+    """An animated SVG of a question with both answers, side by side or (`is_narrow`) one above the other. `notes`:
+    lines below the answers."""
     longest, shown = max(plain.seconds, assisted.seconds), dict[str, float]()
     panes = [
         Group(Text(title, "bold"), Text(each.rate, "dim"), Bar(longest, 0, each.seconds, width=COLUMNS), text)
@@ -147,7 +148,7 @@ def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str]
     console = Console(file=io.StringIO(), record=True, width=width, highlight=False, markup=False)
     console.print(without_controls(" ".join(question.split())), style="bold", no_wrap=True, overflow="ellipsis")
     console.print(table)
-    legend = Text("Green: candidates that the target accepted, several at a time; all other tokens it chose itself.")
+    legend = Text("Green: accepted candidates, verified several at a time; other tokens are the target's own.")
     legend.stylize(_colour(GUESSED, 0), 0, len("Green"))
     console.print(legend, *(Text(note, "dim") for note in notes), sep="\n")
     svg = ELSEWHERE.sub("", console.export_svg(title="specdecpp demo", unique_id="answer"))
@@ -163,7 +164,7 @@ def picture(question: str, plain: Answer, assisted: Answer, notes: Sequence[str]
 
 
 def _written(answer: Answer, shown: dict[str, float]) -> Text:
-    """The text of an answer; the seconds of each colour are noted, a shade a pass."""
+    """The text of an answer with one colour per pass; the seconds of each colour are added to `shown`."""
     text, first = Text(overflow="fold"), len(shown)
     times = list(dict.fromkeys(each.seconds for each in answer.said))
     for token in answer.said:
@@ -174,6 +175,6 @@ def _written(answer: Answer, shown: dict[str, float]) -> Text:
 
 
 def _colour(base: tuple[int, int, int], number: int) -> str:
-    """A shade of a colour, such as "#c0c1c0"."""
+    """The variation `number` of a colour, such as "#c0c1c0"."""
     parts = zip(base, (number, number // SHADES, number // SHADES**2), strict=True)
     return "#" + "".join(f"{part + more % SHADES:02x}" for part, more in parts)

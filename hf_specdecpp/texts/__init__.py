@@ -1,1 +1,1 @@
-"""Prompts and answers: shared by training, benchmarks and the demonstration."""
+"""Prompts and answers, for training, benchmarks and the demonstration."""

@@ -1,4 +1,4 @@
-"""Prompts as the target reads them, and answers as tokens."""
+"""Tokens of prompts, with the target's chat template, and of answers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Encoded:
 
 @dataclass
 class Codec:
-    """What there is to know of a target without its weights."""
+    """Config and tokenizer of a target, to encode prompts and answers without the weights."""
 
     config: Any
     tokenizer: PreTrainedTokenizerBase
     eos: list[int]  # ids that end an answer; may be empty
-    context: int | None  # most tokens that the target can read, if it has a limit
+    context: int | None  # maximum length of prompt and answer in tokens, if the target has a limit
 
     @classmethod
     def from_pretrained(cls, target: str) -> Codec:
@@ -44,14 +44,14 @@ class Codec:
         except OSError:  # not every repository has a generation_config.json
             eos = config.get_text_config().eos_token_id
         ids = [eos] if isinstance(eos, int) else list(eos or [])
-        if tokenizer.eos_token_id in ids:  # the one that a server means by "stop"
+        if tokenizer.eos_token_id in ids:  # first: the token that `read_answer` appends
             ids.sort(key=lambda token: token != tokenizer.eos_token_id)
         context = getattr(config.get_text_config(), "max_position_embeddings", None)  # state-space models have none
         return cls(config, tokenizer, ids, context)
 
     def encode(self, prompt: Prompt) -> Encoded:
-        """The tokens that the target answers: with its chat template if it has one. `ValueError` if the template
-        refuses the conversation, or it takes a template and there is none."""
+        """The text and tokens of a prompt, with the target's chat template if it has one. `ValueError` if the template
+        refuses the conversation, or a conversation of several messages has no template."""
         if self.tokenizer.chat_template is None and len(prompt.messages) > 1:
             raise ValueError(
                 f"Prompt {prompt.id!r} is a conversation of {len(prompt.messages)} messages, but the target's "
@@ -61,7 +61,7 @@ class Codec:
         return Encoded(prompt, text, tokens_of(self.tokenizer, text))
 
     def encode_all(self, prompts: list[Prompt]) -> list[Encoded]:
-        """The prompts that leave room for an answer, the others in a warning; `ValueError` if none does."""
+        """The prompts that leave room for an answer; a warning counts the others. `ValueError` if none does."""
         bar = logging.tqdm(prompts, desc="encoding prompts", disable=len(prompts) < 5000)
         encoded = [self.encode(prompt) for prompt in bar]
         kept = [item for item in encoded if self.num_fitting(item) > 0]
@@ -79,17 +79,18 @@ class Codec:
         return kept
 
     def num_fitting(self, item: Encoded, wanted: int = 1) -> int:
-        """How many of `wanted` tokens of an answer fit into the context."""
+        """The number of answer tokens that fit into the context, at most `wanted`; below 1 if the prompt fills it."""
         return wanted if self.context is None else min(wanted, self.context - len(item.input_ids))
 
     def read_answer(self, item: Encoded, answer: str, finished: bool) -> tuple[list[int], bool]:
-        """The tokens of an answer that came as text, with the one that ends it if it is `finished`."""
+        """The tokens of an answer's text, and whether an end-of-sequence token ends them (added if `finished`)."""
         whole, length = tokens_of(self.tokenizer, item.text + answer), len(item.input_ids)
-        # Tokenised together, because some tokenizers begin a text unlike its middle; apart where the seam was merged.
+        # Tokenised with the prompt, as some tokenizers treat the beginning of a text differently; alone if a token
+        # would cross the boundary.
         together = whole[:length] == item.input_ids
         tokens = whole[length:] if together else self.tokenizer(answer, add_special_tokens=False).input_ids
         for place, token in enumerate(tokens, 1):
-            if token in self.eos:  # a server may write out the token that ends an answer
+            if token in self.eos:  # some servers include the end-of-sequence token in the text
                 return tokens[:place], True
         return (tokens + self.eos[:1] if finished else tokens), finished
 
@@ -97,8 +98,8 @@ class Codec:
 def rendered(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], name: str = "this conversation"
 ) -> str:
-    """The text of a conversation up to where the next answer begins, a message a line where there is no chat template.
-    `ValueError` if the template refuses the conversation, which the message calls by `name`."""
+    """The text of a conversation up to the beginning of the next answer; without a chat template, a line per message.
+    `ValueError` if the template refuses the conversation, called `name` in the error."""
     if tokenizer.chat_template is None:
         return "\n".join(message["content"] for message in messages)
     try:
@@ -110,14 +111,14 @@ def rendered(
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text that `rendered` made: a chat template has written the special tokens itself."""
+    """The tokens of a text from `rendered`; a chat template has added the special tokens already."""
     return tokenizer(text, add_special_tokens=tokenizer.chat_template is None).input_ids
 
 
 def padded(texts: Sequence[list[int]], pad: int = 0) -> dict[str, Tensor]:
-    """Texts of different lengths, padded on the left: `input_ids` and `attention_mask`, both `[batch, longest]`.
+    """Pad sequences on the left: `input_ids` and `attention_mask`, both `[batch, longest]`.
 
-    For [[5, 6, 7], [8]]: ids [[5, 6, 7], [0, 0, 8]] and mask [[1, 1, 1], [0, 0, 1]].
+    Example: [[5, 6, 7], [8]] becomes ids [[5, 6, 7], [0, 0, 8]] and mask [[1, 1, 1], [0, 0, 1]].
     """
     longest = max(map(len, texts))
     ids = [[pad] * (longest - len(text)) + text for text in texts]

@@ -1,4 +1,4 @@
-"""Where greedy answers part, and whether rounding explains that (`explain_parting`)."""
+"""Where two greedy answers differ first, and whether rounding explains the difference (`explain_parting`)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 from hf_specdecpp.models.causal_lm import CausalLM
 
-# How far apart two logits may be, relative to the largest, for rounding to decide between them: four times the spacing
-# of the type's numbers. A pass over several tokens rounds differently from a pass over one.
+# Maximum difference of two logits, relative to the largest, that rounding can reverse: four times the spacing of the
+# dtype. A pass over several tokens rounds differently from a pass over one.
 ROUNDING = {torch.bfloat16: 4 * 2.0**-8, torch.float16: 4 * 2.0**-11}
 
 
 @torch.no_grad()
 def explain_parting(target: CausalLM, prompt: list[int], plain: list[int], other: list[int]) -> dict[str, Any]:
-    """How a greedy answer came to part from that of plain generation, from which it differs.
+    """Explain the first difference between a greedy answer `other` and the answer `plain` of plain generation.
 
     Returns:
-        `place`, the first that differs; the `tokens` there (`None`: the text had ended); `gap`, the difference of their
-        logits relative to the largest logit; `near_tie`, whether both are within rounding of the largest, which excuses
-        half precision only.
+        `place`, the index of the first different token; `tokens`, both tokens there (`None` if an answer has ended);
+        `gap`, the larger difference of their logits from the largest logit, relative to the largest magnitude;
+        `near_tie`, whether rounding explains the gap, which is never the case in float32 and float64.
     """
     pairs = enumerate(zip(plain, other, strict=False))
     place = next((place for place, (a, b) in pairs if a != b), min(len(plain), len(other)))

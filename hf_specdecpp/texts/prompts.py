@@ -1,4 +1,4 @@
-"""Prompts from JSON Lines files and `datasets`, and which of them are held out from training."""
+"""Prompts from JSON Lines files and `datasets`, and the split into training and held-out prompts."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 @dataclass
 class Prompt:
-    """A conversation that the target is to continue."""
+    """A conversation that the target continues."""
 
-    id: str  # from the file, or its name and line
+    id: str  # from the file, or file name and line number
     source: str  # name of the file or data set
-    messages: list[dict[str, str]]  # `role` and `content` of each turn; the last is not the assistant's
+    messages: list[dict[str, str]]  # `role` and `content` of each turn; the last turn is not the assistant's
 
     @property
     def opening(self) -> str:
-        """What the user says first, spaces made alike: what the split depends on."""
+        """The user's first message with normalised spaces, on which the split depends."""
         first = next((message for message in self.messages if message["role"] == "user"), self.messages[0])
         return " ".join(first["content"].split())
 
@@ -38,13 +38,13 @@ class Prompt:
 def read_prompts(source: str) -> list[Prompt]:
     """The prompts of a JSON Lines file, or of a data set `name` or `name:split` (split `train` by default).
 
-    A row has `prompt` (text or messages), `instruction` (and maybe `input`), `messages` or `question`, the first of
-    these that it has, and maybe `id`. Answers at the end of `messages` are left out: the target writes its own.
+    Of the columns `prompt` (text or messages), `instruction` (with an optional `input`), `messages` and `question`, the
+    first in a row is used; `id` is optional. Answers at the end of `messages` are dropped.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: there are no prompts, or a row is malformed (with its line).
-        OSError, ValueError: `datasets` cannot load the data set, or has no such split.
+        FileNotFoundError: the file does not exist.
+        ValueError: there are no prompts, or a row is malformed (the message has the line).
+        OSError, ValueError: `datasets` cannot load the data set, or the split does not exist.
     """
     path = Path(source)
     if path.is_file():
@@ -59,14 +59,13 @@ def read_prompts(source: str) -> list[Prompt]:
 
 
 def named_sources(sources: Sequence[str], *taken: str) -> dict[str, str]:
-    """The files and data sets by their names: of `folder/sums.jsonl` "sums", of `org/sums:test` "sums-test".
-    `ValueError` where two have one name, or one has a name that is `taken`."""
+    """Files and data sets by name: `folder/sums.jsonl` is named "sums", and `org/sums:test` "sums-test". `ValueError`
+    if two have the same name, or a name is `taken`."""
     named = {Path(source).stem.replace(":", "-"): source for source in sources}
     if len(named) < len(sources) or not named.keys().isdisjoint(taken):
         others = f", other than {' and '.join(taken)}" if taken else ""
         raise ValueError(
-            f"The sets {list(sources)} need names of their own, which are those of their files{others}. Rename the "
-            "files."
+            f"The sets {list(sources)} need different names, which are those of their files{others}. Rename the files."
         )
     return named
 
@@ -78,15 +77,16 @@ def split_prompts(
     seed: int = 0,
     unseen: Collection[str] = (),
 ) -> dict[str, list[Prompt]]:
-    """All distinct prompts as `train` and `heldout`, the same prompts in each whatever else is in the data;
-    `ValueError` if there are too few prompts to hold two out, all are `unseen`, or as `read_prompts` raises it.
+    """Split all distinct prompts into `train` and `heldout`. `ValueError` if there are too few prompts, all are in
+    `unseen`, or as in `read_prompts`.
+
+    A hash of `Prompt.opening` decides, so that both sets have different openings, and other prompts hardly matter. At
+    least two openings are held out unless `heldout` is 0: one to calibrate the head, one to evaluate it.
 
     Args:
-        limit: most prompts of each source, chosen by `seed`.
-        unseen: openings that must be in neither.
-
-    The split goes by a hash of the user's first words, so that no text is in both. At least two
-    prompts are held out unless `heldout` is 0: one calibrates the head, the other measures it.
+        heldout: share of the prompts to hold out.
+        limit: maximum number of prompts per source, chosen by `seed`.
+        unseen: openings that are excluded from both sets.
     """
     distinct: dict[str, Prompt] = {}
     total = 0
@@ -102,7 +102,7 @@ def split_prompts(
         logger.warning(f"{total - len(distinct)} of {total} prompts are duplicates and were left out.")
     kept = [prompt for prompt in distinct.values() if prompt.opening not in unseen]
     if len(kept) < len(distinct):
-        logger.warning(f"{len(distinct) - len(kept)} prompts are in a test set, too: nothing is trained on them.")
+        logger.warning(f"{len(distinct) - len(kept)} prompts are also in a test set and are not trained on.")
     if not kept:
         raise ValueError(
             f"All {len(distinct)} prompts of rollouts.data are in a test set (evaluation.data), so nothing is left to "
@@ -113,8 +113,8 @@ def split_prompts(
     if heldout > 0:
         if len(set(places)) < 3:
             raise ValueError(
-                f"Different beginnings of prompts: {len(set(places))}, and three are needed: one to train on, one "
-                "to calibrate the head with, one to measure it with. Give more prompts."
+                f"Different first messages of users: {len(set(places))}, but three are needed: one to train on, one to "
+                "calibrate the head, and one to evaluate it. Give more prompts."
             )
         bound = min(max(bound, sorted(set(places))[2]), max(places))
     split: dict[str, list[Prompt]] = {"train": [], "heldout": []}
@@ -124,7 +124,7 @@ def split_prompts(
 
 
 def sample_prompts(prompts: list[Prompt], limit: int | None, seed: int) -> list[Prompt]:
-    """At most `limit` of the prompts."""
+    """At most `limit` of the prompts, chosen by `seed`."""
     if limit is None or limit >= len(prompts):
         return prompts
     return random.Random(seed).sample(prompts, limit)  # noqa: S311 - no secret
@@ -132,7 +132,7 @@ def sample_prompts(prompts: list[Prompt], limit: int | None, seed: int) -> list[
 
 def _read_file(path: Path) -> list[Prompt]:
     prompts = []
-    # Lines end at \n alone: other separators of `splitlines` may stand inside a JSON string.
+    # Only \n ends a line: JSON strings may contain other separators of `splitlines`.
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
@@ -180,11 +180,11 @@ def _prompt(row: Mapping[str, Any], where: str, default_id: str, source: str) ->
 def _messages(value: Any, where: str, column: str) -> list[dict[str, str]]:
     expected = f"{where}: {column!r} must be text, or a list of messages with text for 'role' and 'content'"
     if not isinstance(value, list):
-        raise ValueError(f"{expected}, and it is {value!r}.")
+        raise ValueError(f"{expected}, not {value!r}.")
     messages = []
     for message in value:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f"{expected}, and one of them is {message!r}.")
+            raise ValueError(f"{expected}, but a message is {message!r}.")
         messages.append({"role": message["role"], "content": message["content"]})
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()

@@ -1,4 +1,4 @@
-"""p and q at a temperature and top-k, through the processors that `generate()` would use."""
+"""p and q at a temperature and top-k, computed with the logits processors of `generate()`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Sampling:
     """How target and draft choose tokens.
 
     Args:
-        temperature: 0 is greedy: p is a point mass at the target's likeliest token, the draft takes its own likeliest
-            one, and what the head sees as q is the softmax of the draft's unprocessed logits, as in `generate()`.
-        top_k: 0 for all tokens; greedy decoding ignores it.
+        temperature: 0 is greedy: p is a point mass at the target's likeliest token, and the draft proposes its own
+            likeliest token. The head then reads the softmax of the draft's logits as q, as in `generate()`.
+        top_k: 0 for all tokens; ignored by greedy decoding.
     """
 
     temperature: float = 1.0
@@ -31,15 +31,15 @@ class Sampling:
 
     @property
     def processors(self) -> list[LogitsProcessor]:
-        """In the order of `generate()`."""
+        """The logits processors, in the order of `generate()`."""
         if self.greedy:
             return []
         warpers = [TemperatureLogitsWarper(self.temperature)] if self.temperature != 1.0 else []
         return [*warpers, *([TopKLogitsWarper(self.top_k)] if self.top_k else [])]
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Processed logits, `[n, vocab]` float32: their softmax is the distribution that is drawn from."""
-        nothing = torch.empty((1, 0), dtype=torch.long, device=logits.device)  # none of the processors reads the text
+        """Processed logits, `[n, vocab]` float32; the softmax of the result is sampled from."""
+        nothing = torch.empty((1, 0), dtype=torch.long, device=logits.device)  # the processors do not read the prefix
         return Processing(self.processors).along(nothing, [], logits.float())
 
     def p(self, logits: Tensor) -> Tensor:
@@ -47,14 +47,14 @@ class Sampling:
         return point_mass(logits.argmax(-1), logits.float()) if self.greedy else self.scores(logits).softmax(-1)
 
     def q(self, logits: Tensor) -> Tensor:
-        """The draft's probabilities q `[n, vocab]`; in greedy decoding its confidence."""
+        """The draft's probabilities q `[n, vocab]`; for greedy decoding the softmax of its logits."""
         return self.scores(logits).softmax(-1)
 
     def drawn_from(self, q: Tensor, token: Tensor) -> Tensor:
-        """The distribution `[..., vocab]` that the verifier holds against p for `token` (`[...]`) proposed by q."""
+        """The q `[..., vocab]` that verification uses for candidates `token` `[...]`: a point mass if greedy."""
         return point_mass(token, q) if self.greedy else q
 
 
 def point_mass(token: Tensor, like: Tensor) -> Tensor:
-    """The distribution of a candidate that was taken and not drawn: `[..., vocab]`, 1 at `token` (`[...]`)."""
+    """Distributions `[..., vocab]` that are 1 at `token` `[...]`, with the dtype and vocabulary size of `like`."""
     return F.one_hot(token, like.shape[-1]).to(like.dtype)

@@ -1,4 +1,1 @@
-"""`specdecpp train`: rollouts, distillation of the draft, head, calibration, evaluation, card.
-
-Each stage is a file, and `distillation` a room; its `run(config)` does the stage or goes on with it.
-"""
+"""`specdecpp train`: a module for each stage, whose `run(config)` runs the stage or resumes it."""

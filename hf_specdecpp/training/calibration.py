@@ -1,8 +1,8 @@
-"""Stage `calibrate`: make the head's estimates mean what they say.
+"""Stage `calibrate`: fit a bias and temperatures that turn the head's log-odds into calibrated probabilities.
 
-The weight of rejections in the loss moves the fitted log-odds by about -log w_rej, which one bias undoes; a product of
-many estimates multiplies any error, so each position in the chain has a temperature. Greedy and sampled targets have
-their own. Half of the held-out prompts are for that, the other half measure it.
+The weight of rejections in the loss shifts the fitted log-odds by about -log w_rej, which the bias corrects. Stopping
+rules multiply estimates, so that errors multiply, too: each position in a chain has a temperature. Greedy and sampled
+generation are calibrated separately, on half of the held-out prompts; the other half measures the result.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hf_specdecpp.training.configuration import TrainingConfig
 from hf_specdecpp.training.models import HEAD, Trained, save_head
 from hf_specdecpp.training.trainers import save_json
 
-MIN_CANDIDATES = 200  # a position with fewer shares the temperature of the one before
-MOST_BIAS, MOST_LOG = 8.0, 3.0  # of the log-odds, and of the logarithm of a temperature
+MIN_CANDIDATES = 200  # the first position with fewer, and all later ones, share the temperature of the position before
+MOST_BIAS, MOST_LOG = 8.0, 3.0  # bounds of the bias and of a temperature's logarithm
 
 
 def run(config: TrainingConfig) -> dict[str, object]:
-    """Calibrate the head in `work/head` on held-out chains; the report, also in `work/head/calibration.json`.
+    """Calibrate the head in `work/head` on held-out chains. Returns the report, also in `work/head/calibration.json`;
     `ValueError` if there is no head, fewer than two held-out prompts, or no answer at one of the temperatures."""
     made = Trained.load(config)
     head, report = made.head.cpu(), dict[str, object]()
     samplings = [config.sampling(temperature) for temperature in config.rollouts.temperatures]
     for sampling in samplings:
-        made.texts("heldout", sampling)  # raises now, and not after minutes
-    # The last temperature of a mode wins where there are several: one calibration serves all sampled targets.
+        made.texts("heldout", sampling)  # raises its errors before minutes of drafting
+    # One calibration serves all sampled generation: of several temperatures above 0, the last one's is kept.
     for sampling in samplings:
         rows = recorded_chains.record(made, "heldout", sampling)
         log_odds = recorded_chains.head_estimates(head, rows, made.drafter)
@@ -54,7 +54,7 @@ def run(config: TrainingConfig) -> dict[str, object]:
 
 
 def calibration_half(made: Trained, sampling: Sampling, text: Tensor) -> Tensor:
-    """Which candidates are for fitting: those of every other prompt, of two or more (`text` `[n]`: their rollouts)."""
+    """Bool `[n]`: which candidates to fit on, those of every second prompt (`text` `[n]`: the row of their rollout)."""
     prompts = list(made.texts("heldout", sampling)["prompt_id"])
     used = sorted({prompts[row] for row in text.unique().tolist()})
     if len(used) < 2:
@@ -67,7 +67,7 @@ def calibration_half(made: Trained, sampling: Sampling, text: Tensor) -> Tensor:
 
 
 def calibrate(log_odds: Tensor, label: Tensor, index: Tensor) -> Calibration:
-    """The bias and temperatures that minimise the binary cross-entropy; all `[n]`, `index` the place in the chain."""
+    """The bias and temperatures that minimise the binary cross-entropy. All `[n]`; `index`: position in the chain."""
     log_odds, label = log_odds.detach().double(), label.double()
     counts = index.bincount().tolist()
     positions = max(next((i for i, count in enumerate(counts) if count < MIN_CANDIDATES), len(counts)), 1)
@@ -91,7 +91,7 @@ def calibrate(log_odds: Tensor, label: Tensor, index: Tensor) -> Calibration:
 
 
 def quality(estimate: Tensor, label: Tensor, index: Tensor) -> dict[str, object]:
-    """ECE and binary KL of estimates, and how far off their cumulative product is; all `[n]`, chain after chain."""
+    """ECE and binary KL of estimates, and the mean error of their cumulative products. All `[n]`, chain after chain."""
     predicted, true = survival(estimate, index), survival(label, index)
     return {
         "ece": ece(estimate, label),
@@ -101,7 +101,8 @@ def quality(estimate: Tensor, label: Tensor, index: Tensor) -> dict[str, object]
 
 
 def survival(values: Tensor, index: Tensor) -> Tensor:
-    """Cumulative products `[chains, longest]` of values `[n]` along each chain; NaN past a chain's end."""
+    """Cumulative products `[chains, longest]` of values `[n]` along each chain, NaN after a chain's end: values [0.5,
+    0.8, 0.9] with index [0, 1, 0] are two chains and give [[0.5, 0.4], [0.9, NaN]]."""
     chain = (index == 0).cumsum(0) - 1
     table = torch.full((int(chain[-1]) + 1, int(index.max()) + 1), float("nan"), dtype=torch.float64)
     table[chain, index] = values.double()

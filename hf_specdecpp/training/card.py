@@ -1,4 +1,4 @@
-"""Stage `card`: put what the stages made into one folder, the assistant's repository, with its card."""
+"""Stage `card`: write the assistant's repository, with its model card, from the results of the other stages."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ RESULTS = "card.json"
 
 
 def run(config: TrainingConfig) -> Path:
-    """Write the repository into `config.output`; its path. The card there is replaced, and shows `work/speed.json`,
-    too, if `specdecpp bench --card` has written one. `work/card.json` keeps all that `make_card` needs to write the
-    card again. `ValueError` if the head has not been fitted or evaluated yet."""
+    """Write the repository into `config.output`, and return that path. The model card there is replaced; it includes
+    the speeds of `work/speed.json`, if `specdecpp bench --card` wrote that file. `work/card.json` stores the results
+    that `make_card` takes. `ValueError` if the head has not been evaluated yet."""
     training = results(config)
     assistant = load_assistant(config, load_target(config))
-    # `threshold` takes the place of `throughput` where costs cannot be known, as in transformers' own loop.
+    # For generation in several processes, where `throughput` cannot measure costs and becomes `threshold`.
     first = next(iter(training["evaluation"]["sets"]["heldout"].values()))
     points = [Outcome(**point) for point in first["curves"]["head"]]
     best = min(points, key=lambda point: time_per_token(point, COST_RATIO))
     assistant.speculation = SpeculationConfig(**{"threshold": best.setting, **config.speculation})
     assistant.config.acceptance_by_rank = training["evaluation"]["acceptance_by_rank"]
     folders = set()
-    for role in ("target", "draft"):  # names that mean something to others
+    for role in ("target", "draft"):  # a Hub id if known, else the name without folders of this machine
         chosen, read_from = getattr(config, f"{role}_id"), getattr(assistant.config, f"{role}_id")
         if chosen is not None:
             setattr(assistant.config, f"{role}_id", chosen)
@@ -64,7 +64,7 @@ def run(config: TrainingConfig) -> Path:
 
 
 def results(config: TrainingConfig) -> dict[str, Any]:
-    """What the stages measured, as `card.make_card` takes it; `None` for what was not made."""
+    """Settings and measurements of all stages, as `make_card` takes them; `None` for a stage that has not run."""
     if not (config.work / EVALUATION).is_file():
         raise ValueError(
             f"{config.work / EVALUATION} is missing: run the stages 'head', 'calibrate' and 'eval' before 'card'."
@@ -97,7 +97,7 @@ def _read(path: Path) -> Any:
 
 
 def summary(config: TrainingConfig) -> str:
-    """What a finished run says in the terminal; figures of the held-out prompts, the first temperature."""
+    """The text that a finished run prints, with the held-out acceptance at the first temperature, and next steps."""
     made = read_json(Path(config.output) / CONFIG)
     measured = read_json(config.work / EVALUATION)
     temperature, report = next(iter(measured["sets"]["heldout"].items()))
@@ -116,5 +116,5 @@ def summary(config: TrainingConfig) -> str:
     if (why := too_rarely_accepted(measured)) is None:
         return "\n".join([*found, f"use it      {use}", f"share it    {share}"])
     tokens = read_json(config.work / REPORT)["tokens"]
-    more = f"This run learnt from {tokens:,} tokens of answers; more of them help, from more prompts."
+    more = f"This run trained on {tokens:,} tokens of answers. More prompts give more answers, which help."
     return "\n".join([*found, f"not yet     {why} {more}", f"try it      {use}"])

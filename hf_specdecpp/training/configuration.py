@@ -1,4 +1,4 @@
-"""Everything that a training run can be told, one dataclass a stage; a YAML file mirrors them."""
+"""All settings of a training run: a dataclass for each stage. YAML files have the same names."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _above_zero(default: float) -> Any:
 
 
 class Section:
-    """A part of the settings; a name that it does not have is a `ValueError`, from Python and from YAML alike."""
+    """A group of settings. An unknown name raises `ValueError`, from Python as from YAML."""
 
-    path: ClassVar[str] = ""  # what stands before its names, such as "head."
+    path: ClassVar[str] = ""  # prefix of its names in messages, such as "head."
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
@@ -42,17 +42,17 @@ class RolloutConfig(Section):
     """Answers of the target to the prompts.
 
     Args:
-        data: JSON Lines files with a `prompt` column, or `datasets` ids.
-        max_prompts (prompts): the most taken of each file, chosen by `seed`; all by default.
-        temperatures: each prompt is answered at each of them; 0 is greedy. Draft and head learn from all answers.
-        samples_per_prompt (answers): the number for each prompt at each temperature; there is one greedy answer.
-        top_k (tokens): the target draws from so many of its likeliest tokens; 0 for all.
-        max_new_tokens (tokens): the longest answer.
-        batch_size (prompts): the number answered at once here, or in flight to the server.
-        server: base URL of an OpenAI-compatible server of the target that takes token ids.
-        server_model: name of the target on that server; the target's id by default.
-        shard_size (answers): the size of a parquet shard; a killed run loses at most one.
-        heldout (share of prompts): kept out of training, chosen by a hash of the text.
+        data: JSON Lines files with prompts, or `datasets` ids.
+        max_prompts (prompts): maximum per file or data set, chosen by `seed`; all by default.
+        temperatures: every prompt is answered at every temperature; 0 is greedy. Draft and head train on all answers.
+        samples_per_prompt (answers): number per prompt and temperature; only one for greedy answers.
+        top_k (tokens): the target samples from this number of its likeliest tokens; 0 for all.
+        max_new_tokens (tokens): maximum length of an answer.
+        batch_size (prompts): size of a batch on this machine, or number of requests to the server at the same time.
+        server: base URL of an OpenAI-compatible server that runs the target and takes token ids.
+        server_model: name of the target on that server; by default the target's id.
+        shard_size (answers): size of a parquet shard; a killed run loses at most one shard.
+        heldout (share of prompts): share excluded from training, chosen by a hash of the prompt.
     """
 
     path = "rollouts."
@@ -76,26 +76,26 @@ class DistillConfig(Section):
     """LoRA distillation of the draft.
 
     Args:
-        enabled: `False` leaves the draft as it is (the paper's setting); only a head is fitted.
-        draft_vocab_size (tokens): the draft's LM head keeps so many, the most frequent of the answers and prompts; all
-            by default.
-        on_prompts: learn on the prompts' tokens, too. Good for an early exit, which has much to learn.
-        rank (dimensions): LoRA's r; its alpha is twice that.
-        epochs (passes over the texts): may be a fraction.
-        learning_rate: the highest of a cosine schedule. For an EAGLE-3 layer 1e-4 is good.
-        batch_size (texts): the number in one pass of a process.
-        gradient_accumulation_steps (passes): the number before each step of the optimiser.
-        max_length (tokens): a prompt with its answer is cut off there.
-        unroll (candidates): the steps of a round that a draft is taught to go on for on its own states.
-        fusion_learning_rate: the rate of a conditioned draft's fusion, which begins with maps that a higher rate
+        enabled: `False` does not train the draft (the paper's setting), and only a head is fitted.
+        draft_vocab_size (tokens): size of the draft's vocabulary, the most frequent tokens of the answers and prompts;
+            by default all tokens.
+        on_prompts: also train on the tokens of the prompts. Recommended for an early exit, which needs many tokens.
+        rank (dimensions): LoRA's r; alpha is twice the rank.
+        epochs (passes over the answers): may be a fraction.
+        learning_rate: maximum of a cosine schedule. For an EAGLE-3 layer 1e-4 is suitable.
+        batch_size (answers): number per process and forward pass.
+        gradient_accumulation_steps (passes): number per step of the optimiser.
+        max_length (tokens): a prompt with its answer is truncated to this length.
+        unroll (candidates): steps of a round that are trained. From the second on, the draft reads its own states.
+        fusion_learning_rate: learning rate of a conditioned draft's fusion, whose fitted first weights a higher rate
             destroys.
-        fusion_rank (dimensions): the rank of a conditioned draft's fusion: a low one keeps the repository of a wide
-            target small; full by default.
-        loss: `"kl"`: KL(p || q); `"tv"`: the total variation, which is the chance of a rejection; `"kl+tv"`: the first
-            and twice the second.
-        bf16: mixed precision: float32 weights, bfloat16 products.
-        start_from: `work_dir` of another run of the same kind of draft, or the repository of a published EAGLE-3
-            draft: training goes on with it.
+        fusion_rank (dimensions): rank of a conditioned draft's fusion; full by default. A low rank keeps the repository
+            small if the target is wide.
+        loss: `"kl"`: KL(p || q); `"tv"`: the total variation, which is the probability of a rejection; `"kl+tv"`: the
+            KL divergence plus twice the total variation.
+        bf16: mixed precision: float32 weights, bfloat16 matrix multiplications.
+        start_from: continue to train the draft of another run (its `work_dir`, with the same kind of draft), or of the
+            repository of a published EAGLE-3 draft.
     """
 
     path = "distill."
@@ -123,19 +123,19 @@ class HeadConfig(Section):
     """The acceptance head and its fit.
 
     Args:
-        inputs: `"before"` judges a candidate by the state that produced q; `"after"`, the paper's head, by the state at
-            the candidate.
+        inputs: hidden state that the head reads: `"before"`, the state that produced q, or `"after"`, the state at the
+            candidate (the paper's head).
         num_blocks (layers): residual blocks of an `"after"` head.
-        tied: whether these blocks share their weights, as in the released code.
-        rank (dimensions): the rank of a `"before"` head's correction.
-        rejection_weight: weight w_rej of the BCE (paper: 6).
-        siblings (candidates): the number drawn without replacement at each position (`inputs="before"`), for trees.
-        dropout (share of inputs): hidden states left out at random while a `"before"` head is fitted.
-        epochs (passes over the texts): may be a fraction (paper: 3).
-        learning_rate: the highest of a cosine schedule (paper: 5e-5). The network on the scalars has ten times the
+        tied: whether the blocks share their weights, as in the released code.
+        rank (dimensions): rank of the correction in a `"before"` head.
+        rejection_weight: weight w_rej of rejections in the BCE (paper: 6).
+        siblings (candidates): number drawn without replacement at each position, for trees (`inputs="before"`).
+        dropout (share of inputs): dropout of hidden states while a `"before"` head is fitted.
+        epochs (passes over the answers): may be a fraction (paper: 3).
+        learning_rate: maximum of a cosine schedule (paper: 5e-5). The network that reads the scalars has ten times this
             rate.
-        batch_size (texts): the number in one step (paper: 32).
-        max_texts (texts): the most that the head is fitted on, chosen by `seed`; all by default.
+        batch_size (answers): number per step (paper: 32).
+        max_texts (answers): maximum that the head is fitted on, chosen by `seed`; all by default.
     """
 
     path = "head."
@@ -156,11 +156,11 @@ class HeadConfig(Section):
 @with_checked_names
 @dataclass
 class EvalConfig(Section):
-    """What the head is evaluated on, beside the held-out prompts.
+    """Test sets for the head, in addition to the held-out prompts.
 
     Args:
-        data: JSON Lines files with prompts, or `datasets` ids; each is a test set. Their prompts are never trained on.
-        max_prompts (prompts): the most taken of each, chosen by `seed`; all by default.
+        data: JSON Lines files with prompts, or `datasets` ids, each a test set. These prompts are never trained on.
+        max_prompts (prompts): maximum per set, chosen by `seed`; all by default.
     """
 
     path = "evaluation."
@@ -172,27 +172,27 @@ class EvalConfig(Section):
 @with_checked_names
 @dataclass
 class TrainingConfig(Section):
-    """A whole run of `specdecpp train`.
+    """Settings of a run of `specdecpp train`.
 
     Args:
         target: Hub id or folder of the target.
-        output: folder that becomes the assistant's repository.
+        output: folder for the assistant's repository.
         draft: Hub id or folder of an independent draft; `"conditioned"` or `"eagle3"` for drafts that read the target's
-            states (`docs/drafts.md`); the repository of a published EAGLE-3 or DFlash draft, which gets a head; by
-            default an early exit.
-        layers: layers of the target that draft: a number of first layers, or ascending indices. By default an early
-            exit has the first 4, a conditioned draft the last.
-        reads: layers of the target whose outputs the draft reads. By default a low, a middle and a high one.
-        dtype: dtype of target and draft in all stages but `distill`; `"auto"` as they are stored.
-        target_id: the id that the published config names where `target` is a local copy.
+            hidden states (`docs/drafts.md`); or the repository of a published EAGLE-3 or DFlash draft, for which only a
+            head is fitted. By default an early exit.
+        layers: layers of the target that draft: the number of first layers, or ascending indices. By default the first
+            4 for an early exit, and the last layer for a conditioned draft.
+        reads: layers of the target whose outputs the draft reads. By default a low, a middle and a high layer.
+        dtype: dtype of target and draft in all stages but `distill`; `"auto"` is the dtype of the stored weights.
+        target_id: Hub id of the target for the published config, if `target` is a local copy.
         target_revision: commit of `target_id`.
-        draft_id: the id that the published config names where `draft` is a local copy.
+        draft_id: Hub id of the draft for the published config, if `draft` is a local copy.
         draft_revision: commit of `draft_id`.
-        speculation: default settings of the repository, fields of `SpeculationConfig`: by default `throughput`, with
-            the best `threshold` here for where it cannot know costs.
-        seed: seed of everything random.
-        report_to: trackers, as in `transformers.TrainingArguments`: one, a list, or "none".
-        work_dir: shards, checkpoints and features; by default `<output>-work`.
+        speculation: default settings of the repository, fields of `SpeculationConfig`. By default the rule
+            `throughput`, and the best measured `threshold` for generation in several processes.
+        seed: seed of all random numbers.
+        report_to: trackers, as in `transformers.TrainingArguments`: a name, a list, or "none".
+        work_dir: folder for shards, checkpoints and features; by default `<output>-work`.
     """
 
     target: str = ""
@@ -216,36 +216,36 @@ class TrainingConfig(Section):
 
     @property
     def kind(self) -> DraftKind:
-        """What is trained."""
+        """The kind of draft that is trained."""
         return kind_to_train(self.draft)
 
     @property
     def own_files(self) -> list[str]:
-        """The file in `work` with what is trained beside an adapter or in its place, if there is something."""
+        """Name of the file in `work` with a trained fusion or layers; an empty list for other kinds of draft."""
         return [self.kind.own_file] if self.kind.own_file else []
 
     @property
     def independent_draft(self) -> str | None:
-        """The draft's name, where it is a model of its own."""
+        """Hub id or folder of a draft that is a separate model; otherwise `None`."""
         return self.draft if self.kind.rests_on == "draft" else None
 
     @property
     def ready_made(self) -> str | None:
-        """The repository of a draft that others trained, where it stays as it is."""
+        """The repository of a published draft that is not trained further; otherwise `None`."""
         return self.distill.start_from if self.kind.own_layers and not self.distill.enabled else None
 
     @property
     def named_draft(self) -> str | None:
-        """The draft's name, where it is in a repository of its own."""
+        """Hub id or folder of a draft that has its own repository; otherwise `None`."""
         return self.independent_draft or self.ready_made
 
     @property
     def trains_module(self) -> bool:
-        """Whether a module is trained beside the adapter: the fusion of a draft that reads the target's states."""
+        """Whether a fusion is trained together with the adapter (conditioned drafts)."""
         return bool(self.own_files) and not self.kind.own_layers
 
     def find_ready_made(self) -> None:
-        """Where `draft` is the repository of a draft that others trained, rewrite it as `distill.start_from`."""
+        """If `draft` is the repository of a published draft, set `draft` to its kind and `distill.start_from` to it."""
         if self.independent_draft is not None and (found := ready_made(self.independent_draft)) is not None:
             self.distill = replace(self.distill, enabled=False, start_from=self.draft)
             self.draft = found.name
@@ -255,11 +255,11 @@ class TrainingConfig(Section):
         return Path(self.work_dir) if self.work_dir else Path(f"{self.output}-work")
 
     def sampling(self, temperature: float) -> Sampling:
-        """How the texts of a temperature were written, which is how the head's labels see them."""
+        """Temperature and top-k of the answers at a temperature; labels of the head are computed with the same."""
         return Sampling(temperature, self.rollouts.top_k)
 
     def validate(self) -> None:
-        """Raise `ValueError` naming the first setting that makes no sense."""
+        """Raise `ValueError` for the first invalid setting."""
         check_types(self)
         for name in ("target", "output"):
             if not getattr(self, name):
@@ -279,7 +279,7 @@ class TrainingConfig(Section):
             raise ValueError(f"head.dropout={self.head.dropout} must be at least 0 and under 1: it is a share.")
         if self.draft_id is not None and self.named_draft is None:
             raise ValueError(
-                f"draft_id={self.draft_id!r} names a draft of its own, but layers of the target are trained. Set "
+                f"draft_id={self.draft_id!r} names an independent draft, but layers of the target are trained. Set "
                 "draft, too, or leave draft_id out."
             )
         for role in ("target", "draft"):
@@ -294,11 +294,11 @@ class TrainingConfig(Section):
                 f"rollouts.temperatures={temperatures!r} must be a list of numbers of at least 0, such as [1.0, 0.0]."
             )
         if len({f"{temperature:g}" for temperature in temperatures}) < len(temperatures):
-            raise ValueError(f"rollouts.temperatures={temperatures} has one of them twice. Name each once.")
+            raise ValueError(f"rollouts.temperatures={temperatures} has a temperature twice. Name each once.")
         self._check_draft()
 
     def _check_draft(self) -> None:
-        """Raise `ValueError` for settings of what this kind of draft cannot do."""
+        """Raise `ValueError` for settings that this kind of draft does not support."""
         distill, cannot = self.distill, self.kind.cannot
         if self.kind.untrainable:
             raise ValueError(f"draft={self.draft!r}: {self.kind.untrainable}.")
@@ -313,7 +313,7 @@ class TrainingConfig(Section):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainingConfig:
-        """Build from nested dicts, as read from YAML; an unknown name is an error with its path."""
+        """Build from nested dicts, as read from YAML. `ValueError` for an unknown name, with its path."""
         built = _built(cls, values)
         for part in (RolloutConfig, DistillConfig, HeadConfig, EvalConfig):
             if isinstance(given := getattr(built, part.path[:-1]), dict):
@@ -331,7 +331,7 @@ def _built(cls: Any, values: dict[str, Any]) -> Any:
 
 
 def refuse_unknown(cls: Any, names: Iterable[str], path: str) -> None:
-    """Raise `ValueError` for a name that is no field; `path` is what stands before it, such as `"head."`."""
+    """Raise `ValueError` for a name that is not a field of `cls`. `path`: prefix in messages, such as `"head."`."""
     known = [item.name for item in fields(cls)]
     for name in sorted(set(names) - set(known)):
         raise ValueError(
@@ -341,7 +341,7 @@ def refuse_unknown(cls: Any, names: Iterable[str], path: str) -> None:
 
 
 def settings(config: TrainingConfig) -> str:
-    """YAML for `--config` that makes this run again: what differs from the defaults, less the folders of a machine."""
+    """YAML for `--config` that repeats this run: settings that are not defaults, without folders of this machine."""
     chosen = _differences(asdict(config), asdict(TrainingConfig()))
     for name in ("output", "work_dir", "report_to", "target_id", "target_revision", "draft_id", "draft_revision"):
         chosen.pop(name, None)
@@ -351,7 +351,7 @@ def settings(config: TrainingConfig) -> str:
         chosen.pop("layers", None)
     if (start := config.distill.start_from) is not None:
         chosen["distill"]["start_from"] = public_name(start)
-    if config.ready_made is not None:  # that is `draft`
+    if config.ready_made is not None:  # `draft` names it
         del chosen["distill"]["start_from"]
     chosen.setdefault("rollouts", {})["data"] = file_names(config.rollouts.data)
     chosen["rollouts"].pop("server", None)
@@ -369,5 +369,5 @@ def _differences(ours: dict[str, Any], default: dict[str, Any]) -> dict[str, Any
 
 
 def file_names(paths: list[str]) -> list[str]:
-    """Files without their folders, data sets as they are."""
+    """Names of files without their folders; ids of data sets unchanged."""
     return [Path(path).name if Path(path).is_file() else path for path in paths]

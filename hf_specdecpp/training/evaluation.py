@@ -1,4 +1,4 @@
-"""Stage `eval`: the head, the draft's own probability and fixed lengths on the same held-out chains."""
+"""Stage `eval`: compare the head with the draft's own probability and fixed lengths, on the same held-out chains."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hf_specdecpp.training.trainers import save_json
 FOLDER, REPORT = "evaluation", "evaluation.json"
 LENGTHS = range(1, 15)  # fixed lengths
 THRESHOLDS = [i / 40 for i in range(1, 40)] + [0.98, 0.99, 0.995]
-# A draft token's price in target passes, for naming the best fixed length: that of the paper's pair of models.
+# Time of a draft step in target passes, to choose the best fixed length; measured for the paper's models.
 COST_RATIO = 0.2
 
 
 def run(config: TrainingConfig) -> dict[str, Any]:
-    """Evaluate the calibrated head on held-out prompts that calibration did not use and on every test set, with
-    pictures; `ValueError` if there is no head, or there are no rollouts to evaluate on."""
+    """Evaluate the calibrated head on the held-out prompts that calibration did not use, and on every test set. Returns
+    the report; `work/evaluation` has it with pictures. `ValueError` if there is no head, or there are no rollouts."""
     folder = config.work / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     made = Trained.load(config)
@@ -46,7 +46,8 @@ def run(config: TrainingConfig) -> dict[str, Any]:
 
 
 def acceptance_by_rank(made: Trained) -> dict[str, list[float]]:
-    """How often each of a head's siblings is accepted on held-out answers, by mode; static trees are shaped for it."""
+    """By mode of generation, the probability that the first, second, ... sibling is accepted on held-out answers, for
+    the shapes of static trees; empty for a head without siblings."""
     if made.config.head.inputs != "before":
         return {}
     texts = features.build(made, "heldout")
@@ -58,7 +59,7 @@ def acceptance_by_rank(made: Trained) -> dict[str, list[float]]:
 
 
 def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
-    """One set at one temperature: report and picture."""
+    """The report of one set at one temperature; also writes the picture."""
     rows = recorded_chains.record(made, split, sampling)
     if split == "heldout":
         measuring = ~calibration_half(made, sampling, rows["text"])
@@ -81,7 +82,7 @@ def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
 
 
 def all_estimates(made: Trained, rows: dict[str, Tensor], greedy: bool) -> dict[str, Tensor]:
-    """Acceptance probabilities `[n]` by the head and by the draft itself, in (0, 1)."""
+    """Estimated probabilities of acceptance `[n]`, in (0, 1): the calibrated head's, and the draft's q."""
     head = made.head.cpu()
     log_odds = recorded_chains.head_estimates(head, rows, made.drafter)
     if (calibration := head.calibration.get(MODES[greedy])) is not None:
@@ -91,7 +92,7 @@ def all_estimates(made: Trained, rows: dict[str, Tensor], greedy: bool) -> dict[
 
 
 def acceptance_interval(label: Tensor, text: Tensor) -> list[float] | None:
-    """The 95 % bootstrap interval over texts of the mean of `label`, both `[n]`; `None` of fewer than two texts."""
+    """The 95 % bootstrap interval of the mean of `label` `[n]`, resampled by `text` `[n]`; `None` for a single text."""
     _, of_text = text.unique(return_inverse=True)
     sums, counts = (of_text.bincount(weights) for weights in (label.double(), torch.ones_like(label).double()))
     return list(ratio_of_sums(sums.tolist(), counts.tolist())[1:]) if len(sums) > 1 else None
@@ -100,16 +101,16 @@ def acceptance_interval(label: Tensor, text: Tensor) -> list[float] | None:
 def survivals(
     rows: dict[str, Tensor], estimates: Mapping[str, Tensor], inputs: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """How likely all candidates of a chain up to each stand, `[chains, longest]`, NaN past a chain's end: in truth, and
-    as each judge knows it when the next one may be drafted."""
+    """The probability that all candidates of a chain up to each are accepted, `[chains, longest]`, NaN after a chain's
+    end: the true probability, and by estimator the estimate that is known before the next candidate is drafted."""
     true, head = (survival(values, rows["index"]) for values in (rows["label"], estimates["head"]))
-    if inputs == "after":  # the verdict on a candidate comes with the next one
+    if inputs == "after":  # the estimate of a candidate is known one candidate later
         head = torch.cat((torch.ones_like(head[:, :1]), head[:, :-1]), 1)
     return true, {"head": head, "draft probability": survival(rows["scalars"][:, 0].exp(), rows["index"])}
 
 
 def rule_curves(true: Tensor, judged: Mapping[str, Tensor]) -> dict[str, list[Outcome]]:
-    """The threshold rule over its thresholds by each judge, and fixed lengths, of `survivals`."""
+    """Outcomes of the threshold rule with each estimator at all thresholds, and of fixed lengths (see `survivals`)."""
     whole = (~true.isnan()).sum(1)
     curves = {
         name: [outcome(torch.minimum(stop_lengths(each, h), whole), true, h) for h in THRESHOLDS]
@@ -120,7 +121,8 @@ def rule_curves(true: Tensor, judged: Mapping[str, Tensor]) -> dict[str, list[Ou
 
 
 def equal_verification(curves: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    """Discards of each rule where it verifies as often as the best fixed length; `None` if its curve does not reach."""
+    """`at_best`: the outcome of the best fixed length, and at its verification rate, for each other rule, the discard
+    rate and the share of discards that the rule saves (`None` outside the rule's curve)."""
     best = min(curves["fixed"], key=lambda point: time_per_token(point, COST_RATIO))
     at = {name: discards_at(points, best.verification_rate) for name, points in curves.items() if name != "fixed"}
     fewer = {
@@ -132,12 +134,12 @@ def equal_verification(curves: Mapping[str, Sequence[Outcome]]) -> dict[str, Any
 
 
 def time_per_token(point: Outcome, cost_ratio: float) -> float:
-    """Time of a generated token in target passes (SpecDec++, equation 2.1 and N + N_discarded = N_draft + N_target)."""
+    """Time per generated token in target passes (SpecDec++, equation 2.1 and N + N_discarded = N_draft + N_target)."""
     return cost_ratio * (1.0 + point.discard_rate - point.verification_rate) + point.verification_rate
 
 
 def plot_curves(curves: Mapping[str, Sequence[Outcome]], path: Path, title: str) -> None:
-    """Discard rate over verification rate, a line a rule. Down and left is better."""
+    """Write a picture of discard rate against verification rate, with a line for each rule."""
     figure, axes = new_figure(7, 5)
     for (name, points), colour, marker in zip(curves.items(), COLOURS, MARKERS, strict=False):
         x, y = [point.verification_rate for point in points], [point.discard_rate for point in points]
@@ -155,7 +157,7 @@ def plot_curves(curves: Mapping[str, Sequence[Outcome]], path: Path, title: str)
 
 @dataclass
 class Outcome:
-    """What a rule does: discarded candidates and target passes, each per generated token; candidates a round."""
+    """Discarded candidates and target passes per generated token, and candidates per round, of a rule at a setting."""
 
     setting: float
     discard_rate: float
@@ -164,17 +166,16 @@ class Outcome:
 
 
 def stop_lengths(judged: Tensor, threshold: float) -> Tensor:
-    """`[chains]`: the candidates up to the first after which the chance of a rejection passes the threshold, as
-    `drafting.chain.Threshold` stops; more than the chain has where it does not."""
+    """`[chains]`: the number of candidates after which the probability of a rejection exceeds the threshold, as in
+    `drafting.chain.Threshold`; larger than the chain if the rule does not stop. `judged`: survival estimates."""
     return (1.0 - judged <= threshold).long().cumprod(1).sum(1) + 1
 
 
 def outcome(lengths: Tensor, true: Tensor, setting: float) -> Outcome:
-    """Expected discard and verification rate where so many candidates of each chain are drafted, each chain one round.
+    """Expected discard and verification rate if the first `lengths` `[chains]` candidates of each chain are drafted.
 
-    Exact given the drafted tokens: a candidate is accepted with the product of the labels up to it (`true`), and a
-    round generates its accepted candidates and one more token, also where the text would have ended. `setting`: the
-    threshold or length, for the record.
+    Each chain is one round. A candidate is accepted with probability `true` `[chains, longest]` (the product of the
+    labels up to the candidate), and a round generates its accepted candidates and one more token.
     """
     accepted = float(true.nan_to_num().cumsum(1).gather(1, lengths[:, None] - 1).sum())
     drafted, rounds = int(lengths.sum()), len(lengths)
@@ -183,7 +184,7 @@ def outcome(lengths: Tensor, true: Tensor, setting: float) -> Outcome:
 
 
 def discards_at(points: Sequence[Outcome], verification_rate: float) -> float | None:
-    """Discard rate of a curve at a verification rate, interpolated: the least, or `None` where it does not reach."""
+    """The lowest discard rate of a curve at a verification rate, interpolated; `None` outside the curve."""
     found = []
     for pair in zip(points, points[1:], strict=False):
         low, high = sorted(pair, key=lambda point: (point.verification_rate, point.discard_rate))

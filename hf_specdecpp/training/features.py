@@ -1,8 +1,8 @@
-"""What the head is fitted on: one teacher-forced pass over each rollout, cached in safetensors shards.
+"""The head's training examples: one teacher-forced pass over each rollout, cached in safetensors shards.
 
-`inputs="after"` is the paper's recipe (section 3.2): the draft proposes a token Y_i at each position of the target's
-text X; it then reads a mixture Z of both texts, and its states at the positions where Z is Y are the examples.
-`inputs="before"` takes the state that q came from, and any number of siblings drawn from that q.
+`inputs="after"` is the paper's method (section 3.2): the draft proposes a token Y_i at each position of the answer X,
+then reads a mixture Z of X and Y; its hidden states at the positions with Z = Y are the examples. `inputs="before"`
+uses the hidden state that produced q, and any number of siblings drawn from q.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from hf_specdecpp.trees.verification import acceptance
 
 FOLDER, RECORD = "features", "features.json"
 TEXTS_PER_SHARD = 64
-ROWS_AT_ONCE = 64  # positions whose distributions [rows, vocab] are in memory together
+ROWS_AT_ONCE = 64  # positions whose distributions [rows, vocab] are in memory at the same time
 MIXING = 0.15  # share of positions where the draft of an "after" head reads the target's token (paper)
 
 
 def build(made: Trained, split: str) -> FeatureSet:
-    """Features of every rollout of `split`, cached in `work/features`; `ValueError` without rollouts or if damaged."""
+    """The features of all rollouts of `split`, cached in `work/features`. `ValueError` if there are no rollouts, or a
+    shard is damaged."""
     config = made.config
     texts = answers.load(config.work, split)
     if split == "train" and config.head.max_texts is not None:
@@ -50,19 +51,19 @@ def build(made: Trained, split: str) -> FeatureSet:
 
 
 def settings(config: TrainingConfig) -> dict[str, Any]:
-    """What features depend on."""
+    """The settings and files that features depend on."""
     chosen = {name: getattr(config.head, name) for name in ("inputs", "siblings", "max_texts")}
     sampling = {"temperatures": config.rollouts.temperatures, "top_k": config.rollouts.top_k}
     return {**chosen, **sampling, "seed": config.seed, **fingerprint(config)}
 
 
 def _of_row(made: Trained, text: dict[str, Any], row: int) -> dict[str, Tensor]:
-    """The examples of one text; nothing for an empty answer, or a prompt that the draft cannot read."""
+    """The examples of one rollout; empty for an empty answer, or a prompt that is too long for the draft."""
     config, drafter = made.config, made.drafter
     ids = torch.tensor([text["input_ids"]])[:, : int(min(drafter.max_length, len(text["input_ids"])))]
     if ids.shape[1] <= text["prompt_length"]:
         return {}
-    # A seed of its own for each text: a resumed run draws what an uninterrupted one would have drawn.
+    # A seed for each rollout, so that a resumed run draws the same candidates as an uninterrupted run.
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + row)
     examples = Examples(config.head, drafter, made.target)
     part = examples.of_text(ids, text["prompt_length"], config.sampling(text["temperature"]), generator)
@@ -71,14 +72,14 @@ def _of_row(made: Trained, text: dict[str, Any], row: int) -> dict[str, Tensor]:
 
 
 def to_half(hidden: Tensor) -> Tensor:
-    """In float16; what would overflow is cut off."""
+    """`hidden` in float16, clamped to the range of float16."""
     largest = torch.finfo(torch.float16).max
     return hidden.clamp(-largest, largest).half()
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Makes a head's examples of texts, for which the draft and the target read them."""
+    """Computes a head's training examples with one pass of draft and target over each sequence."""
 
     head: HeadConfig
     drafter: Drafter
@@ -88,15 +89,15 @@ class Examples:
     def of_text(
         self, input_ids: Tensor, prompt_length: int, sampling: Sampling, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """Examples from one text, one row a position of its answer (n rows), s candidates a row.
+        """The examples of one sequence: a row for each of the n tokens of the answer, with s candidates per row.
 
         Args:
             input_ids: `[1, length]`, prompt and answer.
-            generator: of the host.
+            generator: a CPU generator.
 
         Returns:
-            `hidden` `[n, hidden_size]`, `tokens` `[n, s]`, `scalars` `[n, s, 6]` (`"before"`), `label` `[n, s]`, and
-            `mask` `[n, s]`: the weight of each candidate, 0 for those that do not count.
+            `hidden` `[n, hidden_size]`, `tokens` `[n, s]`, `scalars` `[n, s, 6]` (only `"before"`), `label` `[n, s]`,
+            the probability of acceptance, and `mask` `[n, s]`, the weight of each candidate in the loss.
         """
         drafter, ids = self.drafter, input_ids.to(self.drafter.device)
         count = input_ids.shape[1] - prompt_length + 1
@@ -121,13 +122,13 @@ class Examples:
         keeps_target = uniform(answer.shape, generator, answer.device) < MIXING
         mixed = torch.cat((ids[0, :prompt_length], answer.where(keeps_target, drafted)))
         after = drafter.hidden_states(mixed[None])[0, prompt_length:]
-        # As in the released code, what was mixed in does not count, not even where it happens to be the draft's token.
+        # As in the released code, positions with the target's token have weight 0, even if the draft's token is equal.
         return {"hidden": after, **rows, "mask": (~keeps_target)[:, None].float()}
 
     def _candidates(
         self, p_logits: Tensor, q_logits: Tensor, sampling: Sampling, generator: torch.Generator
     ) -> dict[str, Tensor]:
-        """Candidates for n positions, and their labels, from logits `[n, vocab]`."""
+        """Candidates for n positions, with their labels, from logits `[n, vocab]`; the result is as in `of_text`."""
         p, q = sampling.p(p_logits), sampling.q(q_logits)
         is_before = self.head.inputs == "before"
         drawn = draw_siblings(q, self.head.siblings if is_before else 1, generator, sampling.greedy)
@@ -147,10 +148,10 @@ class Examples:
 
 
 class FeatureSet(Dataset[dict[str, Tensor]]):
-    """Cached features, an item a text (see `Examples.of_text`); read from disk when asked for."""
+    """Cached features with an item for each rollout (`Examples.of_text`), which is read from disk on access."""
 
     def __init__(self, shards: list[Path]) -> None:
-        self.places = list[tuple[Path, int, int]]()  # of each text its shard, first row and end
+        self.places = list[tuple[Path, int, int]]()  # shard, first row and end of each rollout
         for path in shards:
             ends = load_tensors(path).get("lengths", torch.empty(0, dtype=torch.long)).cumsum(0).tolist()
             self.places += zip([path] * len(ends), [0, *ends], ends, strict=False)
@@ -162,7 +163,7 @@ class FeatureSet(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         path, begin, end = self.places[index]
-        with safe_open(path, framework="pt") as file:  # copies, so that the file may be removed: see `load_tensors`
+        with safe_open(path, framework="pt") as file:  # copied, so that Windows can remove the file (`load_tensors`)
             names = [name for name in file.keys() if name != "lengths"]  # noqa: SIM118 - not a dict
             return {name: file.get_slice(name)[begin:end].clone() for name in names}
 
@@ -172,8 +173,8 @@ class FeatureSet(Dataset[dict[str, Tensor]]):
 
 @dataclass
 class DrawnSiblings:
-    """Candidates `[..., n]` drawn one after another for the same position, none twice: the q `[..., vocab]` of each
-    draw, the mass of those before, and whether q had a token left (else the others mean nothing)."""
+    """Candidates `tokens` `[..., n]` of the same position, drawn without replacement: the distribution `[..., vocab]`
+    of each draw, `mass` `[..., n]` of the earlier siblings in q, and `valid` `[..., n]`, whether q had a token left."""
 
     tokens: Tensor
     drawn_from: list[Tensor]
@@ -182,7 +183,7 @@ class DrawnSiblings:
 
 
 def draw_siblings(q: Tensor, n: int, generator: torch.Generator | None = None, greedy: bool = False) -> DrawnSiblings:
-    """Draw n siblings from q `[..., vocab]` without replacement (DySpec, Algorithm 1), or take the likeliest."""
+    """Draw n siblings from q `[..., vocab]` without replacement (DySpec, Algorithm 1); greedy: the n likeliest."""
     left = q.clone()
     tokens: list[Tensor] = []
     drawn_from, masses, valid = [], [], []
@@ -201,12 +202,12 @@ def draw_siblings(q: Tensor, n: int, generator: torch.Generator | None = None, g
 
 
 def sibling_labels(p: Tensor, drawn_from: list[Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Chance that the verifier accepts each sibling once it has rejected those before it (DySpec, Algorithm 3), `[...,
-    n]`, and the chance that each is tested, `[..., n]`, 1 for the first; `drawn_from` are n tensors, D of each sibling.
+    """Labels and weights of siblings `tokens` `[..., n]`, which were drawn from the n distributions `drawn_from`.
 
-    The verifier gets as far as sibling j with the chance of the second result. A head that is fitted
-    with that as the weight of the example learns P(accepted | reached): unweighted, it would learn as much from
-    siblings that are hardly ever tested.
+    Returns:
+        The probability `[..., n]` that the verifier accepts a sibling after rejecting all earlier ones (DySpec,
+        Algorithm 3), and the probability `[..., n]` that the sibling is tested at all, 1 for the first. The latter is
+        the example's weight: without weights, rarely tested siblings would count as much as the first.
     """
     left, labels, reach = p, [], [torch.ones_like(p[..., 0])]
     for q, token in zip(drawn_from, tokens.unbind(-1), strict=True):
@@ -219,12 +220,10 @@ def sibling_labels(p: Tensor, drawn_from: list[Tensor], tokens: Tensor) -> tuple
 
 
 def weighted_bce(log_odds: Tensor, label: Tensor, rejection_weight: float, mask: Tensor) -> Tensor:
-    """The paper's loss, 0-d: - Σ [P log P̂ + w_rej (1 - P) log(1 - P̂)] / [w_rej Σ (1 - P) + Σ P]; zero where nothing
-    counts.
+    """The paper's loss, 0-d: - Σ [P log P̂ + w_rej (1 - P) log(1 - P̂)] / [w_rej Σ (1 - P) + Σ P].
 
-    `label` is P, which may lie between 0 and 1; `mask` says which candidates count: bool, or weights
-    (`sibling_labels`).
-    """
+    `label`: P, between 0 and 1; `mask`: bool, or weights of the candidates (`sibling_labels`). If all are 0, so is the
+    loss."""
     weight = mask.to(log_odds.dtype)
     accept, reject = weight * label, weight * rejection_weight * (1.0 - label)
     loss = -(accept * F.logsigmoid(log_odds) + reject * F.logsigmoid(-log_odds)).sum()

@@ -22,12 +22,12 @@ from hf_specdecpp.training.features import weighted_bce
 from hf_specdecpp.training.models import HEAD, Trained, save_head
 
 RECORD, CHECKPOINTS = "fit.json", "checkpoints"
-SCALARS_RATE = 10.0  # learning rate of the few weights that read a few numbers, relative to that of the others
+SCALARS_RATE = 10.0  # learning rate of the network that reads the scalars, relative to that of other weights
 
 
 def run(config: TrainingConfig) -> dict[str, float]:
-    """Fit the head of `config` and write it to `work/head`; held-out metrics. Done if that was fitted like this.
-    `ValueError` if there are no rollouts, a shard of features is damaged, or the loss is NaN."""
+    """Fit the head and write it to `work/head`, unless the same settings were fitted before. Returns the held-out
+    metrics. `ValueError` if there are no rollouts, a shard of features is damaged, or the loss is NaN."""
     folder = config.work / HEAD
     record = trainers.Record(
         folder / RECORD, {"head": asdict(config.head), "features": features.settings(config)}, [folder]
@@ -48,7 +48,7 @@ def run(config: TrainingConfig) -> dict[str, float]:
 
 
 def new_head(config: TrainingConfig, drafter: Drafter) -> AcceptanceHead:
-    """An unfitted head for the draft, the same for the same seed."""
+    """An untrained head for the draft. The same seed gives the same head."""
     set_seed(config.seed)
     head = config.head
     return AcceptanceHead(
@@ -65,7 +65,8 @@ def fit(
     drafter: Drafter,
     checkpoints: Path,
 ) -> dict[str, float]:
-    """Fit `head` in place, going on from a checkpoint; metrics on `heldout`. `ValueError` if the loss is no number."""
+    """Train `head` in place, from the latest checkpoint if any. Returns `loss`, `binary_kl` and `auc` on `heldout`, and
+    the number of `train_candidates`. `ValueError` if the loss is NaN."""
     options = config.head
     arguments = trainers.training_arguments(
         config,
@@ -78,7 +79,7 @@ def fit(
         logging_nan_inf_filter=False,
         label_names=["label", "mask"],
         dataloader_pin_memory=torch.cuda.is_available(),
-        use_cpu=not torch.accelerator.is_available(),  # else it takes each process for the only one
+        use_cpu=not torch.accelerator.is_available(),  # otherwise processes on a CPU do not find each other
     )
     with trainers.logging_to(config.work / trainers.LOGS / "head"):
         trainer = HeadTrainer(
@@ -99,14 +100,14 @@ def fit(
 
 
 class HeadTrainer(Trainer):
-    """A Trainer with the paper's loss."""
+    """A Trainer with the paper's loss, and dropout of the hidden states that a `"before"` head reads."""
 
     def __init__(self, options: HeadConfig, drafter: Drafter, **arguments: Any) -> None:
         self.options, self.drafter = options, drafter
         super().__init__(**arguments)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW. At the rate of the rest, the network on the scalars would hardly have begun when a fit ends."""
+        """AdamW, with a higher learning rate for the network that reads the scalars."""
         if self.optimizer is None:
             rate = self.args.learning_rate
             groups = [
@@ -121,7 +122,7 @@ class HeadTrainer(Trainer):
         model: nn.Module,
         inputs: dict[str, Tensor],
         return_outputs: bool = False,
-        num_items_in_batch: Any = None,  # noqa: ARG002 - the loss has a normaliser of its own
+        num_items_in_batch: Any = None,  # noqa: ARG002 - `weighted_bce` normalises the loss
     ) -> Any:
         if self.options.inputs == "before":
             hidden = F.dropout(inputs["hidden"].float(), self.options.dropout, training=model.training)
@@ -138,7 +139,7 @@ class HeadTrainer(Trainer):
 
 
 def batch_log_odds(model: nn.Module, inputs: dict[str, Tensor], drafter: Drafter) -> Tensor:
-    """The head's verdict `[..., n, s]` on features as in `features.Examples`, with or without a batch."""
+    """The head's log-odds `[..., n, s]` for features as in `Examples.of_text`, with or without a batch dimension."""
     hidden = inputs["hidden"][..., None, :].float()
     if "scalars" not in inputs:
         return model(hidden)
@@ -148,12 +149,12 @@ def batch_log_odds(model: nn.Module, inputs: dict[str, Tensor], drafter: Drafter
 
 
 def collate(texts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Pad texts to `[batch, n, ...]`; the mask is 0 on padding."""
+    """Pad the rollouts of a batch to `[batch, n, ...]`; the mask is 0 on padding."""
     return {name: pad_sequence([text[name] for text in texts], batch_first=True) for name in texts[0]}
 
 
 def heldout_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Unweighted binary KL and AUC over all candidates that count."""
+    """Binary KL and AUC of all candidates, weighted by the mask, without the weight of rejections."""
     log_odds = torch.as_tensor(prediction.predictions).flatten()
     label, mask = (torch.as_tensor(values).flatten() for values in prediction.label_ids)
     counts = mask > 0  # the Trainer pads with -100

@@ -1,4 +1,4 @@
-"""The models of a training run, as far as it has got (`Trained`), what of them is on disk, and the draft vocabulary."""
+"""The models of a training run (`Trained`), their files in `work_dir`, and the draft vocabulary."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEAD, HEAD_WEIGHTS, HEAD_CONFIG = "head", "head.safetensors", "head.json"
 
 @dataclass(frozen=True)
 class Trained:
-    """What the stages after `distill` work with: the target, and what they have made so far, attached to it."""
+    """Inputs of the stages after `distill`: the target, and the assistant as trained so far, attached to the target."""
 
     config: TrainingConfig
     target: CausalLM
@@ -55,19 +55,19 @@ class Trained:
 
     @property
     def head(self) -> AcceptanceHead:
-        """The fitted head, or `ValueError` where there is none."""
+        """The fitted head. `ValueError` if there is none yet."""
         if self.assistant.head is None:
             folder = self.config.work / HEAD
             raise ValueError(f"{folder} has no fitted head yet: run the stage 'head' before this one.")
         return self.assistant.head
 
     def texts(self, split: str, sampling: Sampling) -> Dataset:
-        """Rollouts of `split` that were written at the temperature of `sampling`; `ValueError` if there are none."""
+        """Rollouts of `split` at the temperature of `sampling`. `ValueError` if there are none."""
         return answers.written_at(answers.load(self.config.work, split), sampling.temperature)
 
 
 def check(config: TrainingConfig) -> None:
-    """Find before the rollouts what a later stage would refuse with a `ValueError`; reads no weights."""
+    """Raise `ValueError` before the rollouts if target, draft or vocabulary size do not fit. Loads no weights."""
     target = _without_weights(config.target)
     check_target(target)
     draft = draft_of(config, target, _without_weights)
@@ -76,7 +76,7 @@ def check(config: TrainingConfig) -> None:
 
 
 def draft_of(config: TrainingConfig, target: CausalLM, load: Callable[[str], CausalLM]) -> CausalLM:
-    """Some layers of the target, or the model that `load` makes of a name; `ValueError` if it is not for the target."""
+    """The draft model: layers of the target, or `load(name)`. `ValueError` if its tokenizer is not the target's."""
     if config.independent_draft is None:
         return early_exit(target, layers_of(config, target))
     draft = load(config.independent_draft)
@@ -86,7 +86,7 @@ def draft_of(config: TrainingConfig, target: CausalLM, load: Callable[[str], Cau
 
 
 def layers_of(config: TrainingConfig, target: CausalLM) -> int | list[int]:
-    """The layers of the target that draft."""
+    """The configured layers of the target that draft, or the default of the kind."""
     if config.layers is not None:
         return config.layers
     first = config.kind.first_layers
@@ -98,30 +98,29 @@ def depth_of(target: CausalLM) -> int:
 
 
 def _without_weights(name: str) -> CausalLM:
-    with suppress(OSError, ValueError):  # not every draft has one; `check_same_tokenizer` looks into the local cache
+    with suppress(OSError, ValueError):  # drafts may lack a tokenizer; `check_same_tokenizer` reads the local cache
         loading.load_tokenizer(name)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(loading.load_model_config(name), trust_remote_code=False)
 
 
 def load(name: str, dtype: Any) -> CausalLM:
-    """A model on the device of this process."""
+    """Load a model on the device of this process."""
     with loading.quiet_loading():
         return loading.load_model(name, dtype=dtype, device=process_state().device)
 
 
 def load_target(config: TrainingConfig) -> CausalLM:
-    """The target, in the dtype of the run."""
     return load(config.target, config.dtype)
 
 
 def load_draft_vocab(work: Path) -> Tensor | None:
-    """The token ids that a run's draft may propose, or `None` for all."""
+    """The token ids `[n]` that a run's draft may propose, or `None` for all."""
     return load_tensors(work / DRAFT_VOCAB)["token_ids"] if (work / DRAFT_VOCAB).is_file() else None
 
 
 def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssistant:
-    """The assistant that the stages have made so far, attached to `target`, with what is in `config.work`."""
+    """The assistant as trained so far, from the files in `config.work`, attached to `target`."""
     work = config.work
     head = load_head(work / HEAD) if (work / HEAD / HEAD_CONFIG).is_file() else None
     if config.ready_made is not None:
@@ -141,7 +140,7 @@ def load_assistant(config: TrainingConfig, target: CausalLM) -> SpecDecPPAssista
 
 
 def fingerprint(config: TrainingConfig) -> dict[str, object]:
-    """What tells the texts and the draft from others: names, and the contents of what earlier stages wrote."""
+    """Names of target and draft, and hashes of the files of earlier stages: if equal, rollouts and draft are equal."""
     files = (f"{answers.FOLDER}/{answers.RECORD}", f"{ADAPTER_FOLDER}/{ADAPTER_FILES[1]}", DRAFT_VOCAB)
     contents = {name: digest(config.work / name) for name in (*files, *config.own_files)}
     layers = None if config.independent_draft else config.layers
@@ -149,20 +148,20 @@ def fingerprint(config: TrainingConfig) -> dict[str, object]:
 
 
 def save_head(head: AcceptanceHead, folder: Path) -> None:
-    """Write a head; `head.json` comes last, and a folder with it is complete."""
+    """Write a head. `head.json` is written last: a folder that contains this file is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(head.state_dict(), folder / HEAD_WEIGHTS)
     save_json(head.to_config(), folder / HEAD_CONFIG)
 
 
 def load_head(folder: Path) -> AcceptanceHead:
-    """The head that `save_head` wrote; `ValueError` if a file is damaged, or the two do not belong together."""
-    hint = f"It does not belong to {HEAD_CONFIG} beside it: delete {folder} and fit the head again."
+    """The head that `save_head` wrote. `ValueError` if a file is damaged, or the two files do not match."""
+    hint = f"It does not belong to {HEAD_CONFIG} in the same folder: delete {folder} and fit the head again."
     return read_head(read_json(folder / HEAD_CONFIG), folder / HEAD_WEIGHTS, hint)
 
 
 def save_own(kind: DraftKind, module: Any, tensors: dict[str, Tensor], work: Path) -> None:
-    """Write what is trained beside an adapter or in its place, and last its description, which makes it complete."""
+    """Write the weights of a fusion or of own layers, and last their config, which marks them as complete."""
     path = work / kind.own_file
     check_finite(tensors, path)
     save_tensors(tensors, path)
@@ -170,7 +169,7 @@ def save_own(kind: DraftKind, module: Any, tensors: dict[str, Tensor], work: Pat
 
 
 def load_own(kind: DraftKind, work: Path) -> Any:
-    """What `save_own` wrote; `ValueError` if a file is damaged, or it is not trained yet."""
+    """The module that `save_own` wrote. `ValueError` if a file is damaged or missing."""
     path = work / kind.own_file
     if not (path.is_file() and path.with_suffix(".json").is_file()):
         raise ValueError(f"{work} has no trained {path.name}. Run the stage distill first.")
@@ -187,19 +186,20 @@ def digest(path: Path) -> str | None:
 def choose_vocab(
     answers: Dataset, size: int, always: Sequence[int], num_ids: int, prompts: Sequence[Sequence[int]] = ()
 ) -> Tensor:
-    """The `size` most frequent tokens of the answers, ascending; then of the prompts, whose names and words answers
-    repeat, and last the lowest ids, since tokenizers number about by frequency. Those `always` kept are among them.
-    `ValueError` if `size` is not between the number of tokens that are always kept and `num_ids`."""
+    """The draft vocabulary `[size]`, ascending: the tokens `always`, then the most frequent tokens of the answers.
+
+    If the answers have too few tokens, the most frequent tokens of the prompts follow, and last the lowest ids, because
+    tokenizers number tokens by frequency, roughly. `ValueError` unless `len(always) < size < num_ids`."""
     kept = check_size(size, always, num_ids)
     asked = np.bincount(np.concatenate([*map(np.asarray, prompts), []]).astype(np.int64), minlength=num_ids)[:num_ids]
     counts = answer_counts(answers, num_ids)[:num_ids] * (asked.sum() + 1) + asked
     counts[kept] = np.iinfo(counts.dtype).max
-    # Stable, so that tokens that are equally frequent go by their id.
+    # A stable sort orders tokens of equal frequency by id.
     return torch.as_tensor(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
 
 def check_size(size: int, always: Sequence[int], num_ids: int) -> list[int]:
-    """Those of the tokens `always` that the draft has, ascending; `ValueError` as `choose_vocab` raises it."""
+    """The tokens `always` that the draft has, ascending. `ValueError` as in `choose_vocab`."""
     kept = sorted({token for token in always if token < num_ids})
     if not len(kept) < size < num_ids:
         raise ValueError(
@@ -210,18 +210,18 @@ def check_size(size: int, always: Sequence[int], num_ids: int) -> list[int]:
 
 
 def most_ids(target: CausalLM, draft: CausalLM) -> int:
-    """How many token ids both LM heads have."""
+    """Number of token ids that both LM heads have."""
     return min(model.get_output_embeddings().weight.shape[0] for model in (target, draft))
 
 
 def covered_mass(token_ids: Tensor, answers: Dataset) -> float:
-    """The share of the answers' tokens that the draft vocabulary has: no draft with it can be accepted more often."""
+    """Share of the answers' tokens in the draft vocabulary, an upper bound on the acceptance."""
     counts = answer_counts(answers, int(token_ids.max()) + 1)
     return float(counts[token_ids.numpy()].sum() / counts.sum())
 
 
 def answer_counts(answers: Dataset, num_ids: int) -> np.ndarray:
-    """How often each token id occurs in the answers, `[>= num_ids]`."""
+    """Number of occurrences of each token id in the answers, `[num_ids]`, or longer if larger ids occur."""
     counts = np.zeros(num_ids, dtype=np.int64)
     for batch in answers.select_columns(["input_ids", "prompt_length"]).iter(batch_size=1000):
         pairs = zip(batch["input_ids"], batch["prompt_length"], strict=True)
@@ -232,7 +232,7 @@ def answer_counts(answers: Dataset, num_ids: int) -> np.ndarray:
 
 
 def always_kept(target: CausalLM) -> list[int]:
-    """The ids that end the target's texts, and the special tokens that its chat template puts around an answer."""
+    """The target's end-of-sequence ids, and the special tokens that its chat template puts around an answer."""
     ends = [target.generation_config.eos_token_id, target.config.get_text_config(decoder=True).eos_token_id]
     kept = {token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None}
     tokenizer = loading.tokenizer_of(target.config.name_or_path)

@@ -1,8 +1,8 @@
-"""Chains drafted at places of the held-out texts, with the chance that the verifier accepts each candidate.
+"""Chains drafted in held-out answers, with the probability that the verifier accepts each candidate.
 
-Features (`features.py`) are all at the first position of a round. Calibration and evaluation need later positions, too,
-and candidates after one that would be rejected. Chains begin at places spread over a text and are judged by
-expectation, without coins: little noise.
+Features (`features.py`) are all at the first position of a round. Calibration and evaluation also need later positions,
+and candidates after one that would be rejected. Each candidate is labelled with its probability of acceptance, not with
+a random outcome, which reduces noise.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from hf_specdecpp.training.trainers import Record, joined, shards
 from hf_specdecpp.trees.attention import check_tree
 
 FOLDER, RECORD = "chains", "chains.json"
-MAX_TOKENS = 20  # candidates a chain, the paper's largest
-STARTS = 12  # chains a text
-MEASURED = 200  # texts, evenly spaced among the rollouts
+MAX_TOKENS = 20  # candidates per chain, the paper's maximum
+STARTS = 12  # chains per answer
+MEASURED = 200  # answers, evenly spaced among the rollouts
 TEXTS_PER_SHARD = 32
-ROWS_AT_ONCE = 128  # candidates whose p or q [rows, vocab] are in memory together
+ROWS_AT_ONCE = 128  # candidates whose p or q [rows, vocab] are in memory at the same time
 
 
 def record(made: Trained, split: str, sampling: Sampling) -> dict[str, Tensor]:
-    """Rows of `Recorder.of_text` for rollouts of `split` that were written at the temperature of `sampling`, kept on
-    disk; `ValueError` if there are no such rollouts, their answers are too short, or a shard is damaged."""
+    """The rows of `Recorder.of_text` for rollouts of `split` at the temperature of `sampling`, with `text`, the number
+    of each row's rollout; cached in `work/chains`. `ValueError` if there are no such rollouts, their answers are too
+    short, or a cached shard is damaged."""
     config, texts = made.config, made.texts(split, sampling)
     folder = config.work / FOLDER / f"{split}-{sampling.temperature:g}"
     wanted = {"inputs": config.head.inputs, **asdict(sampling), "seed": config.seed, **fingerprint(config)}
@@ -64,7 +65,7 @@ def record(made: Trained, split: str, sampling: Sampling) -> dict[str, Tensor]:
 
 
 def _of_row(made: Trained, texts: Any, row: int, sampling: Sampling) -> dict[str, Tensor]:
-    """The chains along one text; nothing where it is too short for one."""
+    """The rows of one rollout; empty if its answer is too short for a chain."""
     text, seed = texts[row], made.config.seed * 1_000_003 + row
     last = min(len(text["input_ids"]), min(made.drafter.max_length, longest_text(made.target)) - MAX_TOKENS)
     # A round never begins right after the prompt: the first token comes from the target's pass over it.
@@ -80,7 +81,7 @@ def _of_row(made: Trained, texts: Any, row: int, sampling: Sampling) -> dict[str
 
 @dataclass(frozen=True)
 class Recorder:
-    """Records the chains that a draft would propose at places of a text, with the state that a head `inputs`."""
+    """Records the chains that a draft proposes at positions of a sequence. `inputs` is that of `HeadConfig`."""
 
     assistant: SpecDecPPAssistant
     target: CausalLM
@@ -91,12 +92,13 @@ class Recorder:
         """Draft a chain after `ids[:start]` for every start.
 
         Args:
-            ids: prompt and answer.
-            starts: ascending, each at least 1.
+            ids: tokens of prompt and answer.
+            starts: lengths of prefixes, ascending, each at least 1.
 
         Returns:
-            One row a candidate, in order: `start`, `index` in the chain, `token`, `hidden` `[rows, hidden_size]`,
-            `scalars` `[rows, 6]`, `label`. A chain ends with the first token that ends a text.
+            One row per candidate, chain after chain: `start`, `index` in the chain, `token`, `hidden` `[rows,
+            hidden_size]`, `scalars` `[rows, 6]`, and `label`, the probability that the candidate is accepted. A chain
+            ends with its first end-of-sequence token.
         """
         drafter, sampling = self.assistant.ready_drafter(), self.sampling
         vocab_size = int(self.assistant.config.vocab_size or 0)
@@ -124,7 +126,7 @@ class Recorder:
 
 
 def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Any) -> Tensor:
-    """Log-odds `[rows]` of recorded candidates, calibration left out."""
+    """The head's uncalibrated log-odds `[rows]` of recorded candidates."""
     rows = {"hidden": chains["hidden"], "tokens": chains["token"][:, None]}
     if head.inputs == "before":
         rows["scalars"] = chains["scalars"][:, None]
@@ -138,32 +140,32 @@ def head_estimates(head: AcceptanceHead, chains: dict[str, Tensor], drafter: Any
 
 # Chains that branch off a text ----------------------------------------------------------------------------------------
 #
-# The text and the chains are one token tree (`caches/masks.py`): the draft reads one level of all chains a pass, the
-# target all chains in one pass. For example, with `ids` of 10 tokens, `starts` 4 and 7 and `length` 3, the draft reads
-# the first 7 tokens once, and then two candidates a pass, three times: at depth 0 of both chains, at depth 1 and at
-# depth 2. A candidate of the first chain sees the tokens 0 to 3 and the candidates before it in its own chain.
+# The sequence and the chains form one token tree (`caches/masks.py`): each draft pass reads one level of all chains,
+# and one target pass reads all chains. For example, with `ids` of 10 tokens, `starts` 4 and 7 and `length` 3, the draft
+# reads the first 7 tokens once, and then two candidates per pass, at depths 0, 1 and 2 of both chains. A candidate of
+# the first chain attends to the tokens 0 to 3 and to the earlier candidates of its own chain.
 
 
 @dataclass
 class DraftedChains:
-    """Chains on a text, c of them with k candidates each."""
+    """c chains of k candidates each in one sequence."""
 
-    starts: Tensor  # `[c]`, how many tokens of the text come before each chain, ascending
+    starts: Tensor  # `[c]`, the number of tokens before each chain, ascending
     tokens: Tensor  # `[c, k]`, the candidates
-    scalars: Tensor  # `[c, k, 6]`, `scalar_features` of each
-    hidden: Tensor  # `[c, k + 1, hidden_size]`, the state that q of each candidate came from, and the one at the last
+    scalars: Tensor  # `[c, k, 6]`, `scalar_features` of each candidate
+    hidden: Tensor  # `[c, k + 1, hidden_size]`, the draft's state before each candidate, and at the last one
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """How candidates come from a draft's states."""
+    """Draws candidates from a draft's hidden states."""
 
-    to_q: Callable[[Tensor], Tensor]  # of logits `[n, vocab]`
+    to_q: Callable[[Tensor], Tensor]  # makes q of logits `[n, vocab]`
     vocab_size: int  # of the target
-    generator: torch.Generator | None = None  # draws the candidates; `None` takes the likeliest (greedy)
+    generator: torch.Generator | None = None  # `None` takes the likeliest token (greedy)
 
     def candidates(self, drafter: Any, states: Tensor) -> tuple[Tensor, Tensor]:
-        """A candidate from each state `[n, hidden_size]`, and its scalars `[n, 6]`."""
+        """One candidate for each state `[n, hidden_size]`: tokens `[n]`, and their `scalar_features` `[n, 6]`."""
         tokens, scalars, greedy = [], [], self.generator is None
         for rows in states.split(ROWS_AT_ONCE):
             q = self.to_q(drafter.logits(rows, self.vocab_size))
@@ -173,7 +175,7 @@ class Drawing:
 
 
 def together(starts: Sequence[int] | Tensor, *models: CausalLM) -> Sequence[Tensor]:
-    """The starts in groups that all of the models read together: all in one, unless a model cannot read a tree."""
+    """Groups of starts whose chains can be read in one pass: all starts, or single ones if a model reads no trees."""
     starts = torch.as_tensor(starts, dtype=torch.long)
     try:
         for model in models:
@@ -187,13 +189,13 @@ def together(starts: Sequence[int] | Tensor, *models: CausalLM) -> Sequence[Tens
 def draft_chains(
     drafter: Any, ids: list[int], states: Tensor | None, starts: Tensor, length: int, drawing: Drawing
 ) -> DraftedChains:
-    """Draft `length` candidates after `ids[:start]` for every start, whatever they are (an end of text, too).
+    """Draft `length` candidates after `ids[:start]` for every start, also after an end-of-sequence token.
 
-    A block draft has as many as its block at most, and does not read the last: there `hidden` is the one before.
+    A block draft proposes at most one block, and has no state at its last candidate: `hidden` repeats the state before.
 
     Args:
-        states: `[1, n, width]` of the target along the text, `None` for a draft that reads none (`target_states`).
-        starts: `[c]` int64, ascending, each at least 1, for a block at least 2; one group of `together`.
+        states: the target's states `[1, n, width]` along `ids` (`target_states`), or `None`.
+        starts: `[c]` int64, ascending, at least 1, or 2 for a block draft; one group of `together`.
     """
     count, device = len(starts), drafter.device
     starts = starts.to(device)
@@ -219,10 +221,10 @@ def draft_chains(
 
 @torch.no_grad()
 def target_states(target: CausalLM, drafter: Draft, ids: list[int]) -> Tensor | None:
-    """What a draft reads of the target along a text, `[1, n, width]`; `None` where that is nothing."""
+    """The target's states `[1, n, width]` that the draft reads along `ids`; `None` for a draft that reads none."""
     if drafter.reads is None:
         return None
-    # Not below: it begins by reading a token, which would be caught, too.
+    # Outside the hooks below: the constructor runs a pass over one token.
     reader = DraftModel(target, shares_target=True)
     with TargetStates(target, drafter.reads) as caught:
         reader.hidden_states(torch.tensor([ids], device=input_device(target)))
@@ -234,8 +236,8 @@ def target_probabilities(
     reader: DraftModel, ids: list[int], starts: Tensor, tokens: Tensor, to_p: Callable[[Tensor], Tensor],
     vocab_size: int,
 ) -> Tensor:  # fmt: skip
-    """p of every candidate `[c, k]` given those before it in its chain; `reader` wraps the target as if it were a
-    draft. `ids` and `starts` are as in `draft_chains`; `to_p` makes p of logits `[n, vocab]`."""
+    """p of each candidate in `tokens` `[c, k]`, given the earlier candidates of its chain. `reader` runs the target;
+    `ids` and `starts` are as in `draft_chains`; `to_p` makes p of logits `[n, vocab]`."""
     device = reader.device
     starts, tokens = starts.to(device), tokens.to(device)
     text = BranchingText(reader, ids[: int(starts[-1])])
@@ -253,16 +255,16 @@ def target_probabilities(
 
 
 class BranchingText:
-    """A text in a model's cache, and passes over nodes that branch off it; `states` are its last ones `[length,
-    hidden_size]`.
+    """A sequence in a model's cache, and passes over nodes that branch off it. The attribute `states` has the model's
+    last hidden states along the sequence, `[length, hidden_size]`.
 
-    A conditioned draft is given the target's, `[1, length or more, width]`, and leaves the first token out.
+    A conditioned draft takes the target's `states`, `[1, length or more, width]`, and does not read the first token.
     """
 
     def __init__(self, reader: DraftModel, ids: list[int], states: Tensor | None = None) -> None:
         self.reader, self.length, self.first = reader, len(ids), int(states is not None)
         self.cache = DynamicCache(config=reader.text_config)
-        self.cache.activate_past_recording()  # sliding windows must not drop what earlier branches see
+        self.cache.activate_past_recording()  # sliding windows must not drop tokens that earlier branches attend to
         conditions: dict[str, Any] = {} if states is None else {"states": states[:, : len(ids) - 1].to(reader.device)}
         tokens = torch.tensor([ids[self.first :]], device=reader.device)
         hidden = reader.hidden_states(tokens, self.cache, **conditions)[0]
@@ -271,18 +273,18 @@ class BranchingText:
     def read(
         self, tokens: Tensor, starts: Tensor, below: Tensor, depths: Tensor, states: Tensor | None = None
     ) -> Tensor:
-        """States `[n, hidden_size]` at n more nodes.
+        """Read n more nodes, and return their hidden states `[n, hidden_size]`.
 
         Args:
-            tokens: `[n]`.
-            starts: `[n]`, how many tokens of the text each sees.
-            below: bool `[n, fed + n]`, which branching nodes each sees: of those fed so far, then of these.
-            depths: `[fed + n]`, the place of each branching node.
-            states: `[n, hidden_size]`, a conditioned draft's own before each node.
+            tokens: `[n]`, the nodes' tokens.
+            starts: `[n]`, how many tokens of the sequence each node attends to.
+            below: bool `[n, read + n]`, which nodes each node attends to; earlier nodes come first, then the new ones.
+            depths: `[read + n]`, the position of each earlier and new node in the sequence.
+            states: `[n, hidden_size]`, a conditioned draft's own state before each node.
         """
         inputs: dict[str, Any] = {} if states is None else {"states": states[None]}
         text = torch.arange(self.first, self.length, device=tokens.device)
-        if int(starts[0]) < self.length or len(starts.unique()) > 1:  # else it is plain text, for any model
+        if int(starts[0]) < self.length or len(starts.unique()) > 1:  # otherwise the nodes need no tree mask
             ancestors = torch.cat((text < starts[:, None], below), dim=1)
             places = torch.cat((text, depths)) - self.first
             inputs |= tree_inputs(self.reader.model, self.cache, ancestors, places, num_prefix=0)

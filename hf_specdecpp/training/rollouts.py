@@ -1,7 +1,7 @@
 """Stage `rollouts`: the target's answers to the prompts, as parquet shards.
 
-Each shard depends on the settings and its number alone, and appears whole or not at all; so a run that was stopped goes
-on with those that are missing. Several processes (`accelerate launch`) share the shards.
+A shard depends only on the settings and its number, and is written completely or not at all, so that a stopped run
+continues with the missing shards. Several processes (`accelerate launch`) share the shards.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ COLUMNS = {
     "input_ids": pyarrow.list_(pyarrow.int32()), "prompt_length": "int32", "finished": "bool",
 }  # fmt: skip
 
-FEW_TOKENS = 50_000  # of answers; SmolLM2's draft learnt from 587,000
+FEW_TOKENS = 50_000  # of answers; SmolLM2's draft was trained on 587,000
 
-# Prompts, a temperature and a seed to indices of prompts, new tokens, and whether the target ended them.
-Row: TypeAlias = tuple[Encoded, int, float]  # an answer that is wanted: its prompt, number and temperature
+Row: TypeAlias = tuple[Encoded, int, float]  # an answer to generate: its prompt, sample number and temperature
+# (prompts, temperature, seed) -> (index of a prompt, new tokens, whether an end-of-sequence token ended them), ...
 Target: TypeAlias = Callable[[list[Encoded], float, int], Iterator[tuple[int, list[int], bool]]]
 
 
@@ -48,15 +48,15 @@ Target: TypeAlias = Callable[[list[Encoded], float, int], Iterator[tuple[int, li
 
 
 def sets_to_evaluate(config: TrainingConfig) -> dict[str, str]:
-    """The name of each test set, and its file or data set; `ValueError` as `named_sources` raises it."""
+    """Test sets: names, and their files or data sets. `ValueError` as in `named_sources`."""
     return named_sources(config.evaluation.data, TRAIN, HELDOUT)
 
 
 def all_prompts(config: TrainingConfig) -> dict[str, list[Prompt]]:
-    """The prompts of `train`, `heldout` and every test set."""
+    """The prompts by set: `train`, `heldout` and every test set."""
     rollouts = config.rollouts
     whole = {name: read_prompts(source) for name, source in sets_to_evaluate(config).items()}
-    unseen = {prompt.opening for prompts in whole.values() for prompt in prompts}  # also those that are not measured
+    unseen = {prompt.opening for prompts in whole.values() for prompt in prompts}  # also beyond `max_prompts`
     prompts = split_prompts(rollouts.data, rollouts.heldout, rollouts.max_prompts, config.seed, unseen)
     tests = {name: sample_prompts(each, config.evaluation.max_prompts, config.seed) for name, each in whole.items()}
     return {**prompts, **tests}
@@ -69,8 +69,8 @@ def run(config: TrainingConfig) -> None:
     """Answer all prompts that have no answer yet.
 
     Raises:
-        ValueError: prompts or settings make no sense, or there are answers from other settings.
-        ConnectionError, OSError: the server is gone, or the disk is full; finished shards are kept.
+        ValueError: prompts or settings are invalid, or there are answers from other settings.
+        ConnectionError, OSError: the server does not answer, or the disk is full; finished shards are kept.
     """
     folder = config.work / FOLDER
     state = process_state()
@@ -81,10 +81,10 @@ def run(config: TrainingConfig) -> None:
         logger.info(f"{folder} is complete.")
         return
     with state.main_process_first():
-        # Answers from other settings, or from unknown ones, are refused: they are expensive.
-        advice = f"Go on with the earlier settings, choose another work_dir, or delete {folder} to begin anew."
+        # Answers are expensive, so those from other or unknown settings are not deleted: the run stops.
+        advice = f"Continue with the earlier settings, choose another work_dir, or delete {folder} to start again."
         if not record.path.is_file() and any(folder.glob("*/shard-*.parquet")):
-            raise ValueError(f"{folder} has answers but no {RECORD} that says from which settings. {advice}")
+            raise ValueError(f"{folder} has answers but no {RECORD}, so their settings are unknown. {advice}")
         if different := record.changes():
             raise ValueError(f"{folder} has answers from other settings: {'; '.join(different)}. {advice}")
         record.begin()
@@ -99,7 +99,7 @@ def run(config: TrainingConfig) -> None:
 
 
 def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prompt]]) -> dict[str, Any]:
-    """What the answers depend on: not the server's address, nor the size of batches, which a run may have to lower."""
+    """The settings that answers depend on. Server address and batch size may change between runs."""
     rollouts = config.rollouts
     texts = json.dumps([[[prompt.id, prompt.messages] for prompt in prompts[split]] for split in prompts])
     return {
@@ -119,7 +119,7 @@ def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prom
 
 
 def _plan(config: TrainingConfig, items: dict[str, list[Encoded]]) -> dict[Path, list[Row]]:
-    """Each shard's file with its rows, of one temperature; all prompts have an answer before one has two."""
+    """The rows of each shard, by path, all of one temperature. First samples of all prompts precede second samples."""
     size, plan = config.rollouts.shard_size, {}
     for split, encoded in items.items():
         shuffled = random.Random(config.seed).sample(encoded, len(encoded))  # noqa: S311 - no secret
@@ -133,7 +133,7 @@ def _plan(config: TrainingConfig, items: dict[str, list[Encoded]]) -> dict[Path,
 
 
 def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[Row]]) -> None:
-    """Make the shards that are missing."""
+    """Generate the missing shards."""
     missing = {path: rows for path, rows in shards.items() if not _is_whole(path, len(rows))}
     if not missing:
         return
@@ -161,23 +161,23 @@ def _answer(config: TrainingConfig, codec: Codec, shards: dict[Path, list[Row]])
 
 
 def _is_whole(path: Path, num_rows: int) -> bool:
-    """Whether a shard is there with all its rows; a warning where it is there and damaged."""
+    """Whether a shard exists with all its rows. Warns if the file is damaged."""
     if not path.is_file():
         return False
     with suppress(pyarrow.ArrowInvalid, OSError):
         if pyarrow.parquet.read_metadata(path).num_rows == num_rows:
             return True
-    logger.warning(f"{path} is damaged, and is made again.")
+    logger.warning(f"{path} is damaged and is generated again.")
     return False
 
 
 def warn_of_few(answers: int, answer_tokens: int, **_: Any) -> None:
-    """Warn where there is so little to learn from that the draft will hardly be of use."""
+    """Warn if there are too few answer tokens for a useful draft."""
     if answer_tokens < FEW_TOKENS:
         logger.warning(
-            f"The draft learns from {answer_tokens:,} tokens of {answers:,} answers. After fewer than {FEW_TOKENS:,} "
-            "most drafts guess too badly to pay. Give more prompts, or raise rollouts.samples_per_prompt or "
-            "rollouts.max_new_tokens (docs/training.md)."
+            f"The draft trains on {answer_tokens:,} tokens of {answers:,} answers. With fewer than {FEW_TOKENS:,} most "
+            "drafts are accepted too rarely to speed up generation. Give more prompts, or raise "
+            "rollouts.samples_per_prompt or rollouts.max_new_tokens (docs/training.md)."
         )
 
 

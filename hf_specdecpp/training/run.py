@@ -1,4 +1,4 @@
-"""`specdecpp train`: the stages in order. Each knows what it has done already and goes on from there."""
+"""`specdecpp train`: runs the stages in order. Each stage resumes its own unfinished work."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ STAGES = {
     "card": card.run,
 }
 
-# Quick stages that write one result: with several processes, the main one does them.
+# Short stages that write one result: only the main process runs them.
 ON_MAIN_PROCESS = ("calibrate", "eval", "card")
 
 
 def train(config: TrainingConfig, stages: Sequence[str] | None = None) -> None:
-    """Run a training run, or some of its stages, in the order of `STAGES`; `ValueError` if a setting, a model, a
-    tracker or a stage is unknown or missing, or a stage cannot run on what the earlier ones left."""
+    """Run all stages, or those in `stages`, in the order of `STAGES`. `ValueError` if a setting, model, tracker or
+    stage is invalid, or the results of an earlier stage are missing."""
     config.find_ready_made()
     config.validate()
     unknown = sorted(set(stages or ()) - set(STAGES))
@@ -50,7 +50,7 @@ def train(config: TrainingConfig, stages: Sequence[str] | None = None) -> None:
     models.check(config)
     state = process_state()
     if state.is_main_process:
-        for unfinished in config.work.glob(f"*/**/{UNFINISHED}"):  # of a run that was killed while it wrote
+        for unfinished in config.work.glob(f"*/**/{UNFINISHED}"):  # left by a run that was killed while writing
             unfinished.unlink()
     state.wait_for_everyone()
     console = Console(stderr=True, highlight=False, quiet=not state.is_main_process)
@@ -71,14 +71,14 @@ INTERRUPTED = 130  # exit code of a command that Ctrl-C ended
 
 
 def run(options: TrainOptions) -> None:
-    """Merge the options into the settings of their file, train, say what was made, and upload it if asked to."""
+    """Merge the options into the settings of `--config`, train, print a summary, and upload with `--push_to_hub`."""
     settings = read_settings(options.config) if options.config is not None else {}
     rollouts = settings.setdefault("rollouts", {})
     given = {name: value for name, value in vars(options).items() if value not in (None, [])}
     settings.update({name: given[name] for name in ("target", "output", "draft", "layers") if name in given})
     rollouts.update({name: given[name] for name in ("data", "server") if name in given})
     config = TrainingConfig.from_dict(settings)
-    # Users can do nothing about bars of short data sets, deprecations in libraries, and Trainer's doubts about mtime.
+    # Hide messages that users cannot act on: bars of short data sets, deprecations in libraries, Trainer on mtime.
     datasets.disable_progress_bars()
     for library in ("transformers", "peft", "accelerate", "torch", "datasets"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{library}\.")
@@ -87,7 +87,7 @@ def run(options: TrainOptions) -> None:
     try:
         train(config, options.stage or None)
     except KeyboardInterrupt:
-        console.print(f"\nInterrupted. What is finished is kept in {config.work}: run the same command to go on.")
+        console.print(f"\nInterrupted. Finished work is kept in {config.work}: run the same command to continue.")
         raise typer.Exit(INTERRUPTED) from None
     if process_state().is_main_process:
         more = "next        the same command with the other stages, or without --stage"
@@ -100,7 +100,7 @@ def run(options: TrainOptions) -> None:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """The settings of a YAML file; `ValueError` if it is not YAML, or not a mapping."""
+    """The settings in a YAML file. `ValueError` if the file is not YAML, or not a mapping."""
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:

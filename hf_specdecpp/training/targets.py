@@ -1,4 +1,4 @@
-"""The target answers on this machine, in batches, or on an OpenAI-compatible server: vLLM, SGLang, llama.cpp, ..."""
+"""Answers of the target, generated here in batches or by an OpenAI-compatible server (vLLM, SGLang, llama.cpp)."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ logger = logging.get_logger(__name__)
 ATTEMPTS = 6
 FIRST_DELAY = 1.0  # seconds; doubles from attempt to attempt
 TIMEOUT = 600.0  # seconds for one answer
-EVERY_TOKEN = 2**20  # as top_k: servers do not agree on 0 or -1 for "all"
+EVERY_TOKEN = 2**20  # top_k for all tokens: some servers take 0 for that, others -1
 PATH = "/v1/completions"
-SHRINK_AT = 0.85  # share of answers still being written at which the others leave the batch
+SHRINK_AT = 0.85  # if fewer rows than this share are unfinished, finished rows are removed from the batch
 
 
 class LocalTarget:
-    """Answers prompts in batches; the same prompts and seed give the same answers, drawn by temperature and top-k
-    alone.
+    """Generates answers in batches with temperature and top-k only. The same prompts and seed give the same answers.
 
-    Unlike in `generate()`, finished answers leave the batch, and no vocabulary is sorted: two to three times the speed.
+    It is two to three times as fast as `generate()`: finished rows leave the batch, and no vocabulary is sorted.
     """
 
     def __init__(self, config: TrainingConfig, codec: Codec) -> None:
@@ -50,7 +49,7 @@ class LocalTarget:
         self.takes_positions = takes_positions(self.model)
 
     def __call__(self, items: list[Encoded], temperature: float, seed: int) -> Iterator[tuple[int, list[int], bool]]:
-        """Index of an item, the new tokens, and whether the target ended them; in any order."""
+        """Yields in any order: index of an item, new tokens, and whether an end-of-sequence token ended the answer."""
         order = sorted(range(len(items)), key=lambda index: len(items[index].input_ids))  # little padding
         for start in range(0, len(order), self.settings.batch_size):
             batch = order[start : start + self.settings.batch_size]
@@ -61,7 +60,7 @@ class LocalTarget:
 
     @torch.inference_mode()
     def _answer(self, batch: list[Encoded], sampling: Sampling) -> Iterator[tuple[int, list[int], bool]]:
-        """Row, new tokens and whether they ended, each as soon as it is complete."""
+        """As `__call__`, for one batch."""
         room = [self.codec.num_fitting(item, self.settings.max_new_tokens) for item in batch]
         answers: list[list[int]] = [[] for _ in batch]
         cache, rows = DynamicCache(config=self.model.config.get_text_config(decoder=True)), list(range(len(batch)))
@@ -71,7 +70,7 @@ class LocalTarget:
         while writing:
             positions: dict[str, Any] = {}
             if self.takes_positions:
-                # At most the last one: an answer that has ended at the context may stay in the batch for a while.
+                # Clamped, because an answer that has filled the context may stay in the batch for a while.
                 last = self.codec.context - 1 if self.codec.context else None
                 positions["position_ids"] = (mask.cumsum(-1) - 1).clamp(0, last)[:, -ids.shape[1] :]
             past: dict[str, Any] = {CACHE: cache, "use_cache": True, "logits_to_keep": 1}
@@ -91,8 +90,8 @@ class LocalTarget:
                 ids, mask, rows = ids[kept], mask[kept], [row for row in rows if row in writing]
 
     def _draw(self, logits: Tensor, sampling: Sampling) -> Tensor:
-        """A token for each row of `[batch, vocab]`."""
-        if bool(logits.sum().isnan()):  # infinities of both signs are NaN, too
+        """A token `[batch]` for each row of logits `[batch, vocab]`. `ValueError` for NaN logits."""
+        if bool(logits.sum().isnan()):  # also for infinities of both signs
             raise ValueError(
                 f"The target {self.model.config.name_or_path!r} computed NaN logits in {self.model.dtype} on "
                 f"{self.model.device}, so its answers would mean nothing. Check its weights; a model that overflows in "
@@ -110,7 +109,8 @@ class LocalTarget:
 
 
 class ServerTarget:
-    """Asks a server that takes prompts as token ids, `batch_size` at a time, past any other template or tokenizer."""
+    """Sends prompts to a server as token ids, `batch_size` at a time, so that no template or tokenizer of the server is
+    used."""
 
     def __init__(self, config: TrainingConfig, codec: Codec) -> None:
         self.settings, self.codec = config.rollouts, codec
@@ -120,7 +120,7 @@ class ServerTarget:
             raise ValueError(f"The server {self.url!r} is not a URL such as http://localhost:8000.")
 
     def __call__(self, items: list[Encoded], temperature: float, seed: int) -> Iterator[tuple[int, list[int], bool]]:
-        """As `LocalTarget`. `ConnectionError` where the server fails again and again."""
+        """As in `LocalTarget`. `ConnectionError` if the server fails six times."""
         with ThreadPoolExecutor(self.settings.batch_size) as pool:
             asked = {pool.submit(self._ask, item, temperature, seed + index): index for index, item in enumerate(items)}
             try:
@@ -132,19 +132,19 @@ class ServerTarget:
                 pool.shutdown(cancel_futures=True)
 
     def _ask(self, item: Encoded, temperature: float, seed: int) -> tuple[str, bool]:
-        """The text of an answer, and whether the target ended it."""
+        """The text of an answer, and whether an end-of-sequence token ended it."""
         body = {
             "model": self.model,
             "prompt": item.input_ids,
             "max_tokens": self.codec.num_fitting(item, self.settings.max_new_tokens),
             "seed": seed,
-            # Temperature and top-k alone: servers have defaults for all the rest, or take the model's own.
+            # Other settings are turned off: servers have defaults, or read those of the model.
             "temperature": temperature,
             "top_k": self.settings.top_k or EVERY_TOKEN,
             "top_p": 1.0,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "repeat_penalty": 1.0,  # as llama.cpp calls it
+            "repeat_penalty": 1.0,  # llama.cpp's name
         }
         reply = self._post(body)
         try:
@@ -152,9 +152,9 @@ class ServerTarget:
             text, finished = choice["text"], choice["finish_reason"] == "stop"
         except (KeyError, IndexError, TypeError):
             raise ValueError(
-                f"{self.url}{PATH} answered {str(reply)[:300]}, which is not what OpenAI's API answers."
+                f"{self.url}{PATH} answered {str(reply)[:300]}, which is not an answer of OpenAI's API."
             ) from None
-        # An answer cut inside a character ends in the sign for it, which the target never wrote.
+        # An answer that stops within a character ends with a replacement character, which is not the target's.
         return text if finished else text.rstrip("\ufffd"), finished
 
     def _post(self, body: dict[str, Any]) -> Any:
@@ -183,6 +183,6 @@ class ServerTarget:
                 problem = f"{type(error).__name__}: {error}"
         raise ConnectionError(
             f"The server {self.url} did not answer after {ATTEMPTS} attempts. The last one: {problem}. Is it running, "
-            "and has it memory for that many requests at once (rollouts.batch_size)? Finished shards are kept: run the "
-            "same command to go on."
+            "and does it have memory for that many requests at once (rollouts.batch_size)? Finished shards are kept: "
+            "run the same command to continue."
         )

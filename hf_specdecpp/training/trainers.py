@@ -1,4 +1,4 @@
-"""What the stages share: processes, trackers, checkpoints, and records of what is made."""
+"""Processes, trackers, checkpoints, shards, and records of results, for all stages."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from hf_specdecpp.training.configuration import DistillConfig, HeadConfig, Train
 
 logger = logging.get_logger("hf_specdecpp")
 LOGS = "logs"
-LOG_FOLDER = "TENSORBOARD_LOGGING_DIR"  # the variable that Trainer's callback reads when it is made
+LOG_FOLDER = "TENSORBOARD_LOGGING_DIR"  # environment variable that Trainer's callback reads when it is constructed
 
 
 def process_state() -> PartialState:
-    """This process among those of the run; accelerate overlooks its siblings on a CPU unless told that it is meant."""
+    """accelerate's state of this process. On a CPU, accelerate finds the other processes only with `cpu=True`."""
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def check_trackers(report_to: str | list[str]) -> None:
-    """Raise `ValueError` before an hour of rollouts where a tracker is unknown to Trainer, or not installed."""
+    """Raise `ValueError` if Trainer does not know a tracker, or it is not installed; called before the rollouts."""
     try:
         for callback in get_reporting_integration_callbacks(report_to):
             callback()
@@ -43,14 +43,14 @@ def check_trackers(report_to: str | list[str]) -> None:
 
 
 def logging_to(folder: Path) -> AbstractContextManager[None]:
-    """A Trainer made within it writes TensorBoard's files to `folder`, not into checkpoints, which are deleted."""
+    """A context in which new Trainers write TensorBoard's files to `folder`; checkpoints are deleted later."""
     return patch_environment(**{LOG_FOLDER: os.environ.get(LOG_FOLDER, str(folder))})
 
 
 def training_arguments(
     config: TrainingConfig, section: DistillConfig | HeadConfig, checkpoints: Path, **own: Any
 ) -> TrainingArguments:
-    """The arguments that both fits have in common, those of a section of the settings, and `own`."""
+    """Trainer's arguments: defaults of the stages `distill` and `head`, those in `section`, and `own`."""
     return TrainingArguments(
         output_dir=str(checkpoints),
         per_device_train_batch_size=section.batch_size,
@@ -68,7 +68,7 @@ def training_arguments(
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """The newest complete checkpoint of a Trainer. It writes `trainer_state.json` last; without it, it was killed."""
+    """The latest complete checkpoint in `folder`, or `None`. Trainer writes `trainer_state.json` last."""
     complete = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
     return str(max(complete, key=lambda path: int(path.name.split("-")[1]))) if complete else None
 
@@ -77,11 +77,11 @@ def last_checkpoint(folder: Path) -> str | None:
 
 
 class Record:
-    """The record of what is made with `settings`.
+    """A JSON file with the settings and the result of a stage.
 
     Args:
-        settings: all that what is made depends on; whatever JSON can hold.
-        made: files and folders that are worth nothing once the settings are others.
+        settings: all settings that the result depends on, as JSON types.
+        made: files and folders of the stage, which `begin` deletes if the settings have changed.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], made: Sequence[Path] = ()) -> None:
@@ -89,22 +89,22 @@ class Record:
         self.settings: dict[str, Any] = json.loads(json.dumps(settings))  # a tuple would not equal the list read back
 
     def result(self) -> dict[str, Any] | None:
-        """What came of an earlier run with the same settings; `None` unless it has ended."""
+        """The record of a finished run with the same settings; otherwise `None`."""
         found = self._read()
         return found if found.get("complete") and found.get("settings") == self.settings else None
 
     def changes(self) -> list[str]:
-        """How the settings of an earlier run differ from these, in words; empty where there was none."""
+        """Changed settings since an earlier run, such as "rank was 8 and is now 4"; empty without an earlier run."""
         found = self._read()
         return differences(found.get("settings", {}), self.settings) if found else []
 
     def begin(self) -> None:
-        """Note the settings. What was made with others, or nobody knows with which, is removed first."""
+        """Write the settings. Files of `made` from other or unknown settings are deleted first, with a warning."""
         found = self._read()
         if found.get("settings") == self.settings:
             return
         if found:
-            logger.warning(f"{self.path.parent} is of other settings and is made again: {'; '.join(self.changes())}.")
+            logger.warning(f"{self.path.parent} has other settings and is rebuilt: {'; '.join(self.changes())}.")
         for path in self.made:
             if path.is_dir():
                 shutil.rmtree(path)
@@ -113,7 +113,7 @@ class Record:
         self._write({"settings": self.settings, "complete": False})
 
     def end(self, result: dict[str, Any]) -> None:
-        """Note that all is made, and what came of it."""
+        """Write the result, which marks the record as complete."""
         self._write({"settings": self.settings, "complete": True, **result})
 
     def _read(self) -> dict[str, Any]:
@@ -127,8 +127,8 @@ class Record:
 def shards(
     record: Record, rows: Sequence[int], size: int, make: Callable[[int], dict[str, Tensor]], title: str
 ) -> list[Path]:
-    """Safetensors files beside a record, where they are not there yet: the tensors that `make` returns for `size` of
-    the `rows`, one after another. Rows for which it returns none are left out."""
+    """Write the missing safetensors shards in the folder of `record`, and return the paths of all shards. A shard has
+    the tensors that `make` returns for `size` of the `rows`, joined along the first dimension."""
     record.begin()
     paths = []
     with logging.tqdm(total=len(rows), desc=title, unit="text") as bar:
@@ -143,7 +143,7 @@ def shards(
 
 
 def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Tensors of several parts, one after another; empty where there is no part."""
+    """The tensors of all parts, joined along the first dimension; empty without parts."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
 

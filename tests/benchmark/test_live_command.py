@@ -33,7 +33,7 @@ def test_no_assistant_no_matplotlib(target: PreTrainedModel, tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run_bench(target, tmp_path, "--quick", "--max_new_tokens", "8", draft=())
     assert result.exit_code == 0, result.output
-    assert "Without --assistant or --layers nothing drafts: the text itself is searched." in result.output
+    assert "Without --assistant or --layers candidates are looked up in the text." in result.output
     assert "cheaper draft" not in result.output
     assert "report.md, no pictures, which need matplotlib." in " ".join(result.output.split())
     assert "![" not in (tmp_path / "bench/report.md").read_text()
@@ -100,7 +100,7 @@ def test_the_report(ran: tuple[Path, Any]) -> None:
     assert len(pictures) == 2
     assert all((folder / picture).is_file() for picture in pictures)
     assert "| batches of 2 | " in report
-    assert re.search(r"- \d+ greedy texts were compared with those of plain generate\(\); 0 of ours differ.", report)
+    assert re.search(r"- \d+ greedy answers were compared with plain generate\(\); 0 of hf_specdecpp differ.", report)
 
 
 def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,15 +108,15 @@ def test_wrong_texts_fail_the_command(target: PreTrainedModel, tmp_path: Path, m
     options = ("--max_new_tokens", "16", "--contestants", "fixed 3", "--temperatures", "0")
     result = run_bench(target, tmp_path, *options)
     assert result.exit_code == 1
-    assert "fixed 3 left the text of plain generate() at token" in " ".join(result.output.split())
-    assert "FAILED: not the texts of plain generate()" in result.output
+    assert "fixed 3 differs from plain generate() from token" in " ".join(result.output.split())
+    assert "FAILED: answers differ from plain generate()" in result.output
 
 
 @pytest.mark.parametrize(("options", "says"), [
     (("--temperatures", "hot"), "must be numbers such as"),
-    (("--contestants", "nobody"), "No contestant is called"),
-    (("--batch_size", "9"), "batch_size=9, and there are 2 prompts"),
-    (("--data", "elsewhere/questions.jsonl"), "need names of their own, which are those of their files. Rename"),
+    (("--contestants", "nobody"), "No contestant matches"),
+    (("--batch_size", "9"), "batch_size=9, but there are only 2 prompts"),
+    (("--data", "elsewhere/questions.jsonl"), "need different names, which are those of their files. Rename"),
 ])  # fmt: skip
 def test_bad_options(target: PreTrainedModel, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
     result = run_bench(target, tmp_path, "--max_new_tokens", "4", *options)

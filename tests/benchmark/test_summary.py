@@ -31,7 +31,7 @@ def summary_row(contestant: str, speedup: float, same: float, **fields: Any) -> 
     (summary_row("x", 0.7, 1.2), 0.6, "take plain generate() to 0.60: turn them off (cpu_products)."),
     (summary_row("x", 2.1, 1.9), 1.1, "take plain generate() to 1.10."),
     (summary_row("x", 1.4, 1.4, same_passes=[1.4, 0.9, 1.5]), 1.0, "too close to tell: the fastest, x, runs"),
-    (summary_row("x", 0.9, 0.9, plain=[0.9, 0.6, 1.1]), 1.0, "To tell, take more prompts"),
+    (summary_row("x", 0.9, 0.9, plain=[0.9, 0.6, 1.1]), 1.0, "To find out, take more prompts"),
     (summary_row("x", 1.0, 1.0, same_passes=[1.0, 0.9, 1.5]), 1.0, "neither pays nor costs here"),
     (summary_row("x", 1.5, 1.0), 1.5, "neither pays nor costs here"),
     (summary_row("x", 1.5, 0.8), 1.9, "does not pay here: the fastest, x"),
@@ -42,8 +42,8 @@ def test_verdict(row: dict[str, Any], passes: float, says: str) -> None:
     found = verdict_of([row, summary_row("plain, same passes", passes, 1.0)])
     assert says in found
     assert ("same passes" in found) == row["ours"]
-    assert "quiet machine" not in found
-    assert "quiet machine" in verdict_of([{**row, "disturbed": 1}])
+    assert "idle machine" not in found
+    assert "idle machine" in verdict_of([{**row, "disturbed": 1}])
 
 
 def test_the_next_step_is_the_fastest_of_ours() -> None:
@@ -79,13 +79,14 @@ def test_what_overlaps_is_too_close_to_tell() -> None:
     plain = summary_row("plain", 1.0, 1.0, plain=[1.0, 1.0, 1.0])
     said = next_step([fixed, throughput, plain], contestants, assistant)
     assert said == (
-        "assistant.speculation = SpeculationConfig(rule='throughput')  # throughput (q), too close to tell from fixed "
-        "5: take more prompts (--data FILE)"
+        "assistant.speculation = SpeculationConfig(rule='throughput')  # throughput (q), not significantly faster than "
+        "fixed 5: take more prompts (--data FILE)"
     )
-    assert "Too close to tell from it: throughput (q)." in verdict_of([fixed, throughput, plain])
+    assert "Not significantly slower: throughput (q)." in verdict_of([fixed, throughput, plain])
     others = [summary_row(f"fixed {length}", 1.6, 1.6) for length in (2, 3, 4, 5)]
-    assert "Too close to tell from it: fixed 3, fixed 4 and 1 more." in verdict_of([*others, plain])
-    assert "Too close" not in verdict_of([summary_row("fixed 5", 1.65, 1.65), summary_row("throughput (q)", 1.5, 1.5)])
+    assert "Not significantly slower: fixed 3, fixed 4 and 1 more." in verdict_of([*others, plain])
+    slower = summary_row("throughput (q)", 1.5, 1.5)
+    assert "Not significantly" not in verdict_of([summary_row("fixed 5", 1.65, 1.65), slower])
 
 
 def timed(seconds: dict[str, list[float]], **fields: Any) -> list[dict[str, Any]]:

@@ -122,7 +122,7 @@ def test_inspected(name: str, tmp_path: Path) -> None:
 def test_exported_only_where_it_was_changed(name: str, tmp_path: Path) -> None:
     kind = next(kind for kind in PUBLISHED if kind.name == CASES[name].kind)
     if kind.served_by:
-        with pytest.raises(ValueError, match=f"nobody changed here, so nothing is exported: {kind.served_by}"):
+        with pytest.raises(ValueError, match=f"unchanged as published, so nothing is exported: {kind.served_by}"):
             export(written(name, tmp_path / "theirs"), tmp_path / "out", str(tmp_path))
 
 
@@ -193,4 +193,4 @@ def test_no_pickle_and_nothing_outside_is_opened(name: str, tmp_path: Path, monk
     (written(name, tmp_path) / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
     refused(name, tmp_path, rf"neither model\.safetensors nor.*pickle.*specdecpp inspect {tmp_path} --convert FOLDER")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
-    refused(name, tmp_path, "does not map tensors to safetensors files beside it")
+    refused(name, tmp_path, "does not map tensors to safetensors files in its folder")

@@ -164,7 +164,7 @@ def test_another_size_than_the_config_says(tmp_path: Path) -> None:
     ('{"hidden_size": 6, "num_layers": true}', "num_layers=True"),
     ('{"hidden_size": 6, "num_layers": -1}', "num_layers=-1"),
     ('{"hidden_size": 6, "num_layers": 10000000}', "num_layers=10000000; .* from 0 to 64"),
-    ('{"model_type": "specdecpp"}', "in our format already"),
+    ('{"model_type": "specdecpp"}', "in the format of hf_specdecpp already"),
 ])  # fmt: skip
 def test_config_of_something_else(tmp_path: Path, text: str, match: str) -> None:
     folder = save_bin(ReleasedHead(3), tmp_path / "in")
@@ -269,4 +269,4 @@ def test_damaged_files(tmp_path: Path, name: str, damage: Callable[[bytes], byte
 def test_pickles_of_something_else(tmp_path: Path, content: Any) -> None:
     folder = write_config(tmp_path / "in", hidden_size=SIZE, num_layers=0)
     torch.save(content, folder / "pytorch_model.bin")
-    assert_refused(folder, "something else than named tensors")
+    assert_refused(folder, "objects other than named tensors")

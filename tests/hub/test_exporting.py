@@ -163,7 +163,7 @@ def test_a_folder_that_is_taken_is_refused_before_any_work(tmp_path: Path) -> No
     taken.mkdir()
     (taken / "notes.txt").write_text("mine")
     for path in (taken, taken / "notes.txt"):
-        with pytest.raises(FileExistsError, match="is there already and is not an empty folder"):
+        with pytest.raises(FileExistsError, match="exists and is not an empty folder"):
             export(tmp_path / "no such assistant", path)
     assert (taken / "notes.txt").read_text() == "mine"
 

@@ -53,7 +53,7 @@ def test_all_problems_are_collected(folder: Path) -> None:
     assert sorted(found) == [name for name in FILES if name != "config.json"]
     assert "has shape [8, 8], not [9, 9]" in found["acceptance_head.safetensors"]
     assert "'org/draft'" in found["acceptance_head.safetensors"]
-    assert "promises 11 token ids" in found["draft_vocab.safetensors"]
+    assert "draft_vocab_size=11" in found["draft_vocab.safetensors"]
     assert "describes a None adapter" in found["adapter/adapter_config.json"]
 
 

@@ -83,7 +83,7 @@ def test_a_config_that_makes_no_sense(
 def test_a_config_that_is_none(sound: dict[str, Sound], tmp_path: Path, kind: str, content: str) -> None:
     folder = copied(sound[kind], tmp_path / "damaged")
     (folder / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"not valid JSON|has model_type 'list' and not|in the place of named fields"):
+    with pytest.raises(ValueError, match=r"not valid JSON|has model_type 'list', not|instead of named fields"):
         sound[kind].load(folder, sound[kind].target)
 
 
@@ -101,7 +101,7 @@ def test_a_draft_that_an_assistant_names_is_checked_as_well(sound: dict[str, Sou
     draft = copied(sound["EAGLE-3"], tmp_path / "draft")
     (draft / "config.json").write_text("[1]")
     folder = save_assistant(tmp_path / "ours", draft_kind="eagle3", draft_id=str(draft), head=None, draft_layers=None)
-    with pytest.raises(ValueError, match="holds a list in the place of named fields"):
+    with pytest.raises(ValueError, match="holds a list instead of named fields"):
         SpecDecPPAssistant.from_pretrained(folder)
 
 

@@ -126,8 +126,8 @@ TENSORS: list[tuple[str, dict[str, Any], str]] = [
         {"output__weight": torch.zeros(2, 16)},
         r"output\.weight has shape \[2, 16\], not \[2, 32\].*trained for draft layers 0, 1 of 'org/target'",
     ),
-    (VOCAB, {"token_ids": torch.arange(7)}, r"token_ids has shape \[7\], not \[40\].*promises 40 token ids"),
-    (VOCAB, {"token_ids": torch.arange(40.0)}, "holds float32; token ids are whole numbers"),
+    (VOCAB, {"token_ids": torch.arange(7)}, r"token_ids has shape \[7\], not \[40\].*draft_vocab_size=40"),
+    (VOCAB, {"token_ids": torch.arange(40.0)}, "holds float32, but token ids are integers"),
 ]
 
 
@@ -171,7 +171,7 @@ def test_released_head_is_sent_to_the_converter(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"lacks blocks\.0\.linear\.bias.* and has unexpected model\.0\.linear\.bias"):
         load(folder)
     (folder / "config.json").write_text('{"hidden_size": 32, "num_layers": 2}')
-    with pytest.raises(ValueError, match="not of an hf_specdecpp assistant.*specdecpp inspect FOLDER --convert OUT"):
+    with pytest.raises(ValueError, match="not an hf_specdecpp assistant.*specdecpp inspect FOLDER --convert OUT"):
         load(folder)
 
 
@@ -215,7 +215,7 @@ def test_ignored_fields_have_no_effect(folder: Path) -> None:
 BEFORE_HEAD = {"hidden_size": 32, "inputs": "before"}
 NO_HEAD = "No acceptance head can be built as it is described"
 SENSELESS: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "llama"}, "has model_type 'llama' and not 'specdecpp'"),
+    ({"model_type": "llama"}, "has model_type 'llama', not 'specdecpp'"),
     ({"format_version": 99}, "stored in format 99.*pip install -U"),
     ({"draft_kind": "medusa"}, "draft_kind='medusa' must be one of independent, early_exit, conditioned"),
     ({"speculation": {"threshold": 7}}, "threshold=7 must be a number from 0 to 1"),
@@ -243,7 +243,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"tree": []}}, "1 to 1024 are possible: choose"),
     ({"speculation": {"rule": "confidence"}}, "rule='confidence' is not a stopping rule"),
     ({"speculation": {"tree_budget": 10**9}}, "tree_budget=1000000000 must be a whole number from 2 to 1024"),
-    ({"vocab_hash": "a" * 2**18}, "config.json has 26.,.* bytes; a file like it has at most 262,144"),
+    ({"vocab_hash": "a" * 2**18}, "config.json has 26.,.* bytes, more than the maximum of 262,144"),
 ]
 
 

@@ -68,11 +68,11 @@ def test_reads_every_kind_of_row(tmp_path: Path) -> None:
     ("[1]", r"bad\.jsonl:2 is a list"),
     ("{}", r"bad\.jsonl:2 has nothing but no prompt"),
     ('{"text": "a"}', r"bad\.jsonl:2 has 'text' but no prompt"),
-    ('{"prompt": 3}', r"bad\.jsonl:2: 'prompt' must be text.*and it is 3"),
+    ('{"prompt": 3}', r"bad\.jsonl:2: 'prompt' must be text.*not 3"),
     ('{"prompt": " "}', r"bad\.jsonl:2: 'prompt' is empty"),
     ('{"messages": []}', r"bad\.jsonl:2: 'messages' is empty"),
     ('{"messages": [{"role": "assistant", "content": "a"}]}', r"bad\.jsonl:2: 'messages' is empty"),
-    ('{"messages": [{"role": "user"}]}', r"bad\.jsonl:2: 'messages' must be text.*one of them is \{'role'"),
+    ('{"messages": [{"role": "user"}]}', r"bad\.jsonl:2: 'messages' must be text.*but a message is \{'role'"),
 ])  # fmt: skip
 def test_malformed_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -133,7 +133,7 @@ def test_split_of_few_prompts(tmp_path: Path) -> None:
         split = split_prompts([few], share)
         assert (len(split["train"]), len(split["heldout"])) == (1, 2), share  # one calibrates, one measures
     assert split_prompts([few], 0.0)["heldout"] == []
-    with pytest.raises(ValueError, match="Different beginnings of prompts: 1, and three are needed"):
+    with pytest.raises(ValueError, match="Different first messages of users: 1, but three are needed"):
         split_prompts([write(tmp_path / "one.jsonl", {"prompt": "a"}, {"prompt": " a"})], 0.1)
     with pytest.raises(ValueError, match="No prompts were given"):
         split_prompts([], 0.1)
@@ -165,7 +165,7 @@ def test_prompts_that_must_not_be_seen(tmp_path: Path, monkeypatch: pytest.Monke
     part = split_prompts([path], 0.3, unseen={texts[3], texts[4], "of another file"})
     assert warned == [
         "1 of 62 prompts are duplicates and were left out.",
-        "3 prompts are in a test set, too: nothing is trained on them.",
+        "3 prompts are also in a test set and are not trained on.",
     ]
     for name, prompts in part.items():
         openings = [prompt.opening for prompt in whole[name] if prompt.opening not in texts[3:5]]

@@ -152,7 +152,7 @@ def test_every_temperature_has_its_shards(config: TrainingConfig) -> None:
     for written, count in ((0.7, 2), (0.0, 1)):
         each = [answers.written_at(answers.load(config.work, split), written) for split in SPLITS]
         assert sum(map(len, each)) == count * NUM_PROMPTS
-    with pytest.raises(ValueError, match=r"at temperature 1, only at 0, 0\.7\. Choose one of these, or add it to"):
+    with pytest.raises(ValueError, match=r"at temperature 1, only at 0, 0\.7\. Choose one of these, or add"):
         answers.written_at(answers.load(config.work, "train"), 1.0)
 
 
@@ -172,7 +172,7 @@ def test_no_training_on_test_sets(tested: TrainingConfig, limit: int | None, mon
     monkeypatch.setattr("hf_specdecpp.texts.prompts.logger.warning", warned.append)
     tested.evaluation.max_prompts = limit
     rollouts.run(tested)
-    assert warned == ["2 prompts are in a test set, too: nothing is trained on them."]
+    assert warned == ["2 prompts are also in a test set and are not trained on."]
     expected = sorted(f"p{n}" for n in range(NUM_PROMPTS) if n not in (1, 5))
     assert sorted(row["prompt_id"] for row in rows_of(tested)) == expected, "also those that the limit leaves out"
     rows = list(answers.load(tested.work, "quiz"))
@@ -186,7 +186,7 @@ def test_no_training_on_test_sets(tested: TrainingConfig, limit: int | None, mon
 @pytest.mark.parametrize("name", ["other/quiz.jsonl", "heldout.jsonl", "train.jsonl"])
 def test_names_of_test_sets_that_clash(tested: TrainingConfig, tmp_path: Path, name: str) -> None:
     tested.evaluation.data.append(str(tmp_path / name))
-    said = r"need names of their own, .* other than train and heldout\. Rename the files"
+    said = r"need different names, .* other than train and heldout\. Rename the files"
     with pytest.raises(ValueError, match=said):
         rollouts.run(tested)
     assert not tested.work.exists()
@@ -268,7 +268,7 @@ def test_other_settings_prompts_and_unknown_ones_are_refused(config: TrainingCon
     rollouts.run(config)
     names = files(config)
     for change, message in (
-        ({"temperatures": [0.5]}, r"other settings: temperatures was \[0\.0\] and is now \[0\.5\]\. Go on with the"),
+        ({"temperatures": [0.5]}, r"other settings: temperatures was \[0\.0\] and is now \[0\.5\]\. Continue with the"),
         ({"shard_size": 5, "max_new_tokens": 3}, "max_new_tokens was 12 and is now 3; shard_size was 4 and is now 5"),
         ({"server": "http://localhost:1"}, "answered_by was 'local' and is now 'server'"),
     ):

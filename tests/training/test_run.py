@@ -119,7 +119,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, arguments: list[str], monkeypa
     monkeypatch.setattr(LocalTarget, "_answer", interrupted)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 130
-    assert f"kept in {tmp_path / 'out-work'}: run the same command to go on" in result.output
+    assert f"kept in {tmp_path / 'out-work'}: run the same command to continue" in result.output
     assert [path.name for path in (tmp_path / "out-work" / "rollouts").iterdir()] == ["rollouts.json"]
 
 
@@ -243,7 +243,7 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
     ({"target": ""}, "needs target. Pass --target"),
     ({"rollouts": {"data": []}}, "needs prompts. Pass --data"),
     ({"dtype": "float8"}, "dtype='float8' must be one of auto, bfloat16, float32"),
-    ({"draft_id": "org/draft"}, "draft_id='org/draft' names a draft of its own, but layers of the target"),
+    ({"draft_id": "org/draft"}, "draft_id='org/draft' names an independent draft, but layers of the target"),
     ({"target_revision": "abc"}, "target_revision='abc' is a commit of target_id, which is not set. Set both"),
     ({"draft": "d", "draft_revision": "abc"}, "draft_revision='abc' is a commit of draft_id, which is not set"),
     ({"rollouts": {"heldout": 1.0}}, r"rollouts.heldout=1.0 must be between 0 and 1"),
@@ -251,7 +251,7 @@ def test_sensible_settings(changes: dict[str, Any]) -> None:
         {"rollouts": {"temperatures": [1.0, "hot"]}},
         r"temperatures=\[1.0, 'hot'\] must be a list, each item a number",
     ),
-    ({"rollouts": {"temperatures": [1, 0.0, 1.0]}}, r"temperatures=\[1, 0.0, 1.0\] has one of them twice"),
+    ({"rollouts": {"temperatures": [1, 0.0, 1.0]}}, r"temperatures=\[1, 0.0, 1.0\] has a temperature twice"),
     ({"rollouts": {"max_prompts": 1}}, "rollouts.max_prompts=1 must be a whole number of at least 2"),
     ({"rollouts": {"data": "prompts.jsonl"}}, "rollouts.data='prompts.jsonl' must be a list, each item text"),
     ({"layers": [0, "last"]}, r"layers=\[0, 'last'\] must be a whole number or a list, each item a whole number"),

@@ -120,7 +120,7 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path, target: str) -> None:
 @pytest.mark.parametrize(("answer", "error", "message"), [
     (lambda path, body: (404, {"error": "no such model"}), ValueError, "refused a request.*no such model"),
     (lambda path, body: (401, {"error": "who?"}), ValueError, "refused a request.*who.*OPENAI_API_KEY"),
-    (lambda path, body: (200, {"choices": []}), ValueError, "which is not what OpenAI's API answers"),
+    (lambda path, body: (200, {"choices": []}), ValueError, "which is not an answer of OpenAI's API"),
     (lambda path, body: (200, {"hello": "world"}), ValueError, "answered {'hello': 'world'}, which is not"),
 ])  # fmt: skip
 def test_unusable_servers(tmp_path: Path, target: str, answer: Answer, error: type[Exception], message: str) -> None:

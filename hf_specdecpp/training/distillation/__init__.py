@@ -1,1 +1,1 @@
-"""The draft learns to say what the target says."""
+"""Stage `distill` of `specdecpp train`: trains the draft on the target's answers."""

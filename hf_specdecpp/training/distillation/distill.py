@@ -1,8 +1,8 @@
-"""Stage `distill`: train a LoRA adapter of the draft, and its fusion, or a layer of its own, on the target's answers.
+"""Stage `distill`: train a LoRA adapter of the draft (and a fusion), or an own layer, on the target's answers.
 
-The loss is KL(p || q), or their total variation, at the tokens that the target wrote. p is computed on the fly at
-temperature 1 and without top-k, so that one draft serves all settings of a generation. With `accelerate launch` each
-process holds the whole target.
+The loss is KL(p || q), or the total variation, at the tokens of the answers. p is computed on the fly at temperature 1
+and without top-k, so that one draft serves all settings of a generation. With `accelerate launch` each process holds
+the whole target.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ logger = logging.get_logger("hf_specdecpp")
 
 REPORT, CHECKPOINTS = "distillation.json", "distillation-checkpoints"
 OWN = (CHECKPOINTS, ADAPTER_FOLDER, DRAFT_VOCAB)
-SAVE_EVERY = 0.02  # of all steps: what a kill can cost
+SAVE_EVERY = 0.02  # share of all steps between checkpoints
 MEASURE = "eval_all/acceptance"
-MEASURED = 200  # held-out answers that the reports before and after are of, evenly spaced
-SHARES = (1.0, 2 / 3, 1 / 3)  # of the trained update, one of which is kept, or nothing
+MEASURED = 200  # held-out answers, evenly spaced, that the draft is evaluated on before and after training
+SHARES = (1.0, 2 / 3, 1 / 3)  # scales of the trained update that are evaluated
 STORED = {True: torch.bfloat16, False: torch.float16}  # dtype of weights on disk, by `distill.bf16`
-FUSION_PREFIX, LAYER_PREFIX = ".fusion.", "model."  # of the names of their tensors
+FUSION_PREFIX, LAYER_PREFIX = ".fusion.", "model."  # in the names of tensors
 TRAINED_COPY, ORIGINAL = "modules_to_save.default", "original_module"  # PEFT's names of the fusion's parameters
 Report: TypeAlias = dict[str, dict[str, float]]  # metrics by source
 
 
 def run(config: TrainingConfig) -> None:
-    """Choose the draft vocabulary, if there is to be one, and train the draft, or only measure a draft that stays as it
-    is. `ValueError` if there are no rollouts, they or the draft do not fit the target, or the loss is not finite."""
+    """Choose the draft vocabulary, and train the draft, or only evaluate it if `distill.enabled` is off. `ValueError`
+    if there are no rollouts, rollouts or draft do not fit the target, or the loss is not finite."""
     work, state = config.work, trainers.process_state()
-    answers.record(work)  # raises now, where there are none
+    answers.record(work)  # raises `ValueError` if there are no answers
     own = [work / name for name in config.own_files]
     made = [*(work / name for name in OWN), *own, *(path.with_suffix(".json") for path in own)]
     record = trainers.Record(work / REPORT, _settings(config), made)
     if record.result() is not None:
-        logger.info(f"{work / REPORT} is of these settings: the draft is distilled.")
+        logger.info(f"{work / REPORT} has the same settings: the draft is distilled already.")
         return
     inputs = DistillationInputs.load(config)
     vocab = _vocabulary(inputs)
@@ -84,10 +84,10 @@ def run(config: TrainingConfig) -> None:
 
 
 def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, Any]:
-    """Train the draft and store the share of the update that helps most; the report, with the draft's metrics `before`
-    and `after` on the held-out answers."""
-    # The report before training has to be made by `train`: after an `evaluate` of its own, Trainer 5.23 takes the model
-    # for prepared and leaves DDP out. It goes into the checkpoints, too.
+    """Train the draft and store the best scale of the update. Returns the report, with the draft's metrics `before` and
+    `after` on the held-out answers."""
+    # `train` evaluates before the first step, since Trainer 5.23 does not wrap the model in DDP after a call of
+    # `evaluate`. Checkpoints contain these metrics.
     checkpoint = trainers.last_checkpoint(config.work / CHECKPOINTS)
     trainer.args.eval_on_start = checkpoint is None
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -108,19 +108,19 @@ def _distil(trainer: DistillationTrainer, config: TrainingConfig) -> dict[str, A
 
 
 def _settings(config: TrainingConfig) -> dict[str, Any]:
-    """All settings and files that the result depends on."""
+    """All settings that the result depends on, and hashes of the files."""
     names = {name: getattr(config, name) for name in ("target", "draft", "layers", "reads", "seed")}
     distill = asdict(config.distill)
     if config.distill.start_from is not None:
         folder = Path(config.distill.start_from)
         parts = [f"{ADAPTER_FOLDER}/{ADAPTER_FILES[1]}", DRAFT_VOCAB, *config.own_files]
-        if any((folder / name).is_file() for name in parts):  # a run, and no repository
+        if any((folder / name).is_file() for name in parts):  # the `work_dir` of a run, not a repository
             distill["start_from"] = [models.digest(folder / name) for name in parts]
     return {**names, "rollouts": models.digest(config.work / answers.FOLDER / answers.RECORD), **distill}
 
 
 def _begun(distill: DistillConfig) -> list[dict[str, Any]]:
-    """The tokens, epochs and settings (if known) of the runs that this one goes on from, the latest run first."""
+    """Tokens, epochs and settings (if known) of the earlier runs that this run continues, the latest run first."""
     if distill.start_from is None or not (report := Path(distill.start_from, REPORT)).is_file():
         return []
     earlier = read_json(report)
@@ -129,14 +129,14 @@ def _begun(distill: DistillConfig) -> list[dict[str, Any]]:
 
 
 def _vocabulary(inputs: DistillationInputs) -> Tensor | None:
-    """The draft's token ids `[n]`, or `None` for all: those of earlier layers; else the most frequent tokens here, or
-    those of the run that this one starts from, if they cover more."""
+    """The draft's token ids `[n]`; `None` for all. Own layers that are trained further keep their vocabulary. Otherwise
+    the most frequent tokens are chosen, or the vocabulary of the run in `start_from`, if it covers more."""
     config, target, size = inputs.config, inputs.target, inputs.config.distill.draft_vocab_size
     if inputs.earlier is not None:
         return getattr(inputs.earlier, "token_ids", None)
     if size is None:
         return None
-    every = replace(config, rollouts=replace(config.rollouts, max_prompts=None))  # answered or not
+    every = replace(config, rollouts=replace(config.rollouts, max_prompts=None))  # also unanswered prompts
     asked = rollouts.all_prompts(every)["train"] if config.rollouts.data else []
     prompts = [item.input_ids for item in Codec.from_pretrained(config.target).encode_all(asked)]
     always, num_ids = models.always_kept(target), models.most_ids(target, inputs.draft)
@@ -158,8 +158,8 @@ def _trainer(inputs: DistillationInputs, draft: DistilledDraft) -> DistillationT
         config.work / CHECKPOINTS,
         gradient_accumulation_steps=distill.gradient_accumulation_steps,
         bf16=distill.bf16,
-        use_cpu=inputs.target.device.type == "cpu",  # else it refuses bfloat16
-        train_sampling_strategy="sequential",  # `by_length` has shuffled
+        use_cpu=inputs.target.device.type == "cpu",  # without this, Trainer refuses bfloat16 on a CPU
+        train_sampling_strategy="sequential",  # `by_length` shuffles
         save_steps=SAVE_EVERY,
         save_total_limit=2,
         logging_steps=SAVE_EVERY,
@@ -168,7 +168,7 @@ def _trainer(inputs: DistillationInputs, draft: DistilledDraft) -> DistillationT
         ddp_broadcast_buffers=False,
     )
     if arguments.n_gpu > 1:
-        arguments._n_gpu = 1  # else Trainer uses DataParallel; several GPUs are what `accelerate launch` is for
+        arguments._n_gpu = 1  # no DataParallel: `accelerate launch` uses several GPUs
     sources = sorted(set(heldout["source"]))
     if distill.on_prompts:
         train = train.remove_columns("prompt_length").add_column("prompt_length", [0] * len(train))
@@ -187,15 +187,14 @@ def _trainer(inputs: DistillationInputs, draft: DistilledDraft) -> DistillationT
 def _keep_best_share(
     trainer: DistillationTrainer, config: TrainingConfig, before: Report
 ) -> tuple[dict[float, Report], float]:
-    """Shrink adapter and fusion to the share of their update that is accepted most on the held-out answers.
+    """Scale the update of adapter and fusion by the share with the highest acceptance on the held-out answers.
 
-    An update that few tokens taught is partly noise, which a smaller share of the update reduces more than what was
-    learnt (Wortsman et al., Robust fine-tuning of zero-shot models, CVPR 2022). The share may be 0: a conditioned draft
-    then has the fusion that was fitted by least squares. The update is kept whole where a run goes on from an earlier
-    one, or trains a layer's own weights.
+    After few training tokens an update is partly noise, which scaling down reduces more than the signal (Wortsman et
+    al., Robust fine-tuning of zero-shot models, CVPR 2022). With share 0 there is no adapter, and a conditioned draft
+    keeps the fusion that was fitted by least squares. Only share 1 is evaluated for own layers and with `start_from`.
 
     Returns:
-        The report of each share, measured in half precision as weights are stored, and the best share.
+        The metrics of each share, with weights rounded to half precision as they are stored, and the best share.
     """
     whole = config.kind.own_layers or config.distill.start_from is not None
     everything = dict(trainer.model.named_parameters())
@@ -215,16 +214,16 @@ def _keep_best_share(
         keep(share)
         reports[share] = _by_source(trainer.evaluate())
     if not (whole or config.trains_module):
-        reports[0.0] = before  # an adapter that changes nothing
-    best = max(reversed(reports), key=lambda share: reports[share]["all"]["acceptance"])  # of equal ones the smallest
+        reports[0.0] = before  # without an adapter
+    best = max(reversed(reports), key=lambda share: reports[share]["all"]["acceptance"])  # the smallest, if equal
     keep(best)
     return reports, best
 
 
 def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
-    """Store adapter and fusion in half precision."""
+    """Store the trained weights in half precision: adapter and fusion, or own layers."""
     dtype = STORED[config.distill.bf16]
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # all processes together under FSDP
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # FSDP needs this call in all processes
     if not trainer.is_world_process_zero():
         return
     draft = trainer.accelerator.unwrap_model(trainer.model_wrapped)
@@ -242,13 +241,13 @@ def _save(trainer: DistillationTrainer, config: TrainingConfig) -> None:
         own = {name.rpartition(FUSION_PREFIX)[2]: tensor for name, tensor in own.items()}
         models.save_own(config.kind, draft.fusion, own, config.work)
     lora = copy.copy(draft.peft_config["default"])
-    lora.modules_to_save = lora.exclude_modules = None  # the fusion has a file of its own
+    lora.modules_to_save = lora.exclude_modules = None  # the fusion is in another file
     lora.save_pretrained(str(folder))
-    save_tensors(tensors, folder / ADAPTER_FILES[1])  # last: with it the adapter is complete
+    save_tensors(tensors, folder / ADAPTER_FILES[1])  # last: marks the adapter as complete
 
 
 def _by_source(metrics: dict[str, float]) -> Report:
-    """The metrics that Trainer logs, by source: acceptance, agreement and number of tokens."""
+    """Trainer's metrics by source: `{"eval_all/acceptance": 0.8}` becomes `{"all": {"acceptance": 0.8}}`."""
     report: Report = {}
     for name, value in metrics.items():
         source, _, metric = name.removeprefix("eval_").rpartition("/")

@@ -1,8 +1,8 @@
-"""The first weights of drafts that read their target's states: of a fusion (`fit_fusion`), and of an EAGLE-3 layer
-(`untrained_layer`, `fit_layer`), which begins like the target's last layer in every step of a round.
+"""Initial weights of drafts that read the target's hidden states: of a fusion (`fit_fusion`), and of an EAGLE-3 layer
+(`untrained_layer`, `fit_layer`), which initially computes about the same as the target's last layer.
 
-Both begin with maps that predict by least squares, from what the draft knows at a token, what the target computes
-there. Linear predictors of this kind are the idea of jump drafting.
+Both are fitted by least squares: linear maps predict the target's hidden states from the inputs of the draft, as in
+jump drafting.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from hf_specdecpp.models.early_exit import layer_stack
 from hf_specdecpp.models.quantised import is_quantised, rows_of
 from hf_specdecpp.models.target_states import StateReader, TargetStates
 
-RIDGE = 1e-3  # of the mean of the squares
-LEAST = 1e-9  # added to it: where no text was of use, the map is zero
-OUTLIER = 5.0  # times the median norm: states that a target uses to store something, such as those of the first token
-LEAST_TOKENS = 3  # of a text
-TINY = 1e-6  # beside the mean square of a vector that is normed
-COPIED = ("intermediate_size", "num_attention_heads", "head_dim", "rms_norm_eps")  # of a layer's sizes
-USUAL_LENGTH = 2048  # tokens, where a target does not say for how long texts it was made (Bloom)
+RIDGE = 1e-3  # ridge of least squares, relative to the mean diagonal element of x x^T
+LEAST = 1e-9  # added to the ridge: without data the map is zero
+OUTLIER = 5.0  # states with more than 5 times the median norm are excluded, such as those of an attention sink
+LEAST_TOKENS = 3  # per sequence
+TINY = 1e-6  # epsilon of an RMS norm
+COPIED = ("intermediate_size", "num_attention_heads", "head_dim", "rms_norm_eps")  # fields of the target's config
+USUAL_LENGTH = 2048  # tokens, if the target's config has no maximum length (Bloom)
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-DISTANCES = 2048  # places before its own that a head must not attend to
-MARGIN = 12.0  # by which the score of the own place is above all others: e^-12 each
+DISTANCES = 2048  # earlier positions that a head must not attend to
+MARGIN = 12.0  # score of the own position above all other scores: weights of at most e^-12 for these
 
 
 def solved(squares: Tensor, products: Tensor) -> Tensor:
-    """The map `[wanted, known]` of least squares, from sums or means of x x^T and x y^T over places."""
+    """The least-squares map `[size of y, size of x]` from x to y, given sums or means of x x^T and of x y^T."""
     ridge = (RIDGE * squares.diagonal().mean() + LEAST) * torch.eye(len(squares))
     return torch.linalg.solve(squares + ridge, products).T
 
 
 def low_rank(wanted: Tensor, squares: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Maps `[out, rank]` and `[rank, in]` that approximate `wanted` best for inputs with these squares."""
+    """Maps `[out, rank]` and `[rank, in]` whose product approximates `wanted` best, given `squares`, the mean x x^T."""
     outputs = torch.linalg.eigh(wanted @ squares @ wanted.T).eigenvectors[:, -rank:]
     return outputs, outputs.T @ wanted
 
 
 def is_usual(states: Tensor) -> Tensor:
-    """Which places of a text, `[n, size]`, have a state of usual size; bool `[n]`."""
+    """Bool `[n]`: whether the norm of each state in `[n, size]` is below 5 times the median norm."""
     sizes = states.norm(dim=-1)
     return sizes < OUTLIER * sizes.median()
 
@@ -56,8 +56,8 @@ def is_usual(states: Tensor) -> Tensor:
 def observed(
     target: CausalLM, reads: StateReader, texts: Iterable[Tensor], last: LastLayer | None = None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Of each text `[1, n]` of three tokens or more: its tokens `[n]`, the target's states there `[n, width]` and x of
-    `LastLayer` `[n, size]`, both in float32."""
+    """Run the target over each sequence `[1, n]` of at least three tokens. Yields the tokens `[n]`, the target's states
+    `[n, width]` that `reads` names, and the input of the last layer's MLP norm `[n, size]`, both in float32."""
     reader, seen = DraftModel(target, shares_target=True), list[Tensor]()
     with ExitStack() as hooks:
         if last is not None:
@@ -77,16 +77,15 @@ def observed(
 
 @torch.no_grad()
 def fit_fusion(fusion: Fusion, target: CausalLM, layer: int, texts: Iterable[Tensor]) -> None:
-    """Set F to what makes x, by least squares, the target's own input of its `layer`, the first one that drafts, at
-    each token. What the fusion reads of further layers still adds nothing; layer 0 reads embeddings: then nothing is
-    fitted.
+    """Set F of a `Fusion` so that, by least squares, its output equals the input that the target computes for `layer`,
+    the first layer of the draft. Nothing is fitted for layer 0, which reads embeddings.
 
-    So the draft's first layer begins with inputs like those that it knows, made of what a draft has: the target's final
-    state at the token before, and the token.
+    The inputs are the target's final state at the token before, and the token's embedding. R stays zero, so that
+    further layers in `reads` have no effect before training.
     """
     if layer == 0:
         return
-    below = Fusion(fusion.hidden_size, fusion.embedding_size, [layer - 1])  # only says what to catch
+    below = Fusion(fusion.hidden_size, fusion.embedding_size, [layer - 1])  # only names the states to record
     reader, size = DraftModel(target, shares_target=True), fusion.hidden_size + fusion.embedding_size
     squares, products = torch.zeros(size, size), torch.zeros(size, fusion.hidden_size)
     for ids, states, _ in observed(target, below, texts):
@@ -109,8 +108,8 @@ def fit_fusion(fusion: Fusion, target: CausalLM, layer: int, texts: Iterable[Ten
 
 
 def layer_settings(target: CausalLM, reads: Sequence[int], vocab: Tensor | None) -> Eagle3Settings:
-    """A draft of the target's own sizes, each head with keys of its own: one Llama layer, which every engine serves.
-    `ValueError` if the target has no attention, whose sizes the layer takes."""
+    """Settings of a draft of one Llama layer, which all engines serve, with the target's sizes and without grouped
+    keys. `ValueError` if the target has no attention."""
     config = target.config.get_text_config(decoder=True)
     if (heads := size_of(config, "num_attention_heads")) is None:
         raise ValueError(
@@ -118,7 +117,7 @@ def layer_settings(target: CausalLM, reads: Sequence[int], vocab: Tensor | None)
             "another kind of draft for it, or use an independent one."
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # Gemma has one for each kind of layer
+    rope = rope.get("full_attention", rope)  # Gemma has parameters for each layer type
     layer = {
         "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size, "intermediate_size": 4 * config.hidden_size,
@@ -138,21 +137,21 @@ def layer_settings(target: CausalLM, reads: Sequence[int], vocab: Tensor | None)
 
 
 def size_of(config: Any, name: str) -> Any:
-    """A number of a target's config, if it is there; of layers that differ, as in Gemma 4, the last one's."""
+    """A field of a target's config, or `None`; the last layer's if layers differ, as in Gemma 4."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # transformers refuses to name one for all
+    except RuntimeError:  # transformers raises this if layers differ
         return getattr(config.per_layer_config[-1], name)
 
 
 def logit_factor(config: Any) -> float:
-    """What some families multiply logits with."""
+    """The factor that some model families multiply logits with; 1 for others."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 @torch.no_grad()
 def untrained_layer(settings: Eagle3Settings, target: CausalLM, vocab: Tensor | None) -> Eagle3Model:
-    """A draft whose LM head and final norm are the target's, and whose other weights are random; float32."""
+    """A float32 draft with the target's LM head and final norm, and random other weights."""
     model = Eagle3Model(settings).float()
     if model.lm_head is not None:
         ids = torch.arange(model.config.vocab_size, device=target.device) if vocab is None else vocab
@@ -167,16 +166,14 @@ def untrained_layer(settings: Eagle3Settings, target: CausalLM, vocab: Tensor | 
 
 @torch.no_grad()
 def fit_layer(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> None:
-    """Begin like the target's last layer; texts are `[1, n]` each.
+    """Initialise the draft's layer so that it computes about the same as the target's last layer, by least squares on
+    sequences `[1, n]`:
 
-    The residual of an EAGLE-3 layer is g alone, so what else the target's layer adds before its MLP has to come through
-    attention. A head that attends to its own place alone gives `o v x`, a linear map of x = [norm_e(e); norm_g(g)] of
-    the head's rank. Several of them together give one of as many times that rank.
-
-    By least squares fc makes of the target's states its final state before the final norm, of usual size: what the
-    draft's own state y imitates, so that every step of a round goes on from the same kind of vector. What the MLP of
-    that layer reads, less g, is by least squares again a linear function of this state and the embedding of the token
-    after it, which attention carries; its MLP is that layer's.
+    1. fc maps the target's states to its final state before the final norm, scaled to the usual size. The draft's own
+       state y imitates this state, too, so that all steps of a round have similar inputs.
+    2. The input of the target's MLP minus the residual g is predicted linearly from x = [norm_e(e); norm_g(g)]. Heads
+       that attend to their own position only compute o v x, a linear map of limited rank, which holds this prediction.
+    3. The MLP is copied from the target.
     """
     texts, layer = list(texts), model.decoder.layers[0]
     last = LastLayer(target, layer)
@@ -195,9 +192,9 @@ def fit_layer(model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor]) -> 
 def _places(
     model: Eagle3Model, target: CausalLM, texts: Iterable[Tensor], last: LastLayer
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Of each token but the first of a text, float32 on the CPU, `[n, ...]` each: what fc reads, of the token before;
-    what the draft's own state there is like; the token's embedding; and what the last layer's MLP reads at it. Without
-    those where the target stores something in a state, which is far larger then."""
+    """For each sequence four float32 tensors `[n, ...]` on the CPU: at each token but the last, the states that fc
+    reads and the target's final state; at the next token, its embedding and the input of the last layer's MLP norm.
+    Outliers (`is_usual`) are excluded."""
     reads, reader, catching = model.reader, DraftModel(target, shares_target=True), StateReader()
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
     catching.reads = [*reads.reads, depth - 1]
@@ -209,7 +206,7 @@ def _places(
 
 
 def _mixing(places: Iterable[tuple[Tensor, ...]]) -> Tensor:
-    """The weight of fc."""
+    """The least-squares weight of fc."""
     squares = products = sizes = torch.zeros(())
     rows = 0
     for states, final, _, _ in places:
@@ -219,8 +216,8 @@ def _mixing(places: Iterable[tuple[Tensor, ...]]) -> Tensor:
 
 
 def _maps(model: Eagle3Model, places: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor]:
-    """From the two normed vectors x of first and further steps: the maps `[hidden_size, 2 * hidden_size]` to what the
-    residual g lacks and `[1, 2 * hidden_size]` to the number 1, and the mean of x x^T."""
+    """Least-squares maps from x, the normed inputs of first and of further steps: `[hidden_size, 2 * hidden_size]` to
+    the MLP's input minus g, and `[1, 2 * hidden_size]` to the number 1. Also the mean of x x^T."""
     fc = None if model.reader.fc is None else model.reader.fc.weight.cpu()
     squares = products = torch.zeros(())
     rows = 0
@@ -234,12 +231,13 @@ def _maps(model: Eagle3Model, places: Iterable[tuple[Tensor, ...]]) -> tuple[Ten
 
 
 def _unit(states: Tensor) -> Tensor:
-    """As the draft's norms make them, whose weights begin with ones."""
+    """RMS norm, as the draft's norms compute it with weights of 1."""
     return states * (states.square().mean(-1, keepdim=True) + TINY).rsqrt()
 
 
 def _attend_to_own_place(attention: Any, one: Tensor, frequencies: Tensor, count: int) -> None:
-    """Let the last `count` heads attend to their own place: query and key are one vector, turned by fast RoPE pairs."""
+    """Let the last `count` heads attend to their own position: query and key are equal, and only the fastest RoPE pairs
+    are used, so that all other positions score lower. `one`: the map to the number 1 of `_maps`."""
     distances = torch.arange(1, DISTANCES, dtype=torch.float32)[:, None]
     pairs = torch.arange(1, len(frequencies) + 1)
     largest = ((distances * frequencies.float().cpu()).cos().cumsum(1) / pairs).amax(0)
@@ -253,19 +251,19 @@ def _attend_to_own_place(attention: Any, one: Tensor, frequencies: Tensor, count
 
 
 def _carry(attention: Any, wanted: Tensor, squares: Tensor, room: int) -> None:
-    """Make the map of what the last `room` values and what mixes them, or the best of that rank for such x."""
+    """Set value and output projections of the last heads to `wanted`, or its best approximation of rank `room`."""
     outputs, values = low_rank(wanted, squares, room)
-    balance = (values.square().mean() / outputs.square().mean()) ** 0.25  # both of one size: they learn at one rate
+    balance = (values.square().mean() / outputs.square().mean()) ** 0.25  # weights of equal size train at equal rates
     rank = len(values)
     attention.o_proj.weight[:, -room:][:, :rank] = (balance * outputs).to(attention.o_proj.weight)
     attention.v_proj.weight[-room:][:rank] = (values / balance).to(attention.v_proj.weight)
 
 
 class LastLayer:
-    """The last layer of a target: what its MLP reads, and that MLP as far as a draft's own layer can have the same.
+    """The last layer of a target: the inputs of its MLP, and the MLP's weights for a draft's own layer.
 
-    Where a layer has another kind of MLP, or a norm behind it, as Gemma's, nothing is copied, and what is looked at is
-    all that the layer makes.
+    If the MLP has another form, or a norm after it (Gemma), no weights are copied, and the layer's output is recorded
+    instead of the MLP's input.
     """
 
     def __init__(self, target: CausalLM, ours: Any) -> None:
@@ -277,7 +275,7 @@ class LastLayer:
         self.norm = norm if fits and "pre_feedforward_layernorm" not in modules else None
 
     def watch(self, seen: list[Tensor]) -> Any:
-        """Note in each pass x, the input of the MLP's norm, or what the layer makes; the handle of the hook."""
+        """Append the input of the MLP's norm, or the layer's output, to `seen` in each pass; returns the hook."""
         if self.norm is not None:
             return self.norm.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
         return self.layer.register_forward_hook(
@@ -285,7 +283,7 @@ class LastLayer:
         )
 
     def copy_mlp(self) -> None:
-        """Let our layer have the same MLP; where it cannot, let its own add nothing at first."""
+        """Copy the MLP and its norm into the draft's layer, or set the draft's MLP to zero output."""
         if self.norm is None:
             self.ours.get_submodule(MLP[-1]).weight.zero_()
             return
@@ -295,11 +293,10 @@ class LastLayer:
 
 
 def copy_norm(theirs: Any, ours: Any) -> None:
-    """Let one of our norms multiply with what the target's does, if it has one and that has no bias.
-
-    The target's norm says that of numbers of size 1 and mean 0, which both kinds of norm leave as they are."""
+    """Copy the scale of the target's norm into the draft's RMS norm, unless the target's norm has a bias. The scale is
+    read from the norm's output for (1, -1, 1, ...), a vector that neither RMS norm nor layer norm changes otherwise."""
     if theirs is not None and getattr(theirs, "bias", None) is None:
-        weight = getattr(theirs, "weight", None)  # Dory's and OLMo's norms have none
+        weight = getattr(theirs, "weight", None)  # OLMo's norms have no weight
         signs = torch.ones_like(ours.weight if weight is None else weight)
         signs[1::2] = -1.0
         ours.weight.copy_(theirs(signs[None])[0] * signs)

@@ -1,4 +1,4 @@
-"""What distillation begins with: the models and rollouts (`DistillationInputs`), and the draft (`initial_draft`)."""
+"""Inputs of distillation: models and rollouts (`DistillationInputs`), and the draft to train (`initial_draft`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hf_specdecpp.training.distillation.trainer import AdaptedDraft, DistilledDr
 
 logger = logging.get_logger("hf_specdecpp")
 
-FITTED_ON = 128  # answers that the first weights of a draft that reads the target's states are fitted on
+FITTED_ON = 128  # answers for the least squares of `first_weights`
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class DistillationInputs:
     """The models and the rollouts of a distillation.
 
     Attributes:
-        limit: tokens of a rollout that are read; the rest is cut off.
-        earlier: the layers of a draft with layers of its own that training goes on with.
+        limit: maximum number of tokens per rollout; longer rollouts are truncated.
+        earlier: the module of an earlier draft with own layers that is trained further, or `None`.
     """
 
     config: TrainingConfig
@@ -55,7 +55,7 @@ class DistillationInputs:
 
     @classmethod
     def load(cls, config: TrainingConfig) -> DistillationInputs:
-        """Load models and rollouts; `ValueError` if there are none, or they or the draft do not fit the target."""
+        """Load models and rollouts. `ValueError` if there are no rollouts, or the draft or they do not fit."""
         train, heldout = (answers.load(config.work, split) for split in ("train", "heldout"))
         dtype = torch.bfloat16 if config.distill.bf16 else torch.float32
         target = models.load(config.target, dtype)
@@ -66,7 +66,7 @@ class DistillationInputs:
         return cls(config, target, draft, train, heldout, limit, start and _layers_from(config.kind, start))
 
     def texts_to_fit_on(self, what: str) -> Iterator[Tensor]:
-        """At most `FITTED_ON` answers, evenly spaced, with their prompts, `[1, n]` each; `what` is for the log."""
+        """Yields at most 128 prompts with their answers, evenly spaced, `[1, n]` each; `what` is named in the log."""
         logger.info(f"Fitting {what} on {min(len(self.train), FITTED_ON)} answers.")
         chosen = self.train.select(range(0, len(self.train), -(-len(self.train) // FITTED_ON)))
         for ids in chosen["input_ids"]:
@@ -74,20 +74,20 @@ class DistillationInputs:
 
 
 def lengths_of(answers: Dataset) -> list[int]:
-    """Tokens of each prompt with its answer."""
+    """Number of tokens of each prompt with its answer."""
     return [len(ids) for batch in answers.select_columns("input_ids").iter(1000) for ids in batch["input_ids"]]
 
 
 def _useful(answers: Dataset, limit: int, target: CausalLM, config: TrainingConfig) -> Dataset:
-    """The rollouts whose answers begin within the first `limit` tokens, the others in a warning; `ValueError` if there
-    are none, or another model wrote them."""
+    """The rollouts whose answers begin within the first `limit` tokens; a warning counts the others. `ValueError` if
+    none is left, or a token id shows that another model generated the rollouts."""
     begins, lengths = np.maximum(answers["prompt_length"], 1), np.minimum(lengths_of(answers), limit)
     kept = np.flatnonzero(begins < lengths)
     if len(kept) < len(answers):
         found = f"{len(answers) - len(kept)} of {len(answers)} rollouts in {config.work} have no answer within the "
         found += f"first {limit} tokens (prompts have {begins.min()} to {begins.max()})"
         if len(kept) == 0:
-            raise ValueError(f"{found}, so there is nothing to learn from. Raise distill.max_length.")
+            raise ValueError(f"{found}, so there is nothing to train on. Raise distill.max_length.")
         logger.warning(f"{found} and are left out.")
     largest, num_ids = len(models.answer_counts(answers, 1)) - 1, target.get_output_embeddings().weight.shape[0]
     if largest >= num_ids:
@@ -99,7 +99,7 @@ def _useful(answers: Dataset, limit: int, target: CausalLM, config: TrainingConf
 
 
 def _layers_from(kind: DraftKind, start: str) -> Any:
-    """Layers of another run's `work_dir`, or of a repository; errors as in `SpecDecPPAssistant.from_pretrained`."""
+    """The layers in another run's `work_dir` or in a repository. Errors as in `SpecDecPPAssistant.from_pretrained`."""
     if Path(start, kind.own_file).with_suffix(".json").is_file():
         return models.load_own(kind, Path(start))
     repository = Repository(start)
@@ -116,8 +116,8 @@ def _layers_from(kind: DraftKind, start: str) -> Any:
 
 
 def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> DistilledDraft:
-    """The draft to train, which proposes all tokens or those of `vocab` `[n]`; `ValueError` if what
-    `distill.start_from` names does not fit."""
+    """The draft to train, which proposes the tokens `vocab` `[n]`, or all tokens. `ValueError` if the draft in
+    `distill.start_from` does not fit."""
     config, distill, target = inputs.config, inputs.config.distill, inputs.target
     if config.ready_made is not None:
         described = SpecDecPPConfig(draft_kind=config.kind.name, draft_id=config.ready_made)
@@ -129,7 +129,7 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
         model: Eagle3Model | None = inputs.earlier
         if model is not None:
             EAGLE3.bind(model, target, repr(distill.start_from), torch.float32)
-        else:  # one that begins like the target's last
+        else:
             reads = config.reads if config.reads is not None else usual_reads(depth) or middle
             settings = first_weights.layer_settings(target, reads, vocab)
             model = first_weights.untrained_layer(settings, target, vocab)
@@ -144,7 +144,7 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
     lora = LoraConfig(
         r=distill.rank,
         lora_alpha=2 * distill.rank,
-        target_modules="all-linear",  # of the decoder: PEFT leaves the LM head out
+        target_modules="all-linear",  # of the decoder: PEFT excludes the LM head
         exclude_modules=None if fusion is None else r"fusion\..*",
         modules_to_save=None if fusion is None else ["fusion"],
         base_model_name_or_path=inputs.draft.config.name_or_path,
@@ -157,7 +157,7 @@ def initial_draft(inputs: DistillationInputs, vocab: Tensor | None) -> Distilled
 
 @torch.no_grad()
 def _copy_weights(draft: AdaptedDraft, work: Path, kind: DraftKind) -> None:
-    """Copy the adapter and the fusion of another run into `draft`; `ValueError` if their shapes differ."""
+    """Copy the adapter and the fusion of another run into `draft`. `ValueError` if their shapes differ."""
     if not (work / ADAPTER_FOLDER).is_dir():
         raise ValueError(f"distill.start_from={str(work)!r} has no trained adapter. Name the work_dir of a run.")
     theirs = read_adapter(work / ADAPTER_FOLDER).loras
@@ -177,7 +177,7 @@ def _copy_weights(draft: AdaptedDraft, work: Path, kind: DraftKind) -> None:
         fusion = models.load_own(kind, work)
         if fusion.to_config() != own.to_config():
             raise ValueError(
-                f"The fusion in {work} is of {fusion.to_config()}, this draft's of {own.to_config()}. Set "
+                f"The fusion in {work} has the settings {fusion.to_config()}, this draft's {own.to_config()}. Set "
                 "reads and distill.fusion_rank as in that run."
             )
         own.load_state_dict(fusion.state_dict())

@@ -1,4 +1,4 @@
-"""A draft that is distilled (`DistilledDraft`), and the `Trainer` that teaches it the target's distributions."""
+"""A draft in distillation (`DistilledDraft`), and the `Trainer` that minimises its distance from the target."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from hf_specdecpp.drafting.unrolling import unrolled
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import FINAL, StateReader, TargetStates
 
-FROZEN = ("lm_head.", "embed_tokens.", "decoder.embed_tokens.")  # a draft's own parameters that are not trained
-CHUNK = 256  # positions whose logits are in memory together: of a vocabulary of 152k they take 156 MB in float32
-IGNORED = -100  # label of the positions where the target wrote nothing
-SORTED_BATCHES = 50  # batches that answers of similar length are grouped within
+FROZEN = ("lm_head.", "embed_tokens.", "decoder.embed_tokens.")  # parameters of own layers that are not trained
+CHUNK = 256  # positions whose logits are in memory at the same time: 156 MB in float32 for 152k tokens
+IGNORED = -100  # label of tokens that are not in an answer
+SORTED_BATCHES = 50  # number of batches within which answers are sorted by length
 
 
 # The draft ------------------------------------------------------------------------------------------------------------
 
 
 class DistilledDraft(nn.Module):
-    """A draft in training. All that needs its weights is in `forward`, since DDP and FSDP wrap the outermost module.
+    """A draft in training. `forward` contains all uses of its weights, since DDP and FSDP wrap the outermost module.
 
     Attributes:
-        drafter: the draft as generation runs it; not registered as a submodule, because its model already is one.
-        unroll: number of steps of a round that are trained. After the first step the draft reads its own states.
+        drafter: the draft as it is used in generation. It is not a submodule, because its model is one already.
+        unroll: number of steps of a round that are trained. From the second on, the draft reads its own states.
         loss: as in `DistillConfig`.
     """
 
@@ -44,7 +44,7 @@ class DistilledDraft(nn.Module):
 
     @property
     def fusion(self) -> StateReader | None:
-        """What makes the draft's inputs of the target's states; `None` if the draft reads tokens alone."""
+        """The module that makes the draft's input of the target's states; `None` if the draft reads only tokens."""
         return self.drafter.reads
 
     def forward(
@@ -55,19 +55,19 @@ class DistilledDraft(nn.Module):
         states: Tensor | None = None,
         measure: bool = False,
     ) -> Tensor:
-        """The loss, or with `measure` the acceptance, of the draft at the positions of answers.
+        """The loss of the draft, or with `measure` its acceptance, at the positions of answers.
 
         Args:
             input_ids: `[batch, n]`, padded on the right.
-            answers: bool `[batch, n - 1]`: whether the target wrote the token after this one.
-            p_logits: given a slice of the positions of answers, the target's logits there, `[positions, vocab]`: of the
-                draft's tokens for the loss, of all tokens to measure.
-            states: `[batch, n, width]` of the target, for a draft that reads them.
+            answers: bool `[batch, n - 1]`: whether the next token belongs to an answer.
+            p_logits: function that returns the target's logits `[positions, vocab]` at a slice of the positions of
+                answers: of the draft's tokens for the loss, of all tokens with `measure`.
+            states: the target's states `[batch, n, width]`, for a draft that reads them.
 
         Returns:
-            The loss, 0-d: the distance of q from p, summed over positions, averaged over steps. Or `[positions, steps,
-            2]`: the chance that a candidate is accepted, and whether the likeliest token is the target's. A draft that
-            reads tokens alone has one step.
+            The loss, 0-d: the distance of q from p, summed over positions and averaged over steps. With `measure`,
+            `[positions, steps, 2]`: the probability that a candidate is accepted, and whether draft and target have the
+            same likeliest token. A draft that reads only tokens has one step.
         """
         hidden = self._read(input_ids, answers, states)
         if measure:
@@ -76,7 +76,7 @@ class DistilledDraft(nn.Module):
         return summed(hidden, lambda at, part: self._distances(part, p_logits(at)).sum()) / hidden.shape[1]
 
     def _read(self, input_ids: Tensor, answers: Tensor, states: Tensor | None) -> Tensor:
-        """The inputs of the LM head, `[positions, steps, hidden_size]`."""
+        """The inputs of the draft's LM head, `[positions, steps, hidden_size]`."""
         if states is None:
             steps = [self.drafter.hidden_states(input_ids)]
         elif self.drafter.blocks_after is None:
@@ -86,7 +86,7 @@ class DistilledDraft(nn.Module):
         return torch.stack([self.drafter.before_head(step[:, :-1][answers]) for step in steps], 1)
 
     def _read_blocks(self, input_ids: Tensor, answers: Tensor, states: Tensor) -> Tensor:
-        """As `_read`: each position is the first candidate of one block, the second of another, and so on."""
+        """`_read` of block drafts: each position is the first candidate of a block, the second of another block, ..."""
         first = max(int(answers.any(0).nonzero()[0]) - self.unroll + 1, 1)
         anchors = torch.arange(first, answers.shape[1], device=answers.device).expand(len(answers), -1)
         blocks = self.drafter.blocks_after(input_ids, states, anchors)
@@ -94,7 +94,7 @@ class DistilledDraft(nn.Module):
         return torch.stack([blocks[rows, places - place - first, place] for place in range(self.unroll)], 1)
 
     def _measure(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
-        """As `forward` with `measure`; q is 0 at token ids that the draft does not have."""
+        """The result of `forward` with `measure`; q is 0 at token ids that the draft does not have."""
         q_logits, vocab = self.drafter.head_logits(hidden), self.drafter.draft_vocab
         if vocab is None:
             q_logits = q_logits[..., : p_logits.shape[-1]]
@@ -105,20 +105,20 @@ class DistilledDraft(nn.Module):
         return torch.stack((accepted, agree.float()), dim=-1)
 
     def _distances(self, hidden: Tensor, p_logits: Tensor) -> Tensor:
-        """The distance `[positions, steps]` of q from p, which is renormalised on the draft's tokens.
+        """The distance `[positions, steps]` of q from p, where p is renormalised on the draft's tokens S.
 
-        Elsewhere q is zero, so that the KL divergence would be infinite. With S the draft's tokens and p_S the
-        renormalised p, a candidate is accepted with chance sum_S min(p, q) >= p(S) * sum_S min(p_S, q). Training cannot
-        change p(S); the second factor is 1 - TV(p_S, q), which this KL divergence bounds (Pinsker).
+        q is zero outside S, so that KL(p || q) would be infinite. With p_S the renormalised p, a candidate is accepted
+        with probability sum_S min(p, q) >= p(S) * sum_S min(p_S, q). Training does not change p(S); the second factor
+        is 1 - TV(p_S, q), which this KL divergence bounds (Pinsker).
         """
         q_logits = self.drafter.head_logits(hidden)
-        both = min(p_logits.shape[-1], q_logits.shape[-1])  # without a draft vocabulary: the ids that both have
+        both = min(p_logits.shape[-1], q_logits.shape[-1])  # without a draft vocabulary: the common token ids
         q_logits = q_logits[..., :both]
         return distance(self.loss, p_logits[:, None, :both].expand_as(q_logits), q_logits)
 
 
 class AdaptedDraft(DistilledDraft, PeftModel):
-    """A draft with a LoRA adapter, and a fusion if it is conditioned. As a `PeftModel` its checkpoints hold no more."""
+    """A draft with a LoRA adapter, and a fusion if it is conditioned; checkpoints of a `PeftModel` hold only these."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class AdaptedDraft(DistilledDraft, PeftModel):
         unroll: int = 1,
         loss: str = "kl",
     ) -> None:
-        # The same memory with parameters of its own, which are frozen: training never reaches the target's.
+        # New frozen parameters in the same memory, so that training cannot change the target's parameters.
         memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in draft.parameters()}
         own = copy.deepcopy(draft, memo | {id(buffer): buffer for buffer in draft.buffers()})
         if fusion is not None:
@@ -144,7 +144,7 @@ class AdaptedDraft(DistilledDraft, PeftModel):
 
 
 class OwnLayersDraft(DistilledDraft):
-    """A draft with layers of its own. All its weights are trained but those of embeddings and LM head."""
+    """A draft with own layers (EAGLE-3, DFlash). All weights but those of embeddings and LM head are trained."""
 
     def __init__(self, drafter: Any, unroll: int = 1, loss: str = "kl") -> None:
         super().__init__()
@@ -156,8 +156,8 @@ class OwnLayersDraft(DistilledDraft):
 
 
 def distance(loss: str, p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """The distance of q from p by their logits `[..., vocab]`. `"kl"`: KL(p || q). `"tv"`: their total variation
-    1 - sum min(p, q), the chance that a candidate is rejected. `"kl+tv"`: KL(p || q) and twice the variation."""
+    """The distance `[...]` of q from p, given logits `[..., vocab]`. `"kl"`: KL(p || q). `"tv"`: the total variation
+    1 - sum min(p, q), the probability of a rejection. `"kl+tv"`: KL(p || q) plus twice the total variation."""
     variation: Any = 0.0
     if "tv" in loss:
         variation = (p_logits.softmax(-1) - q_logits.softmax(-1)).clamp_min(0.0).sum(-1)
@@ -172,9 +172,9 @@ def _chunks(count: int, at_once: int = CHUNK) -> list[slice]:
 
 
 def summed(hidden: Tensor, loss: Callable[[slice, Tensor], Tensor]) -> Tensor:
-    """The sum of `loss` over chunks of `hidden`, differentiable, with the logits of one chunk in memory at a time.
+    """The sum of `loss` over chunks of `hidden` `[positions, ...]`, with the logits of one chunk in memory at a time.
 
-    No parameter between hidden states and loss is trained, so the result has that value and that gradient."""
+    The result is differentiable with respect to `hidden` only, so `loss` must not use trained parameters."""
     total, gradients = hidden.new_zeros((), dtype=torch.float32), torch.empty_like(hidden)
     for at in _chunks(len(hidden)):
         with torch.enable_grad():
@@ -190,22 +190,22 @@ def summed(hidden: Tensor, loss: Callable[[slice, Tensor], Tensor]) -> Tensor:
 
 
 class DistillationTrainer(Trainer):
-    """A `Trainer` that computes the target's distributions on the fly. The target is never wrapped, moved or stored."""
+    """A `Trainer` that computes p on the fly. The target is not wrapped, moved or saved."""
 
     model: DistilledDraft
 
     def __init__(self, *args: Any, target: CausalLM, fusion_learning_rate: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fusion_learning_rate = fusion_learning_rate
-        # Losses of micro-batches and processes are weighted by their answer tokens.
+        # Trainer then passes the number of answer tokens of all micro-batches and processes.
         self.model_accepts_loss_kwargs = True
         self.target = DraftModel(target, shares_target=True)
         self.num_ids = target.get_output_embeddings().weight.shape[0]
-        # The loss needs the target's logits only where the draft has tokens, too.
+        # Computes the target's logits for the draft's tokens only.
         self.teacher = Drafter(target, self.model.drafter.draft_vocab, shares_target=True)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's optimizer, in which the fusion has a learning rate of its own."""
+        """Trainer's optimizer, with `fusion_learning_rate` for the fusion."""
         optimizer = super().create_optimizer(*args, **kwargs)
         fusion = self.accelerator.unwrap_model(self.model).fusion
         own = set() if fusion is None else set(map(id, fusion.parameters()))
@@ -222,10 +222,10 @@ class DistillationTrainer(Trainer):
         return_outputs: bool = False,  # noqa: ARG002 - the signature that Trainer calls
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """The draft's loss, averaged over all answer tokens of a step; `ValueError` where the loss is not finite."""
+        """The draft's loss, averaged over all answer tokens of a step. `ValueError` if the loss is not finite."""
         answers, p_logits, states = self._read_target(inputs, self.teacher.vocab_logits)
         count = answers.sum() if num_items_in_batch is None else num_items_in_batch
-        # DDP averages over the processes, and `count` is over all of them.
+        # DDP averages over the processes, but `count` is the sum over them.
         loss = model(inputs["input_ids"], answers, p_logits, states) / count * self.accelerator.num_processes
         if not math.isfinite(value := float(loss.detach())):
             raise ValueError(
@@ -243,8 +243,8 @@ class DistillationTrainer(Trainer):
         prediction_loss_only: bool,  # noqa: ARG002 - the signature that Trainer calls
         ignore_keys: list[str] | None = None,  # noqa: ARG002
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Called for each batch of `evaluate`: for each row the sums of acceptance and agreement by step and the number
-        of positions, `[batch, 2 * steps + 1]`, and the row's source `[batch]`. No loss is computed."""
+        """Called for each batch of `evaluate`. Returns no loss, then for each row the sums of acceptance and agreement
+        by step and the number of positions, `[batch, 2 * steps + 1]`, and the row's source `[batch]`."""
         inputs = self._prepare_inputs(inputs)
         answers, p_logits, states = self._read_target(inputs, lambda hidden: self.target.logits(hidden, self.num_ids))
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -258,13 +258,13 @@ class DistillationTrainer(Trainer):
     def _read_target(
         self, inputs: dict[str, Any], logits: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Callable[[Any], Tensor], Tensor | None]:
-        """`answers`, `p_logits` and `states` of `DistilledDraft.forward`; `logits` makes p's logits of final states."""
+        """The arguments `answers`, `p_logits` and `states` of `DistilledDraft.forward`. `logits` is the LM head."""
         ids, answers = inputs["input_ids"], inputs["labels"][:, 1:] != IGNORED
         draft, size = self.accelerator.unwrap_model(self.model), self.target.hidden_size
         if (reader := draft.fusion) is None:
             final, states = self.target.hidden_states(ids), None
         else:
-            answers[:, : draft.unroll] = False  # rounds that would begin before the text
+            answers[:, : draft.unroll] = False  # their rounds would begin before the first token
             catching = StateReader()
             catching.hidden_size, catching.reads = size, [FINAL, *reader.reads]
             with TargetStates(self.target.model, catching) as caught:
@@ -276,8 +276,8 @@ class DistillationTrainer(Trainer):
 
 
 def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float]:
-    """The metrics of an evaluation, of all positions and by source, from what `prediction_step` returned: number of
-    positions, acceptance and top-1 agreement in the first step, and in step i as `acceptance_i`, `agreement_i`."""
+    """Means of the results of `prediction_step`, for all rows and by source: `all/tokens` (positions),
+    `all/acceptance` and `all/agreement` (first step), `all/acceptance_2` (second step), ..."""
     sums, source = np.asarray(prediction.predictions, dtype=np.float64), np.asarray(prediction.label_ids)
     groups = {"all": np.full(len(source), True), **{name: source == i for i, name in enumerate(sources)}}
     report: dict[str, float] = {}
@@ -295,21 +295,21 @@ def summarise(prediction: EvalPrediction, sources: list[str]) -> dict[str, float
 
 
 def by_length(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
-    """A random order of answers, the same for the same arguments. The answers of a batch are of about one length, so
-    that little is padding."""
+    """A random order of answers, the same for the same arguments. The answers of a batch have similar lengths, so that
+    there is little padding."""
     random = np.random.default_rng(seed)
     order, batches = random.permutation(len(lengths)), []
     for block in np.array_split(order, range(batch_size * SORTED_BATCHES, len(order), batch_size * SORTED_BATCHES)):
         block = block[np.argsort(-np.asarray(lengths)[block], kind="stable")]
         batches += np.array_split(block, range(batch_size, len(block), batch_size))
-    # The one batch that may be smaller stays last.
+    # The last batch may be smaller, and stays last.
     shuffled = [batches[i] for i in random.permutation(len(batches) - 1)] + batches[-1:]
     return np.concatenate(shuffled).tolist()
 
 
 def collate(rows: list[dict[str, Any]], max_length: int, sources: list[str]) -> dict[str, Tensor]:
-    """A batch of answers, padded on the right. Labels are the tokens that the target wrote, `IGNORED` elsewhere;
-    `source` is the number of each answer's source, -1 for sources that are not among `sources`."""
+    """A batch of answers, padded on the right: `input_ids`, `labels` (the answers' tokens, -100 elsewhere), both
+    `[batch, longest]`, and `source`, the index of each answer's source in `sources`, or -1."""
     ids = [torch.tensor(row["input_ids"][:max_length]) for row in rows]
     labels = [tokens.clone() for tokens in ids]
     for label, row in zip(labels, rows, strict=True):

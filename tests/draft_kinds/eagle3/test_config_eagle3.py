@@ -195,10 +195,13 @@ def test_shards_that_are_no_whole(tmp_path: Path) -> None:
     index = folder / "model.safetensors.index.json"
     listed = json.loads(index.read_text())["weight_map"]
     for weight_map, match in (
-        ({**listed, "more.weight": listed["d2t"]}, "and the files that it lists have other tensors"),
-        ({name: shard for name, shard in listed.items() if name != "d2t"}, "have other tensors"),
-        ({**listed, "d2t": "../model.safetensors"}, "does not map tensors to safetensors files beside it"),
-        ({**listed, "d2t": "pytorch_model.bin"}, "does not map tensors to safetensors files beside it"),
+        ({**listed, "more.weight": listed["d2t"]}, "lists other tensors than its files contain"),
+        (
+            {name: shard for name, shard in listed.items() if name != "d2t"},
+            "lists other tensors than its files contain",
+        ),
+        ({**listed, "d2t": "../model.safetensors"}, "does not map tensors to safetensors files in its folder"),
+        ({**listed, "d2t": "pytorch_model.bin"}, "does not map tensors to safetensors files in its folder"),
         ([], "does not map tensors"),
     ):
         change_json(index, weight_map=weight_map)
@@ -207,7 +210,7 @@ def test_shards_that_are_no_whole(tmp_path: Path) -> None:
     second = folder / "model-00002-of-00002.safetensors"
     save_file({**load_file(second), "d2t": torch.zeros(20, dtype=torch.int64)}, second)
     assert listed["d2t"] != second.name
-    refused(folder, "have other tensors")
+    refused(folder, "lists other tensors than its files contain")
     second.unlink()
     with pytest.raises(FileNotFoundError, match="model-00002-of-00002.safetensors is missing"):
         load(folder)

@@ -307,7 +307,7 @@ def test_other_settings_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(distillation.logger, "warning", warnings.append)
     distillation.run(config)
     assert len(warnings) == 1
-    assert "is of other settings and is made again: rank was 8 and is now 4" in warnings[0]
+    assert "has other settings and is rebuilt: rank was 8 and is now 4" in warnings[0]
     assert {min(tensor.shape) for tensor in adapter_of(config).values()} == {4}
 
 

@@ -67,7 +67,7 @@ def test_training_goes_on_with_a_checkpoint_of_others(tmp_path: Path) -> None:
 
     config = prepare(tmp_path / "no layer", "eagle3", epochs=1)
     config.distill.start_from = config.target
-    with pytest.raises(ValueError, match="not of an hf_specdecpp assistant"):
+    with pytest.raises(ValueError, match="not an hf_specdecpp assistant"):
         distillation.run(config)
 
 
