@@ -76,7 +76,7 @@ def test_nobody_outside_the_room_asks_for_a_kind_by_name_or_class() -> None:
     files = {
         file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8")
         for file in PACKAGE.rglob("*.py")
-        if PACKAGE / "drafts" not in file.parents
+        if PACKAGE / "draft_kinds" not in file.parents
     }
     assert {(file, name) for file, source in files.items() for name in names_in(source)} <= ALLOWED
     imported = {(file, kind) for file, source in files.items() for kind in imported_in(source).values()}

@@ -176,7 +176,7 @@ def test_missing_files(tmp_path: Path) -> None:
     folder = write_config(tmp_path / "in", hidden_size=SIZE, num_layers=3)
     assert_refused(folder, r"no safetensors file and no pytorch_model\.bin", error=FileNotFoundError)
     (folder / "config.json").unlink()
-    assert_refused(folder, r"config\.json is missing; it says how large", error=FileNotFoundError)
+    assert_refused(folder, r"config\.json is missing, which has the head.s size", error=FileNotFoundError)
 
 
 def test_several_files(tmp_path: Path) -> None:

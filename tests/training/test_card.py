@@ -303,4 +303,4 @@ def test_few_tokens_are_warned_of(tokens: int, is_little: bool, monkeypatch: pyt
     warnings: list[str] = []
     monkeypatch.setattr(rollouts.logger, "warning", warnings.append)
     rollouts.warn_of_few(answers=12, answer_tokens=tokens, finished=12)
-    assert [f"learns from {tokens:,} tokens of 12 answers" in each for each in warnings] == [True] * is_little
+    assert [f"trains on {tokens:,} tokens of 12 answers" in each for each in warnings] == [True] * is_little

@@ -277,7 +277,7 @@ def test_other_settings_prompts_and_unknown_ones_are_refused(config: TrainingCon
     assert files(config) == names
     data = Path(config.rollouts.data[0])
     data.write_text(data.read_text().replace(PROMPTS[0], PROMPTS[0] + " w5"))
-    with pytest.raises(ValueError, match=r"prompts was '14 with hash \w+' and is now '14 with hash \w+'\. Go on"):
+    with pytest.raises(ValueError, match=r"prompts was '14 with hash \w+' and is now '14 with hash \w+'\. Continue"):
         rollouts.run(config)
     (config.work / "rollouts" / "rollouts.json").unlink()
     with pytest.raises(ValueError, match=r"has answers but no rollouts\.json"):
