@@ -103,7 +103,7 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path, target: str) -> None:
             return answer(path, body) if len(asked) <= 6 else (500, {"error": "out of memory"})
 
         server.answer = failing
-        with pytest.raises(ConnectionError, match="did not answer after 6 attempts.*HTTP 500.*out of memory.*to continue"):
+        with pytest.raises(ConnectionError, match="did not answer after 6 attempts.*HTTP 500.*memory.*to continue"):
             rollouts.run(config)
     kept = ["rollouts.json", "train/shard-0-0-00000.parquet"]
     assert files(config) == kept
