@@ -158,7 +158,7 @@ def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None
 
 
 def _run_static(run: Callable[[Tensor], Any], static: StaticCache, growing: DynamicCache, input_ids: Tensor) -> Any:
-    """Generate, and copy the growing cache to the user's static one, also after exceptions."""
+    """Generate, and copy the growing cache to the user's static one, also after an exception."""
     try:
         found = run(input_ids)
     except LateRefusalError:  # a plain call with the static cache follows
