@@ -245,7 +245,7 @@ class OutputText:
         return follow_tree(chain, path, token, lambda node: self._draw(scores[node]))
 
     def _on_host(self, tree: DraftTree, scores: Tensor) -> Tensor:
-        """p `[rows, vocab]` after all nodes, on the host. The one read also copies q, to `tree.distributions`."""
+        """p `[rows, vocab]` after all nodes, on the host. The one read also copies q to the tree."""
         parents = [node for node, children in enumerate(tree.children) if children]
         of_draft = [tree.scores[node].to(scores.device)[None] for node in parents]
         both = torch.cat((scores, *of_draft)).softmax(dim=-1).cpu()
