@@ -90,7 +90,7 @@ class DraftSetup:
 
     def tries_trees(self, target: CausalLM, rule: TreePlan) -> bool:
         """Whether target and draft have passed the test for reading trees. Runs the test once siblings would have saved
-        `CHECK` passes; a failure sets `rule.refused`."""
+        `CHECK` passes; a failure is stored in `rule`."""
         readers = self.tree_readers(target)
         if rule.saved >= CHECK and not rule.refused:
             try:
