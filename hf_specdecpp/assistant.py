@@ -1,4 +1,4 @@
-"""`SpecDecPPAssistant`: what users hold. The ways to make one, and to store it."""
+"""`SpecDecPPAssistant`, the class for users: how assistants are made and saved."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """What the ways to an assistant take beside its draft.
+    """Options of all constructors except `from_pretrained`.
 
     Attributes:
         head: acceptance head trained for this draft.
-        speculation: settings of a run.
-        default: make it the target's default assistant, which calls without one use, too (`attach`).
+        speculation: settings of generations.
+        default: make this the target's default assistant, also used by calls that name none (`attach`).
         adapter: folder or Hub id of a PEFT adapter for the draft.
-        draft_vocab: `[n]` token ids that the draft may propose, all by default.
-        merge: merge the adapter into copies of the weights that it changes, the default. `False` saves their memory,
-            which is that of the layers, but a draft step computes the adapter each time and takes about twice as long.
-            A draft given by name always has it merged, a model object is left as it is.
+        draft_vocab: `[n]` token ids that the draft may propose; by default all.
+        merge: merge the adapter into copies of the weights that it changes (default). `False` saves the memory of these
+            layers, but each draft step computes the adapter and takes about twice as long. For a draft given by name
+            the adapter is always merged; model objects are never changed.
     """
 
     head: AcceptanceHead | None
@@ -63,12 +63,12 @@ class LoadingOptions(TypedDict, total=False):
     Attributes:
         revision, subfolder: of the assistant's repository.
         dtype, device: of an independent draft; by default the target's, without a target the draft's own and CPU.
-        draft: a copy of the draft that the repository names, where that cannot be reached: its folder, or a model
-            object, which is left as and where it is.
-        merge: of an early exit, as in `Options`.
-        eagle3: how to read an EAGLE-3 draft of others where its config is silent or wrong: `norm_before_residual`,
-            `norm_output`, `rope_theta`, `own_embeddings=False` for the target's, or `reads`, the target's layers whose
-            outputs it reads, counted from 0 (docs/ready-made.md). `stats.agreement` says how well it is read.
+        draft: a copy of the draft named in the repository, if that cannot be downloaded: a folder, or a model object,
+            whose dtype and device stay.
+        merge: for early exits, as in `Options`.
+        eagle3: corrections for a published EAGLE-3 draft whose config is incomplete or wrong: `norm_before_residual`,
+            `norm_output`, `rope_theta`, `own_embeddings=False` to use the target's, or `reads`, the indices of the
+            target's layers whose outputs the draft reads (docs/ready-made.md). `stats.agreement` shows the effect.
         token, cache_dir, local_files_only, force_download: passed to every download.
     """
 
@@ -86,11 +86,11 @@ class LoadingOptions(TypedDict, total=False):
 
 
 class SpecDecPPAssistant(AssistantModel):
-    """Drafts for a target: `model.generate(**inputs, assistant_model=assistant)`.
+    """Drafts for a target: `model.generate(**inputs, assistant_model=assistant)`. The output is the target's.
 
-    A call that names one attaches it to its model (`attach`); `assist` makes one and attaches it at once, so that the
-    first call waits for nothing. The output is the target's.
-    `from_pretrained` loads one; the other constructors make one of a draft in memory or of the target's own layers.
+    The first such call attaches the assistant to the model (`attach`). `assist` makes an assistant and attaches it at
+    once, so that the first call need not wait. `from_pretrained` loads an assistant; the other constructors make one
+    from a draft model or from the target's own layers.
     """
 
     # Making one ------------------------------------------------------------------------------------------------------
@@ -104,21 +104,21 @@ class SpecDecPPAssistant(AssistantModel):
         default: bool = False,
         **loading: Unpack[LoadingOptions],
     ) -> Self:
-        """Load draft, adapter, head and options from a Hub repo or a folder.
+        """Load draft, adapter, head and settings from a Hub repository or a folder.
 
         Args:
-            repo_or_folder: Hub id (`org/repo`, or `org/repo/folder`) or local folder, as written by `save_pretrained`
-                or `specdecpp train`; or an EAGLE-3 or DFlash draft that others trained, in the original dialect or that
-                of `speculators`, or a Gemma 4 assistant.
-            target: attach to this model. Without it the first call attaches, or a later `attach`.
-            speculation: replaces the repository's defaults.
-            default: make it the target's default assistant, which calls without one use, too (`attach`).
+            repo_or_folder: Hub id (`org/repo` or `org/repo/folder`) or local folder, as written by `save_pretrained` or
+                `specdecpp train`; or a published EAGLE-3 or DFlash draft, in the original format or that of
+                `speculators`, or a Gemma 4 assistant.
+            target: attach to this model; by default attached by `attach` or by the first call.
+            speculation: settings that replace those of the repository.
+            default: make this the target's default assistant, also used by calls that name none (`attach`).
             loading: how files are found and read (`LoadingOptions`).
 
         Raises:
-            ValueError: a file is damaged, something does not fit, or the assistant was trained for other tokens.
-            TypeError: an argument is not known, or of another type.
-            OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
+            ValueError: a file is damaged, or draft, head and target do not fit one another or have different tokens.
+            TypeError: an argument is unknown or has a wrong type.
+            OSError, huggingface_hub errors: a file or repository is missing or cannot be downloaded.
         """
         check_values({"repo_or_folder": repo_or_folder}, {"repo_or_folder": str | Path}, error=TypeError)
         options: dict[str, Any] = {name: value for name, value in loading.items() if name not in AUTO_KWARGS}
@@ -150,12 +150,12 @@ class SpecDecPPAssistant(AssistantModel):
     def from_draft(
         cls, draft: CausalLM | str | Path, target: CausalLM | None = None, **options: Unpack[Options]
     ) -> Self:
-        """Draft with a model of its own; `ValueError` if draft, head or vocabulary do not fit.
+        """Draft with a separate model; `ValueError` if draft, head or vocabulary do not fit.
 
         Args:
-            draft: a causal LM (a PEFT model too), its Hub id or its folder; or those of an EAGLE-3, DFlash or Gemma 4
-                draft, such as `Eagle3.read` makes.
-            target: attach to this model; a draft given by name is loaded in its dtype and on its device.
+            draft: a causal LM (also a PEFT model) or a published EAGLE-3, DFlash or Gemma 4 draft (such as made by
+                `Eagle3.read`): the object, its Hub id or its folder.
+            target: attach to this model; a draft given by name is loaded in the target's dtype and on its device.
         """
         if not isinstance(draft, str | Path):
             causal_lm.base_model(draft)  # raises where this is no model
@@ -181,11 +181,11 @@ class SpecDecPPAssistant(AssistantModel):
 
     @classmethod
     def from_early_exit(cls, target: CausalLM, layers: int | Sequence[int], **options: Unpack[Options]) -> Self:
-        """Draft with some of the target's own layers, whose tensors are shared and never changed, and attach to it;
+        """Draft with some of the target's own layers, and attach to the target. Weights are shared and never changed.
         `ValueError` if the layers do not exist, or adapter, head or vocabulary do not fit.
 
         Args:
-            target: the model to draft for and with, on the device where it is used.
+            target: the model to draft for, already on its device.
             layers: number of first layers (4), or ascending indices ([0, 1, 2, 29]).
         """
         return cls._of_layers(EARLY_EXIT, target, layers, _parts(options), options)
@@ -199,15 +199,15 @@ class SpecDecPPAssistant(AssistantModel):
         fusion: Fusion | None = None,
         **options: Unpack[Options],
     ) -> Self:
-        """Draft with some of the target's own layers that read its hidden states, and attach to it; `ValueError` if the
-        layers do not exist, or fusion, adapter, head or vocabulary do not fit.
+        """Draft with some of the target's own layers, which also read its hidden states, and attach to the target.
+        `ValueError` if the layers do not exist, or fusion, adapter, head or vocabulary do not fit.
 
-        One layer is enough, but it has to be trained (`specdecpp train --draft conditioned`).
+        One layer is enough, but needs training (`specdecpp train --draft conditioned`).
 
         Args:
             target, layers: as in `from_early_exit`.
-            reads: indices of the target's layers whose outputs are read beside its final state.
-            fusion: trained, with its own `reads`; by default an untrained one.
+            reads: indices of the target's layers whose outputs are read in addition to its final hidden state.
+            fusion: a trained module, which has `reads` itself; by default an untrained one is made.
         """
         given = {"reads": reads, "fusion": fusion}
         check_values(given, {"reads": Sequence[int], "fusion": Fusion | None}, error=TypeError)
@@ -227,12 +227,12 @@ class SpecDecPPAssistant(AssistantModel):
     def of_parts(
         cls, config: SpecDecPPConfig, drafter: Draft | None, parts: Parts, target: CausalLM | None, options: Options
     ) -> Self:
-        """An assistant of these parts, attached to a target if there is one. Without `drafter` its kind makes one of
-        the target.
+        """Make an assistant from its parts, and attach it to `target`, if given. Without `drafter` the kind of draft
+        makes one from the target.
 
         Raises:
             ValueError: the parts do not fit one another, or the target.
-            TypeError: an option is not known.
+            TypeError: an option is unknown.
         """
         check_options(options, Options, "target")
         head = options.get("head")
@@ -242,7 +242,7 @@ class SpecDecPPAssistant(AssistantModel):
         return assistant._begun(target, options.get("default", False))
 
     def _begun(self, target: CausalLM | None, default: bool) -> Self:
-        """This assistant, attached to a target if there is one."""
+        """Attach this assistant to `target`, if given, and return it."""
         if target is not None:
             self.attach(target, default)
         elif default:
@@ -255,7 +255,7 @@ class SpecDecPPAssistant(AssistantModel):
     # Storing one -----------------------------------------------------------------------------------------------------
 
     def contents(self, calibration: bool = False) -> publishing.Contents:
-        """What the repository is made of; `ValueError` where the draft carries a PEFT adapter that no folder holds."""
+        """The contents of the repository; `ValueError` if the draft has a PEFT adapter that was not saved."""
         config, drafter = self.config, self.drafter
         if drafter is not None and self.parts.adapter is None and hasattr(drafter.model, "peft_config"):
             raise ValueError(
@@ -265,16 +265,16 @@ class SpecDecPPAssistant(AssistantModel):
         learned = self.memory.calibrations() if calibration else None
         return publishing.Contents(config, self.speculation, self.head, self.parts, learned)
 
-    # This and `push_to_hub` take other arguments than transformers' own, which are about shards of a model's weights.
+    # The arguments here and in `push_to_hub` differ from transformers', which concern shards of a model's weights.
     def save_pretrained(self, folder: str | Path, calibration: bool = False, **_: Any) -> None:  # type: ignore[override]
-        """Write the repository of this assistant into `folder`: config, head, adapter, draft vocabulary, card.
+        """Write the repository of this assistant to `folder`: config, head, adapter, draft vocabulary, model card.
 
         Args:
-            folder: is created if it is missing.
-            calibration: also what generating has taught about the estimates; whoever loads the assistant begins there.
+            folder: created if missing.
+            calibration: also save the calibration learned while generating, from which loaded assistants then start.
 
         Raises:
-            ValueError: an independent draft has neither a Hub id nor a folder to load it from again.
+            ValueError: an independent draft has neither a Hub id nor a folder from which it could be loaded.
             NotADirectoryError: `folder` is a file.
         """
         if Path(folder).is_file():
@@ -294,14 +294,14 @@ class SpecDecPPAssistant(AssistantModel):
         revision: str | None = None,
         create_pr: bool = False,
     ) -> CommitInfo:
-        """Upload what `save_pretrained` writes; further arguments are those of transformers' `push_to_hub`.
+        """Upload the files of `save_pretrained`; further arguments are those of transformers' `push_to_hub`.
 
         Args:
-            card: text of the model card; by default one that is there already is kept, or a new one is made.
+            card: text of the model card; by default the repository's card is kept, or a new one is made.
 
         Raises:
-            ValueError: the draft is a local folder, which nobody else has.
-            huggingface_hub errors: as they are.
+            ValueError: the draft is a local folder, so others could not load it.
+            huggingface_hub errors: not changed.
         """
         return publishing.push(
             self.contents(calibration),

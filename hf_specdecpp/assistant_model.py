@@ -1,4 +1,4 @@
-"""An assistant at work (`AssistantModel`): its parts, its targets, and what transformers asks of it as of a model."""
+"""Methods of an assistant for generation, and those that transformers expects of a model (`AssistantModel`)."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ CHECKED = {"speculation": SpeculationConfig, "decisions": Decisions, "head": Acc
 
 
 class AssistantModel(PreTrainedModel):
-    """An assistant of given parts. `SpecDecPPAssistant` adds the ways to make and store one.
+    """An assistant made from given parts. `SpecDecPPAssistant` adds constructors and saving.
 
     Attributes:
-        speculation: the settings. Change them at any time between two calls.
-        decisions: what the package decides beside the settings; for experiments (`config.speculation.Decisions`).
+        speculation: the settings, which may be changed between calls.
+        decisions: further decisions of the package, for experiments (`config.speculation.Decisions`).
         head: the acceptance head, or `None`.
-        memory: what was learned of targets while generating, and earlier answers if lookups search them
-            (`memory.answers`); `memory.clear()` forgets both.
-        drafter: the draft, or `None` for one made of a target that it has not met yet.
-        kind: what kind of draft that is.
+        memory: acceptance and costs learned for each target, and earlier answers if lookups search them
+            (`memory.answers`); `memory.clear()` deletes both.
+        drafter: the draft; `None` before `attach` if the draft is made from the target.
+        kind: the kind of draft.
     """
 
     config: SpecDecPPConfig
@@ -79,7 +79,7 @@ class AssistantModel(PreTrainedModel):
         self.kind = kind_of(config)
         self.parts, self.head = parts or Parts(), head
         self.drafter: Any = drafter
-        self.suspect: str | None = None  # `Counters` says what these two are
+        self.suspect: str | None = None  # this and `agreement`: see `Counters`
         self.agreement: list[float] = []
         self.speculation = SpeculationConfig.from_dict(config.speculation) if speculation is None else speculation
         self.decisions, self.calls = Decisions(), LatestCalls()
@@ -99,8 +99,8 @@ class AssistantModel(PreTrainedModel):
 
     @property
     def stats(self) -> SpeculationStats:
-        """What the latest `generate()` of this thread or asyncio task did; where it has made none, the latest of all
-        (`LatestCalls`)."""
+        """Statistics of the latest `generate()` of this thread or asyncio task; if there was none, of the latest call
+        of any thread (`LatestCalls`)."""
         return self.calls.stats
 
     @stats.setter
@@ -110,27 +110,27 @@ class AssistantModel(PreTrainedModel):
     # Using one -------------------------------------------------------------------------------------------------------
 
     def attach(self, target: CausalLM, default: bool = False) -> None:
-        """Draft for a target from now on, and prepare what can be: `target.generate(assistant_model=self)` does it by
-        itself where it has not been done. May be called for several targets.
+        """Check that target and draft fit, and prepare both for generation. The first
+        `target.generate(assistant_model=self)` does this if necessary. An assistant may have several targets.
 
         Nothing else about the target changes, and `detach` restores it exactly.
 
         Args:
             target: the model to draft for.
-            default: whether `target.generate()` without an assistant uses it, too. A call that it cannot help with is
-                a plain one, and says so once, with the reason (`stats.refusal`). The target keeps its default assistant
-                alive. Attaching again changes this, and the latest default of a target is its only one.
+            default: whether calls of `target.generate()` that name no assistant use this one. Calls that it does not
+                support fall back to plain `generate()` with a warning (`stats.refusal`). The target keeps its default
+                assistant alive. Attaching again changes this; a target has one default, the latest.
 
         Raises:
             TypeError: the target is no model.
-            ValueError: it cannot be assisted, or speaks other tokens than the draft.
+            ValueError: the target does not support speculation, or has other tokens than the draft.
         """
         with self._attaching:
             self._attach(causal_lm.base_model(target), default)
 
     def answer(self, target: CausalLM) -> None:
-        """Attach it to a target whose `generate()` names it, where it is not attached yet; raises what `attach`
-        does."""
+        """Called by a `generate()` that names this assistant: attach it to the target, unless attached. Raises the
+        errors of `attach`."""
         with self._attaching:
             if not attached.is_attached(self, target):
                 self._attach(target, default=False)
@@ -157,10 +157,10 @@ class AssistantModel(PreTrainedModel):
         attached.set_default(self, target, default)
         self._met_in_calls.discard(target)
         self.config.note_target(target)
-        self.setup().products(target)  # copies of weights are made from now on
+        self.setup().products(target)  # starts making copies of weights
 
     def detach(self, target: CausalLM | None = None) -> None:
-        """Undo `attach` for `target`, or for all targets: class, attributes and logits are as before."""
+        """Undo `attach` for `target`, by default for all targets: class, attributes and logits are as before."""
         targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
         for model in targets:
             if attached.is_attached(self, model):
@@ -169,41 +169,39 @@ class AssistantModel(PreTrainedModel):
                 self.int8.clear()
 
     def paused(self) -> AbstractContextManager[None]:
-        """Within, calls without an assistant are plain ones, though this is a target's default assistant.
+        """A context in which calls that name no assistant do not use this one, even as a target's default.
 
-        `assistant_model=None` says nothing to transformers, so a single call cannot leave its default out.
+        Transformers ignores `assistant_model=None`, so a single call cannot disable the default by an argument.
         """
         return attached.paused(self)
 
     def as_default(self, target: CausalLM) -> AbstractContextManager[None]:
-        """Within, calls of `target` in this thread that name no assistant use this one, which is attached to it.
+        """A context in which calls of `target` in this thread that name no assistant use this one. It must be attached.
 
-        The target's default assistant stays what it is: for other threads, and afterwards.
+        The default of the target is unchanged for other threads and afterwards.
         """
         return attached.as_default(self, causal_lm.base_model(target))
 
     def warm_up(self, max_length: int | None = None, target: CausalLM | None = None, **options: Any) -> float:
-        """Capture all that single texts of up to `max_length` tokens need as CUDA graphs, so that no text waits for it;
-        on a CPU wait until all copies of weights have been made (`SpeculationConfig.cpu_products`).
+        """Capture all CUDA graphs for single sequences of up to `max_length` tokens, so that later calls need not wait;
+        on a CPU wait until all copies of weights are made (`SpeculationConfig.cpu_products`).
 
-        On a GPU a text is generated that makes what texts may make: rounds of each length and shape that `speculation`
-        may lead to, or passes of the target of each width, in a cache of each size; with `rule="throughput"` costs are
-        measured if they are not known. Nothing is learned of it: statistics, estimates, known costs and torch's
-        generators stay as they are. Afterwards `generate()` captures nothing for texts of up to that length, with these
-        options and settings.
+        On a GPU this runs a generation with rounds of each length and shape that `speculation` allows, or target passes
+        of each width, in a cache of each size. With `rule="throughput"` unknown costs are measured. Statistics,
+        estimates, known costs and torch's generators are unchanged. Afterwards `generate()` with these options and
+        settings captures nothing for sequences of up to that length.
 
         Args:
-            max_length (tokens): of prompt and answer together, at most. By default 2,048, or fewer where the target has
-                fewer positions. A CPU needs no length.
-            target: an attached one, where there are several.
-            options: of `generate()`, as later calls will have them, such as `do_sample`.
+            max_length (tokens): largest length of prompt and answer together. By default 2,048, or the target's number
+                of positions if smaller. Not needed on a CPU.
+            target: one of the attached targets; needed only if there are several.
+            options: the options of later `generate()` calls, such as `do_sample`.
 
         Returns:
-            Seconds that it took.
+            The seconds that this took.
 
         Raises:
-            ValueError: there is nothing to capture or to copy here, the length makes no sense, or the target is not
-                attached.
+            ValueError: there is nothing to capture or copy, `max_length` is invalid, or the target is not attached.
         """
         targets = attached.targets_of(self) if target is None else [causal_lm.base_model(target)]
         if len(targets) != 1 or not attached.is_attached(self, targets[0]):
@@ -214,7 +212,7 @@ class AssistantModel(PreTrainedModel):
         return warm_up(self.setup(), targets[0], max_length, options)
 
     def __repr__(self) -> str:
-        """Such as "SpecDecPPAssistant(text that was seen before, rule='throughput', default of org/model)"."""
+        """Example: "SpecDecPPAssistant(text that was seen before, rule='throughput', default of org/model)"."""
         in_memory = self.kind.rests_on == "draft" and self.config.draft_id is None
         draft = type(self.ready_drafter().model).__name__ if in_memory else describe(self.config)
         head = ", with a head" if self.head is not None else ""
@@ -239,18 +237,18 @@ class AssistantModel(PreTrainedModel):
         self._check_published(target)
 
     def _make_draft(self, target: CausalLM) -> None:
-        # Offloaded ones are replaced in each pass.
+        # Without offloaded parameters, which are replaced in each pass.
         self._made_of = [ref(each) for each in causal_lm.parameters_of(target) if each.device.type != "meta"]
         self.drafter = self.kind.make(self.config, self.parts, Loading(target=target))
         self._made_for = target.dtype, causal_lm.input_device(target)
-        TargetStates(target, self.drafter.reads)  # where the target has no such layers, that is said now
+        TargetStates(target, self.drafter.reads)  # raises if the target has no such layers
         if self.head is not None:
             self.head.to(self.drafter.device)
             check_head(self.head, self.drafter, draft_name(self.config))
 
     def _check_published(self, target: CausalLM) -> None:
-        """Say how often a draft that others published guesses what the target says, where the target has a
-        tokenizer."""
+        """Log how often a published draft's candidates equal the target's choices, measured with the target's tokenizer
+        if there is one."""
         if self.config.draft_id is None or not isinstance(self.kind, PublishedKind):
             return
         name, texts = describe(self.config), acceptance.texts_for(target, tokenizer_of(target.config.name_or_path))
@@ -262,7 +260,7 @@ class AssistantModel(PreTrainedModel):
     # What a generation asks for --------------------------------------------------------------------------------------
 
     def ready_drafter(self) -> Any:
-        """The drafter; `ValueError` where an assistant that drafts with its target's layers has not met the target."""
+        """The drafter; `ValueError` if it is made from the target and the assistant is not attached yet."""
         if self.drafter is None:
             raise ValueError(
                 f"This assistant drafts with {draft_name(self.config)}, so it must be attached to it: "
@@ -271,21 +269,20 @@ class AssistantModel(PreTrainedModel):
         return self.drafter
 
     def _renew_draft(self) -> None:
-        """Make the draft anew if the target that it drafts with has been moved, which what was trained of the draft
-        was not, or if a parameter has been replaced by another one, as by `load_state_dict(assign=True)`: the draft
-        would keep the old one."""
+        """Make a draft of the target's layers again if the target has another device or dtype, or if parameter objects
+        were replaced, as by `load_state_dict(assign=True)`: otherwise the draft would use the old ones."""
         for target in attached.targets_of(self) if self.kind.rests_on == "target" else ():
             now, place = set(map(id, causal_lm.parameters_of(target))), (target.dtype, causal_lm.input_device(target))
             if place != self._made_for or any(id(each()) not in now for each in self._made_of):
                 try:
                     self._make_draft(target)
-                except ValueError:  # of embeddings that were resized, for which some drafts cannot be made, but go on
+                except ValueError:  # after resizing embeddings some drafts cannot be made, but still work
                     if place != self._made_for:
                         raise
 
     def setup(self) -> DraftSetup:
-        """What a generation needs of this assistant; `ValueError` as above, or where no draft can be made any more of a
-        target that was changed."""
+        """The parts for one generation; `ValueError` if a target is needed but not attached (`ready_drafter`), or if no
+        draft can be made from a changed target."""
         self._renew_draft()
         drafter = self.ready_drafter()
         drafter.renew()
@@ -313,11 +310,11 @@ class AssistantModel(PreTrainedModel):
         rows: int = 1,
         first: SpecDecPPCandidateGenerator | None = None,
     ) -> SpecDecPPCandidateGenerator:
-        """Begin one `generate()` call of `target`; `ValueError` if the generation cannot be assisted.
+        """Make the generator of one sequence of a `generate()` call; `ValueError` if the call is not supported.
 
         Args:
-            rows: how many sequences the call has; each is begun by itself.
-            first: of these sequences; all share its setup and its matrix products.
+            rows: number of sequences in the call; this method is called once for each.
+            first: generator of the call's first sequence, whose setup and matrix multiplications the others share.
         """
         setup = replace(self.setup(), rows=rows) if first is None else first.setup
         generator = SpecDecPPCandidateGenerator(setup, config, logits_processor, attention_mask, target=target)
@@ -330,7 +327,7 @@ class AssistantModel(PreTrainedModel):
     # What transformers asks of a model -------------------------------------------------------------------------------
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
-        """`ValueError`: an assistant is no model that answers."""
+        """Always raises `ValueError`: an assistant generates only with its target."""
         raise ValueError(
             "An assistant does not answer by itself. Pass it to its target: "
             "model.generate(**inputs, assistant_model=assistant)."
@@ -347,11 +344,11 @@ class AssistantModel(PreTrainedModel):
         return self.drafter.dtype if self.drafter is not None else torch.float32
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
-        """The draft model's own forward, for measuring it."""
+        """The draft model's forward, for measurements."""
         return self.ready_drafter().model(input_ids, **kwargs)
 
-    # A copy by value would leave the targets behind that this one is attached to. Harnesses copy the arguments of
-    # `generate()`, and mean the same assistant; and a pickle goes to a process where there are no such targets.
+    # A copy would not be attached to any target: harnesses that copy the arguments of `generate()` need this object. A
+    # pickle would be loaded in a process without the targets.
     def __deepcopy__(self, _: Any) -> Self:
         return self
 

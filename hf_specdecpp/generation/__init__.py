@@ -1,1 +1,1 @@
-"""The two doors to `generate()`, the decoding loop and its statistics."""
+"""One `generate()` call: entry, decoding loop, statistics, refusals."""

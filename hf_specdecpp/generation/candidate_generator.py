@@ -1,5 +1,5 @@
-"""The drafting of one generation, which has transformers' interface, too (`SpecDecPPCandidateGenerator`), and how trees
-are drafted (`TreeDrafting`); `drafting/chain.py` drafts chains."""
+"""Drafting for one sequence of a `generate()` call (`SpecDecPPCandidateGenerator`, also with transformers' interface),
+and drafting of trees (`TreeDrafting`); `drafting/chain.py` drafts chains."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ NO_STATES = "This generator's draft reads hidden states of the target, which tra
 
 
 class SpecDecPPCandidateGenerator(CandidateGenerator):
-    """Drafts the candidates of one `generate()` call and learns from their fate, in transformers' own assisted decoding
-    loop and in ours (`decoding.py`); `ValueError` if the config or a processor cannot be used, a model cannot read
-    trees, or the draft cannot do what is asked (`Draft.cannot`).
+    """Drafts the candidates of one sequence and learns which are accepted, in the loop of `decoding.py` or in that of
+    transformers; `ValueError` if the settings or a processor cannot be used, a model cannot read trees, or the draft
+    does not support batches or trees (`Draft.cannot`).
 
     Args:
-        setup: the draft and what decides how far it drafts.
+        setup: the draft, head and settings.
         generation_config: the target's, as prepared by `generate()`.
-        logits_processor: the target's processors; they are applied to the draft's logits too.
-        attention_mask: `[1, length]` of the prompt, or `None`. Masked tokens are not shown to the draft.
-        target: the model that decides.
+        logits_processor: the target's processors; the draft's logits are processed, too.
+        attention_mask: `[1, length]` of the prompt, or `None`. The draft does not read masked tokens.
+        target: the model that verifies.
 
     Attributes:
-        stats: of this generation.
-        products: the matrix products of target and draft, within which the loops draft and verify.
-        method: drafts chains, or trees.
-        plan: of `rule="throughput"`, which reckons with what rounds cost; `None` for others.
-        observers: are told of each round which of its candidates stand: statistics, lookups, the rule or the trees.
-        lookup: finds candidates in the text, if it is asked to.
-        times: of its rounds, where the costs follow them.
-        rests: whether rounds are left to the target, as drafting does not pay: nothing is noted for the draft then.
-        successors: what the target said lately, which the draft's logits are mixed with, if they shall be.
+        stats: counts and seconds of this generation.
+        products: context with the matrix multiplications of target and draft, around drafting and verification.
+        method: drafts chains or trees.
+        plan: the costs and decisions of `rule="throughput"`; `None` for other rules.
+        observers: get the outcome of each round: statistics, lookups, the stopping rule or the trees.
+        lookup: finds candidates in earlier text, if enabled.
+        times: seconds of the rounds, if costs follow measured rounds; else `None`.
+        is_paused: whether rounds have no candidates, because plain generation is faster; the draft then reads nothing.
+        successors: the target's latest choices, if the draft's logits are mixed with them; else `None`.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
             if self.plan.known.follows:
                 self.times = RoundTimes(computing_clock(input_device(target), setup.drafter.device))
         self.is_paused = False
-        self._mask, self._shown = attention_mask, 0  # the latter: tokens of the text that the draft was shown
+        self._mask, self._shown = attention_mask, 0  # `_shown`: tokens of the sequence passed to the draft so far
         self._draft_max_length = setup.drafter.max_length
         self._num_accepted = 0
 
@@ -121,7 +121,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     @property
     def products(self) -> FasterProducts:
-        """Made where they are needed first: that reads every weight that there is a copy of."""
+        """Made at first use, which is slow: every weight with a copy is read."""
         if self._products is None:
             begin = time.perf_counter()
             self._products = self.setup.products(self._target)
@@ -132,12 +132,12 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return self._products
 
     def share_products(self, other: SpecDecPPCandidateGenerator) -> None:
-        """Take the products of another row of the same batch: to make them reads every weight with a copy."""
+        """Use the products of another row of the batch, because making them reads every weight with a copy."""
         self._products = other.products
 
     def begin_text(self, length: int) -> None:
-        """Find out, before a prompt of so many tokens is read, whether the text rests."""
-        # Captured rounds choose by themselves whether to draft, and may want the target's states for that.
+        """Decide, before a prompt of `length` tokens is read, whether to draft at all (`is_paused`)."""
+        # Captured rounds decide later whether to draft, and may need the target's states of the prompt.
         follows = self.lookup is not None or not self.setup.drafter.places or self.round_steps is not None
         self.is_paused = self.plan is not None and not follows and self.plan.leaves_to_target(length)
         if self.is_paused:
@@ -145,18 +145,18 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
 
     @torch.inference_mode()
     def propose(self, input_ids: Tensor, max_tokens: int | None = None, states: Tensor | None = None) -> DraftTree:
-        """Draft the next round: a token tree, or a chain, which has one branch.
+        """Draft the candidates of the next round: a token tree, or a chain, which has one branch.
 
         Args:
-            input_ids: `[1, length]`, everything emitted so far, the prompt included.
-            max_tokens: cap on the candidates, on top of the rule's own and of the room left under `max_length`. Where a
-                tree may have more nodes there is none.
-            states: `[1, n, size]`, if the draft reads them: the target's at the n tokens that it has read since the
-                last round, candidates that were not accepted left out.
+            input_ids: `[1, length]`, the prompt and all emitted tokens.
+            max_tokens: largest number of candidates, if below the limits of the rule and of `max_length`. A tree that
+                could have more nodes is left empty.
+            states: `[1, n, size]`, if the draft reads hidden states of the target: those at the n tokens committed
+                since the last round.
         """
         times, lookup, method = self.times, self.lookup, self.method
         if self.plan is not None and not self.is_paused:
-            self.plan.follow(input_ids.shape[1])  # a new plan takes a while, which is no cost of this round
+            self.plan.follow(input_ids.shape[1])  # before the round's clock, because a new plan takes long
         if times is not None:
             times.begin_round()
         if self.is_paused:
@@ -177,23 +177,23 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return tree
 
     def draft_step_by_step(self, input_ids: Tensor, states: Tensor | None) -> Drafting:
-        """A chain as a coroutine, so that the rows of a batch draft together."""
+        """Draft a chain as a coroutine, so that the rows of a batch share draft passes."""
         longest = self._begin_round(input_ids, states, None)
         return cast(ChainDrafting, self.method).step_by_step(input_ids, longest)
 
     def record_outcome(self, tree: DraftTree, path: list[int], length: int) -> None:
-        """Learn which nodes of the last round, before which the text had this length, were accepted."""
+        """Called after a round: `path` holds its accepted nodes, `length` is the sequence length before the round."""
         self._num_accepted = len(path)
         for each in self.observers:
             each.record_outcome(tree, path)
-        tree.scores.clear()  # which are large
+        tree.scores.clear()  # large tensors
         tree.distributions.clear()
-        if self.is_paused and self.plan is not None:  # a draft that needs no states may begin now
+        if self.is_paused and self.plan is not None:  # a draft that reads no target states may begin now
             self.is_paused = self.setup.drafter.reads is not None or self.plan.leaves_to_target(length)
 
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
-        """Candidates in transformers' form: `[1, length + k]` token ids, and `[1, k, vocab]` logits whose softmax the k
-        candidates after `input_ids` `[1, length]` were drawn from (`None` when k is 0)."""
+        """Draft k candidates in transformers' form: token ids `[1, length + k]`, and logits `[1, k, vocab]` whose
+        softmax is q (`None` if k is 0). `ValueError` if the draft reads hidden states, or settings require trees."""
         if self.setup.drafter.reads is not None:
             raise ValueError(NO_STATES)
         self.method.refuse(NO_TREES)
@@ -206,41 +206,41 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         return torch.cat((input_ids, candidates), dim=1), torch.stack([*chain.drawn_from, *certain])[None]
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:  # noqa: ARG002
-        """Learn that `num_matches` candidates of the last chain were accepted."""
+        """Called by transformers after a round, with the number of accepted candidates of the last chain."""
         self.record_outcome(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
     def begin_captured(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """All tokens of a text `[1, length]` that captured rounds draft after, and the target's states before each."""
+        """Called before captured rounds: unmasked tokens `[1, n]` of the prompt, and the target's states or `None`."""
         self.observers = [self.stats, *([rule] if isinstance(rule := self.method.rule, Threshold) else [])]
         tokens, states = self._new(input_ids, states)
         if states is None:
             return tokens, None
-        known = min(states.shape[1], tokens.shape[1])  # fewer than the tokens where a cache is carried on
+        known = min(states.shape[1], tokens.shape[1])  # fewer than the tokens if a cache is reused
         return tokens[:, -known:], states[:, -known:]
 
     def learned_rates(self, trees: bool = False) -> AcceptanceRates:
-        """What rounds of this target, drawn in this way, have said of estimates."""
+        """The acceptance learned for this target and way of sampling, for chains or trees."""
         return self.setup.learned_rates(self._target, self._generation_config, trees)
 
     def note_captured(self, estimates: list[float]) -> None:
-        """Take note of what `rule="threshold"` judged the candidates of a captured round by."""
+        """Give `rule="threshold"` the estimates of a captured round's candidates."""
         if isinstance(rule := self.method.rule, Threshold):
             rule.estimates = estimates
 
     def begin_again(self) -> None:
-        """The first round is not captured: the draft has been shown nothing yet."""
+        """Called if captured rounds have failed: the draft reads the sequence from its start again."""
         self._shown, self.observers = 0, self._observers()
 
     def _described(self) -> str:
-        """How the layers of target and draft multiply now."""
+        """Describe the current matrix multiplications of target and draft."""
         return f"{self.products.described}{', draft in int8' if self.setup.drafts_in_int8 else ''}"
 
     def stop(self) -> None:
-        """Draft nothing more in this text, of which the draft has not read all."""
+        """Stop drafting for the rest of this sequence, because the draft's cache is lost."""
         self.is_paused, self.plan, self.times, self.observers = True, None, None, [self.stats]
 
     def finish(self) -> None:
-        """Learn, at the end of a generation, what its rounds cost. Whatever goes wrong here, the text is complete."""
+        """Called at the end of a generation: update the costs of rounds. Errors are logged, not raised."""
         self.stats.decided["products"] = self._described()
         if self.plan is not None and self.times is not None:
             try:
@@ -249,40 +249,40 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
                 logger.warning(f"Nothing was learned of what the rounds of this text cost: {error!r}.")
 
     def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> int:
-        """Let draft and lookups take note of what is new; the longest path of candidates that there is room for."""
+        """Pass new tokens to the draft and the lookups. Returns the longest path of candidates that may be drafted."""
         session, drafter, room = self.session, self.setup.drafter, MOST_CANDIDATES
         new_tokens, states = self._new(input_ids, states)
         session.read_verified(new_tokens, self._num_accepted, states)
-        if self.max_length is not None:  # under which one place belongs to the token that the target adds
+        if self.max_length is not None:  # one place is for the token that the target adds
             room = max(self.max_length - input_ids.shape[1] - 1, 0)
         most = MOST_CANDIDATES if max_tokens is None else max_tokens
         if self.lookup is not None:
-            unread = session.unread if self.setup.rows == 1 else 0  # the rows of a batch read together
+            unread = session.unread if self.setup.rows == 1 else 0  # rows of a batch share draft passes
             self.lookup.look_up(new_tokens[0].tolist(), min(room, most), unread)
         longest = self.method.longest(room, most)
         return int(max(min(room, longest, self._draft_max_length - session.length + 1, drafter.places), 0))
 
     def _new(self, input_ids: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What the draft was not shown of a text: tokens `[1, n]`, and the target's states `[1, m, size]` there."""
+        """Tokens `[1, n]` not yet passed to the draft, and the target's states `[1, m, size]`; masked ones removed."""
         new, is_prompt = input_ids[:, self._shown :], not self._shown
         self._shown = input_ids.shape[1]
         return without_padding(new, states, self._mask) if is_prompt and self._mask is not None else (new, states)
 
 
 class TreeDrafting:
-    """Drafts the token trees of one text: grows them on the draft. It has the answers of `ChainDrafting`, and a pace of
-    growth that learns; `ValueError` if the estimator cannot value slots, or a static tree has neither shape nor rates.
+    """Drafts the token trees of one sequence, with the methods of `ChainDrafting`; `ValueError` if the estimator cannot
+    value slots, or a static tree has neither shape nor rates.
 
     Args:
-        setup: its settings say which algorithm; its estimator values slots, but for static trees.
+        setup: its settings choose the algorithm; its estimator values slots, except in static trees.
         session, processing, randomness, eos_token_ids: as in `SpecDecPPCandidateGenerator`.
-        decided: what was decided for the generation (`SpeculationStats.decided`).
+        decided: `SpeculationStats.decided`; gets the reason if trees are given up (`refuse`).
 
     Attributes:
-        most, room: nodes that a tree may have, and that of the next round, if it grows by costs.
-        throughput: for `"dyspec"`: decides how far trees grow, and learns from them. `None` uses up the budget.
-        rates: calibrates the estimates of a budget's trees; `None` takes them as they are.
-        rule: none stops trees.
+        most, room: the largest number of nodes of any tree, and of the next one if `throughput` is set.
+        throughput: decides how far trees grow, and learns from rounds (`rule="throughput"`). `None`: a fixed budget.
+        rates: calibrates the estimates of trees with a fixed budget; `None` uses raw estimates.
+        rule: always `None`, because stopping rules are for chains.
     """
 
     for_trees, rule = True, None
@@ -294,7 +294,7 @@ class TreeDrafting:
         self.decided = decided
         self.setup, self.config, self.session = setup, setup.speculation, session
         self.shape = setup.static_shape(greedy=randomness is None)
-        estimator = setup.estimator if self.shape is None else DraftProbability()  # for the records only
+        estimator = setup.estimator if self.shape is None else DraftProbability()  # for statistics only
         check_estimator(estimator)
         self.most = self.room = self.config.most_drafted if self.shape is None else size(self.shape)
         self.slots = Slots(estimator, randomness, eos_token_ids, buffer=SoftmaxBuffer(self.most))
@@ -305,7 +305,7 @@ class TreeDrafting:
         self.rates: AcceptanceRates | None = None
 
     def follow(self, plan: Plan | None, target: CausalLM, generation: GenerationConfig) -> None:
-        """Let trees grow as `rule="throughput"` says, if there is a plan, else by what is known of the target."""
+        """Grow trees by `plan`, the rule `"throughput"`; without a plan calibrate estimates by learned acceptance."""
         if plan is not None:
             self.slots.valuation = self.throughput = rule = plan.rule(self.slots.estimator)
             if self.config.tree == "auto":
@@ -317,7 +317,7 @@ class TreeDrafting:
             self.slots.valuation = SlotValuation(self.rates)
 
     def refuse(self, reason: str) -> None:
-        """Draft chains in this text; `LateRefusalError` where a kind of tree is asked for."""
+        """Draft chains in this generation because of `reason`; `LateRefusalError` if settings require trees."""
         if self.config.draws_trees:
             raise LateRefusalError(reason)
         self.slots.branches, self.decided["tree"] = False, f"chains: {reason}"
@@ -331,13 +331,13 @@ class TreeDrafting:
         return self.slots.branches
 
     def longest(self, room: int, most: int) -> int:
-        # To cut a tree would depend on what was drawn, so there is none where it might have more nodes; those of
-        # `rule="throughput"` stop growing before.
+        # Removing nodes would depend on the drawn candidates, so a tree that could have too many nodes is left empty.
+        # Trees of `rule="throughput"` stop at `room`.
         self.room = min(most, self.most)
         return room if most >= (self.most if self.throughput is None else 1) else 0
 
     def draft(self, input_ids: Tensor, longest: int) -> DraftTree:
-        """A tree below the last token of `input_ids` `[1, length]`, no deeper than `longest`."""
+        """Draft a tree of at most `longest` levels below the last token of `input_ids` `[1, length]`."""
 
         def expand(tree: DraftTree, nodes: list[int]) -> Level:
             passes = self.session.passes

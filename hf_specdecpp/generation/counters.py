@@ -1,4 +1,4 @@
-"""What is counted and timed in a generation: `Counters`."""
+"""Counts and seconds of a generation: `Counters`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from hf_specdecpp.trees.drawing import DrawnTree
 from hf_specdecpp.trees.tree import DraftTree
 
-OF_TWO = "of two"  # how a field of the sum of two calls follows from theirs, where they are not added
+OF_TWO = "of two"  # metadata key: a function of two calls' values that gives the field of their sum; default: `add`
 EITHER = {OF_TWO: lambda own, other: own or other}
 LATEST = {OF_TWO: lambda own, other: other or own}
 
 
 def branching(drawn: DrawnTree) -> tuple[int, int]:
-    """How many nodes of a tree have several children, and how many candidates there are."""
+    """The number of nodes with several children, and of candidates, in a tree."""
     return drawn.tree.ranks.count(1), len(drawn.tree)
 
 
@@ -28,49 +28,48 @@ class Counters:
     """Counts and seconds of one `generate()` call.
 
     Attributes:
-        rounds: drafting rounds, each followed by one target pass.
-        idle_rounds: those of them that drafted nothing.
-        rounds_at_change: those of them that could have no candidates, since the target's rotary frequencies change
-            there with the length of the text (`models.checks.FrequencyChange`).
-        plain_passes: target passes without candidates (the first token comes from the prompt's pass).
-        drafted, accepted: candidates. `discarded` is the rest.
-        looked_up, accepted_lookups: candidates among these that were found in the text (`SpeculationConfig.lookup`).
-        lookup_rounds: rounds that had only such candidates.
-        generated: tokens emitted. (`generated + discarded = drafted + rounds + plain_passes`, unless the last round was
-            cut short by a stopping criterion.)
-        drafted_at, accepted_at: the same by position in the round, first candidate first; in trees by depth.
-        tree_depths, tree_widths: number of trees by depth and by the size of their widest level; index 0 counts those
-            without candidates.
-        tree_passes: draft passes for trees.
-        tested_by_rank, accepted_by_rank: at nodes that the target got to, how often there was a first, second, ...
-            child, and how often it was the accepted one.
-        draft_seconds: drafting, the draft's pass over the prompt included.
-        target_seconds: target passes, the one over the prompt excluded (`prompt_seconds`). On an accelerator the
-            verification that waits for them is part of it.
-        overhead_seconds: everything else between the first token and the last: verification, processors, streaming.
-        plain_pass_seconds: one target pass over a single token as plain `generate()` makes it, by what was measured;
-            `None` if nothing was.
-        same_pass_seconds: the same pass on the CPU products that the passes of the call ran on.
-        compared_passes: target passes over one token beside those of the rounds, where nothing else says what such a
-            pass takes: on a GPU, and on a CPU without large layers.
-        preparing_seconds: these, and making or checking copies of weights.
-        state_bytes: memory of the copies that a target with recurrent layers goes back to after a rejection.
-        graphs, graph_seconds, graph_bytes: CUDA graphs of these passes and rounds up to now, seconds that they took,
-            and the memory of graphs and of the caches, target's and draft's, that they work in.
-        uncaptured: why the target's passes were not captured; `None` where they were, or should not be.
-        last_tree: the latest tree with candidates that was verified; `str()` draws it. `None` for chains.
-        branched_tree: of these trees the one with the most nodes that have several children, and of such the largest.
-        rows: of a batch, each sequence's; everything else here is their sum.
-        agreement: of a published draft, the share of first, second and third candidates that were the target's choice
-            in a few short texts, when it was attached; empty where no tokenizer was found beside the target.
-        suspect: a draft that others trained, by its name: it may be for another target, or read in a wrong way.
-        refusal: why a target's default assistant was left out of a call, which was a plain one.
-        remedies: what could still be done for its speed, of `DraftSetup.remedies`.
-        decided: what the package decided, by name: `{"rule": "throughput", "costs": "followed", "verification":
-            "block", "products": "float16, draft in int8", "corrections": "off", "attached": "by a call"}`, where the
-            call attached the assistant, or one before it, and not `attach` ("before"); the target multiplies with
-            float16 copies of its weights, and the draft reads in int8.
-        has_products: whether any layer computes otherwise than in plain `generate()`.
+        rounds: rounds, each with one target pass.
+        idle_rounds: rounds without candidates.
+        rounds_at_change: rounds that could have no candidates because the target's rotary frequencies change at their
+            length (`models.checks.FrequencyChange`).
+        plain_passes: target passes outside of rounds: the prompt's, which gives the first token.
+        drafted, accepted: candidates. `discarded` counts the others.
+        looked_up, accepted_lookups: candidates that were found in earlier text (`SpeculationConfig.lookup`).
+        lookup_rounds: rounds with looked-up candidates only.
+        generated: emitted tokens. (`generated + discarded = drafted + rounds + plain_passes`, unless a stopping
+            criterion cut the last round.)
+        drafted_at, accepted_at: candidates by position in the round, in trees by depth; index 0 is the first.
+        tree_depths, tree_widths: number of trees by depth and by the size of their widest level; index 0 counts empty
+            trees.
+        draft_passes: forward passes of the draft in rounds.
+        tested_by_rank, accepted_by_rank: over the root and the accepted nodes of trees, how often there was a first,
+            second, ... child, and how often that child was accepted.
+        draft_seconds: drafting, including the draft's pass over the prompt.
+        target_seconds: target passes without the prompt's (`prompt_seconds`). On a GPU this includes waiting for the
+            pass during verification.
+        overhead_seconds: all other time in rounds: verification, processors, streaming.
+        plain_pass_seconds: estimated seconds of a target pass over one token in plain `generate()`; `None` if unknown.
+        same_pass_seconds: seconds of such a pass with the CPU matrix multiplications of this call.
+        compared_passes: additional target passes over one token, if their time cannot be derived from the rounds: on a
+            GPU, and on a CPU without large layers.
+        preparing_seconds: these passes, and making or checking copies of weights.
+        state_bytes: memory for recurrent states, which are restored after a rejection.
+        graphs, graph_seconds, graph_bytes: number of CUDA graphs of these passes and rounds so far, seconds of their
+            capture, and memory of the graphs and of their caches for target and draft.
+        uncaptured: why the target's passes were not captured; `None` if they were, or if graphs are off.
+        last_tree: the latest verified tree with candidates; `str()` draws it. `None` for chains.
+        branched_tree: the tree with the most nodes that have several children; if equal, the largest.
+        rows: statistics of each sequence of a batch; all other fields are sums over the sequences.
+        agreement: for a published draft, the share of first, second and third candidates that equal the target's
+            choice in a few short texts, measured at attach; empty without a tokenizer in the target's repository.
+        suspect: name of a published draft, which may be for another target or be read wrongly; else `None`.
+        refusal: why this call fell back to plain `generate()`; else `None`.
+        remedies: unused ways to be faster, as in `DraftSetup.remedies`.
+        decided: decisions by name: `{"rule": "throughput", "costs": "followed", "verification": "block", "products":
+            "float16, draft in int8", "corrections": "off", "attached": "by a call"}`. Here a `generate()` call attached
+            the assistant, not `attach` ("before"); the target multiplies with float16 copies of its weights, the draft
+            in int8.
+        has_products: whether any layer of the target computes differently than in plain `generate()`.
     """
 
     rounds: int = 0
@@ -98,7 +97,7 @@ class Counters:
     preparing_seconds: float = 0.0
     plain_pass_seconds: float | None = None
     same_pass_seconds: float | None = None
-    state_bytes: int = field(default=0, metadata={OF_TWO: max})  # what there is by now
+    state_bytes: int = field(default=0, metadata={OF_TWO: max})  # current memory
     graphs: int = field(default=0, metadata={OF_TWO: max})
     graph_seconds: float = field(default=0.0, metadata={OF_TWO: max})
     graph_bytes: int = field(default=0, metadata={OF_TWO: max})
@@ -119,12 +118,12 @@ class Counters:
     has_products: bool = field(default=True, metadata={OF_TWO: max})
 
     def record_outcome(self, tree: DraftTree, path: list[int]) -> None:
-        """Count one verified round; `path`: the accepted nodes."""
+        """Called after each round, with its tree and the accepted nodes `path`."""
         candidates, widths = len(tree), tree.widths
         self.rounds += 1
         self.draft_passes += tree.passes
         self.idle_rounds += candidates == 0
-        if not candidates and widths is None:  # of which nothing else is counted
+        if not candidates and widths is None:  # no other counts for empty chains
             return
         drawn = tree.drawn(path) if tree.looked_up else path
         self.drafted += candidates
@@ -143,7 +142,7 @@ class Counters:
             tally(self.tested_by_rank, range(len(tree.children[node])))
         self.accepted_by_rank += [0] * (len(self.tested_by_rank) - len(self.accepted_by_rank))
         tally(self.accepted_by_rank, [tree.ranks[node] for node in drawn])
-        if candidates:  # a rule may leave the last rounds of an answer to the target
+        if candidates:  # the last rounds may have no candidates
             self.last_tree, best = DrawnTree(tree, path), self.branched_tree
             if best is None or (tree.ranks.count(1), candidates) > branching(best):
                 self.branched_tree = self.last_tree
@@ -158,12 +157,12 @@ class Counters:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no call with the assistant is behind them."""
+        """Whether no forward pass was counted yet."""
         return self.target_passes == 0
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens per target pass; 1 is plain decoding."""
+        """Tokens per target pass; 1 in plain decoding."""
         return ratio(self.generated, self.target_passes)
 
     @property
@@ -183,38 +182,38 @@ class Counters:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Accepted share of the candidates drafted at each position of a round, first candidate first."""
+        """Accepted share of the candidates at each position of a round, in trees at each depth."""
         return [ratio(a, d) for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
 
     @property
     def acceptance_by_rank(self) -> list[float]:
-        """In trees: how often the first, second, ... child was the accepted one where the target could choose it.
+        """In trees: how often the first, second, ... child was accepted, if its parent was and the child existed.
 
-        `trees.shapes.best_shape` makes the best static tree of it.
+        Input of `trees.shapes.best_shape` for the best static tree.
         """
         return [ratio(a, t) for a, t in zip(self.accepted_by_rank, self.tested_by_rank, strict=True)]
 
     @property
     def speedup(self) -> float | None:
-        """Estimated speed relative to plain `generate()`, whose seconds are the pass over the prompt, as it was here,
-        and a measured plain pass for every later token; `None` if unknown.
+        """Estimated speed relative to plain `generate()`: the prompt's pass and one plain pass for each later token,
+        divided by the seconds of this call; `None` if unknown.
 
-        All seconds of the call count, also those of what is prepared once (`preparing_seconds`). Plain decoding's own
-        overhead counts as nothing, so the estimate errs against the assistant.
+        The call's seconds include one-time preparation (`preparing_seconds`). The overhead of plain decoding is
+        neglected, so the speedup is rather underestimated.
 
-        Example: 31 tokens, the first from a prompt of 0.2 s, at 0.1 s a plain pass: 3.2 s. With 1.4 s of rounds and
-        0.4 s of preparing beside the prompt the call is 1.6 times as fast.
+        Example: 31 tokens with a prompt pass of 0.2 s and plain passes of 0.1 s take 3.2 s. If the call takes 0.2 s for
+        the prompt, 1.4 s for rounds and 0.4 s for preparing, the speedup is 1.6.
         """
         return self._speed_over(self.plain_pass_seconds)
 
     @property
     def same_pass_speedup(self) -> float | None:
-        """The same relative to plain `generate()` on the assistant's own passes: what speculation itself gains."""
+        """Speed relative to plain `generate()` with the same matrix multiplications: the gain by speculation alone."""
         return self._speed_over(self.same_pass_seconds if self.has_products else self.plain_pass_seconds)
 
     @property
     def call_seconds(self) -> float:
-        """All that was timed of the call."""
+        """Seconds of prompt, preparation and rounds together."""
         rounds = self.draft_seconds + self.target_seconds + self.overhead_seconds
         return self.prompt_seconds + self.preparing_seconds + rounds
 
@@ -230,7 +229,7 @@ def ratio(numerator: float, denominator: float) -> float:
 
 
 def tally(counts: list[int], places: Sequence[int]) -> None:
-    """Count one at each of the places."""
+    """Add one at each index of `places`, extending `counts` if necessary."""
     if places:
         counts += [0] * (max(places) + 1 - len(counts))
     for place in places:

@@ -1,10 +1,10 @@
-"""Assisted decoding: the loop that everything else serves (`AssistedDecoding`), and the parts that it is made of: what
-drafts (`Drafts`), and the target's side (`TargetSide`), which owns its cache and how its passes run.
+"""The decoding loop (`AssistedDecoding`) and its parts: `Drafts` proposes candidates, and `TargetSide` runs the
+target's forward passes and owns its cache.
 
-Differences from transformers' `_assisted_decoding`: the prompt gets a forward of its own as in plain `generate()`, so a
-warm cache, chunked prefill and sliding windows behave as they do there. Stopping criteria are asked token by token, and
-a stop string ends the output where it ends. Scores, hidden states and attentions belong to the token that they are
-returned for. Candidates may be trees, and the rows of a batch keep their own pace.
+Differences from transformers' `_assisted_decoding`: the prompt has a separate forward pass, as in plain `generate()`,
+so a reused cache, chunked prefill and sliding windows behave as in plain `generate()`. Stopping criteria are called
+after each token, and a stop string ends the output at its last token. Scores, hidden states and attentions are those of
+the returned tokens. Candidates may form trees, and each row of a batch advances by its own number of tokens.
 """
 
 from __future__ import annotations
@@ -34,55 +34,55 @@ MEMORY = "memory ended"
 
 
 class RoundTarget(ABC):
-    """The target's part of rounds. `TargetSide` makes them with the target's own passes, `GraphTarget` with graphs."""
+    """The target in a round. `TargetSide` calls the target's forward, `GraphTarget` launches CUDA graphs."""
 
     def attention(self) -> AbstractContextManager[None]:
-        """The context in which rounds are made."""
+        """The context manager around all rounds."""
         return nullcontext()
 
     def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: B027 - most need nothing
-        """What a round needs and is not counted among its seconds."""
+        """Called before each round, for work that is not part of the round's seconds."""
 
     def max_candidates(self, text: OutputText) -> int | None:  # noqa: ARG002
-        """How many candidates the next pass has room for; `None`: any number."""
+        """The largest number of candidates in the next pass; `None`: no limit."""
         return None
 
     @abstractmethod
     def read(self, rounds: Sequence[Round]) -> None:
-        """One pass over the last token of each text and its candidates: `outputs` and `width` of the rounds, or, where
-        a device has drawn and verified candidates, their `tree` and `verdict`."""
+        """Run one forward pass over the last token and the candidates of each sequence. Sets `outputs` and `width` of
+        the rounds, or, if the GPU has drawn and verified the candidates, `outputs`, `tree` and `verdict`."""
 
     @abstractmethod
     def commit(self, rounds: Sequence[Round]) -> None:
-        """Leave the cache and the states that drafts read at what was emitted."""
+        """Keep only the emitted tokens in the cache and in the hidden states that drafts read."""
 
     @abstractmethod
     def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
-        """Which texts go on."""
+        """For each sequence, whether further tokens follow."""
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:  # noqa: B027 - of one text nothing is left
-        """Of `texts` those at `places` go on."""
+        """Called when sequences have ended: only those at the indices `places` of `texts` continue."""
 
     def instead(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:  # noqa: ARG002
-        """Called when graphs have failed: the drafts and the target's part that make this round of the `texts` and all
-        later rounds."""
+        """Called when graphs have failed. Returns the drafts and the target for this round and all later rounds of
+        `texts`; without graphs raises `failure`."""
         raise failure
 
     def leave(self, texts: Sequence[OutputText] = ()) -> None:  # noqa: B027 - the target's own passes have nothing to leave
-        """Called after the last round, or where the `texts` go on without these passes: the target's own cache gets
-        what was read."""
+        """Called after the last round, or when `texts` continue without graphs: copies the keys and values of captured
+        passes to the target's own cache."""
 
 
 class Drafts:
-    """Proposes candidates for the texts of a call: here for one, whose generator does."""
+    """Proposes the candidates of a call with a single sequence, by its generator."""
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
-        """A tree for each text; a chain has one branch, and an empty tree leaves the round to the target."""
+        """A tree for each sequence. A chain has one branch; an empty tree is a round without candidates."""
         (text,) = texts
         return [text.generator.propose(text.ids, target.max_candidates(text), text.states)]
 
     def record_outcome(self, rounds: Sequence[Round]) -> None:
-        """Told what stands of a round."""
+        """Called after a commit: the generator gets the accepted path and, with measured costs, the pass width."""
         (each,) = rounds
         generator = each.text.generator
         generator.record_outcome(each.tree, each.verdict.path, each.text.before)
@@ -90,15 +90,15 @@ class Drafts:
             generator.times.end(each.text.before, each.width)
 
     def select(self, places: Sequence[int]) -> None:
-        """The texts at these places go on."""
+        """Called when sequences have ended: only those at the indices `places` continue."""
 
 
 class GraphsFailedError(RuntimeError):
-    """A part of a round cannot be captured, or finds no memory, before anything of the round is verified.
+    """A part of a round cannot be captured, or memory runs out; raised before the round is verified.
 
     Attributes:
-        why_not_draft: why the draft's part can never be captured, if that is so.
-        is_memory: whether there was no memory.
+        why_not_draft: why the draft can never be captured, or `None`.
+        is_memory: whether memory ran out.
     """
 
     def __init__(self, reason: str, why_not_draft: str | None = None) -> None:
@@ -107,11 +107,11 @@ class GraphsFailedError(RuntimeError):
 
 
 class TargetSide(RoundTarget):
-    """The target's side of a call, which owns its cache: the prompt, rounds of the target's own passes with the states
-    that drafts read, what passes take and on which products they run, and what `generate()` returns."""
+    """The target of a call, the owner of its cache: reads the prompt, runs rounds without graphs, collects the hidden
+    states that drafts read, times passes, and builds the output of `generate()`."""
 
-    foreign: ForeignPasses | None = None  # where passes run code of others
-    took: tuple[int, float, float] | None = None  # by the latest pass: as `PassTimes.record_pass` takes them
+    foreign: ForeignPasses | None = None  # hooks and patches in the target's passes, if any
+    took: tuple[int, float, float] | None = None  # tokens, CPU and wall-clock seconds of the latest pass, if timed
 
     def __init__(self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig) -> None:
         self.model, self.config, self.device = model, config, input_device(model)
@@ -124,62 +124,62 @@ class TargetSide(RoundTarget):
 
     @abstractmethod
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
-        """Read the prompts as plain `generate()` does: the `outputs` of the rounds."""
+        """Run the prompts' forward pass as plain `generate()` does; sets `outputs` of the rounds."""
 
     def begin_texts(self, texts: Sequence[OutputText]) -> None:  # noqa: ARG002
-        """Told once, before the first round."""
+        """Called once, after the prompt and before the first round."""
         self.passes.begin_text(self.generator.products)
 
-    # What captured passes ask of it. ---------------------------------------------------------------------------------
+    # Called for captured passes. --------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def forward_arguments(self) -> dict[str, Any]:
-        """The arguments of the target's forward, its own cache among them."""
+        """Keyword arguments of the target's forward, including its own cache."""
 
     @abstractmethod
     def enter(self, passes: CapturedTarget) -> None:
-        """Copy what was read of the prompts to captured passes. The target's own cache stays as it is."""
+        """Copy the prompts' keys and values to `passes`; the target's own cache is unchanged."""
 
     @abstractmethod
     def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:
-        """Logits `[texts, n, vocab]` of a pass of the target's own over the last token of each text and further tokens,
-        `[texts, n]` with it, which is forgotten."""
+        """Logits `[texts, n, vocab]` of a pass without graphs over `tokens` `[texts, n]`, which start with the last
+        token of each sequence. The pass is then rolled back."""
 
     @abstractmethod
     def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:
-        """Go on in the target's own cache: copy what captured passes have read of `texts`, at these `rows`, to it."""
+        """Copy the keys and values of `texts`, in the given `rows` of `passes`, to the target's own cache."""
 
     def hold(self, text: OutputText, held: Callable[[], Any]) -> None:
-        """Called when a text ends before others: keep its keys and values, `held()`, for the cache that is given
-        back."""
+        """Called when a sequence of captured rounds ends before others, for batches that return the cache: `held()`
+        gives its keys and values."""
 
     # The end of a call. -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def complete(self, texts: Sequence[OutputText]) -> None:
-        """After the last round: leave the cache as plain `generate()` leaves it."""
+        """Called after the last round: leaves the cache as plain `generate()` leaves it."""
 
     def roll_back(self) -> None:
-        """After an exception: leave the cache, which may be the user's, at what was emitted."""
+        """Called after an exception: crops the cache, possibly the user's own, to the emitted tokens."""
 
     @abstractmethod
     def end(self) -> None:
-        """Told last, whatever happened."""
+        """Called at the end of every call, also after an exception."""
 
     @abstractmethod
     def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
-        """What `generate()` returns."""
+        """The output of `generate()`."""
 
     def note_pass(self) -> None:
-        """After a round: what its pass took, where that is known."""
+        """Called after each round: records the seconds of its pass, if timed."""
         if self.took is not None:
             self.passes.record_pass(*self.took)
             self.took = None
 
     def time_plain_pass(self, first: OutputText, rows: int, inputs: Callable[[], dict[str, Any]]) -> None:
-        """Time a pass over one token of each of `rows` texts beside those of the rounds, where nothing else says what
-        such a pass takes; `first` of the texts notes it."""
+        """Time an additional pass over one token of each of `rows` sequences if its time cannot be derived from the
+        rounds. `inputs` makes the forward's arguments; the statistics of `first` count the pass and its seconds."""
         if self.passes.is_missing(rows, self.generator.products):
             begin = time.perf_counter()
             self.passes.make(rows, self.model, inputs())
@@ -191,12 +191,12 @@ Choose: TypeAlias = Callable[[Sequence[OutputText], Drafts, TargetSide], tuple[D
 
 
 class AssistedDecoding:
-    """One `generate()` call, for a text or the rows of a batch; `active` have not ended.
+    """One `generate()` call, for a single sequence or the rows of a batch.
 
     Attributes:
-        side: the target's side of the call.
-        drafts, target: what makes the rounds: at first the side itself, and on a GPU what runs as CUDA graphs.
-        on_graphs: called once the prompts have been read: gives the `drafts` and the `target` of the rounds.
+        active: the sequences that have not ended.
+        drafts, target: draft and verify in rounds. `target` is `side`, the target without graphs, until replaced.
+        on_graphs: called after the prompts' pass: returns `drafts` and `target` of the rounds, which may be graphs.
     """
 
     def __init__(self, texts: list[OutputText], drafts: Drafts, side: TargetSide, on_graphs: Choose) -> None:
@@ -205,7 +205,7 @@ class AssistedDecoding:
         self.active = list(texts)
 
     def run(self, input_ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
-        """Generate after `input_ids` `[batch, length]`: what `generate()` returns."""
+        """Generate after the prompts `input_ids` `[batch, length]`. Returns the output of `generate()`."""
         try:
             self._generate(input_ids)
         except BaseException:
@@ -219,13 +219,13 @@ class AssistedDecoding:
         return self.side.output(self.texts)
 
     def _generate(self, input_ids: Tensor) -> None:
-        """The prompts' pass, then rounds until all texts have ended."""
+        """The prompts' forward pass, then rounds until all sequences have ended."""
         products, begin, count = self.texts[0].generator.products, time.perf_counter(), len(self.texts)
-        with products:  # making them is no time of the prompt
+        with products:
             self._read_prompt(input_ids)
         for text in self.texts:
             text.stats.plain_passes += 1
-            text.stats.prompt_seconds = (time.perf_counter() - begin) / count  # its token has been read
+            text.stats.prompt_seconds = (time.perf_counter() - begin) / count  # to the first token, copied to the host
         with self.side.model._optimize_model_for_decode():
             self.side.begin_texts(self.active)
             usual = self.drafts, self.side
@@ -243,7 +243,7 @@ class AssistedDecoding:
             text.stats.plain_pass_seconds, text.stats.same_pass_seconds = shares
 
     def _read_prompt(self, input_ids: Tensor) -> None:
-        """The forward over the prompts and the first token of each text, exactly as in plain `generate()`."""
+        """The prompts' forward pass and the first token of each sequence, exactly as in plain `generate()`."""
         for text, ids in zip(self.texts, input_ids.split(1), strict=True):
             text.begin(ids)
         rounds = [Round(text, Chain(), is_prompt=True) for text in self.texts]
@@ -262,15 +262,15 @@ class AssistedDecoding:
                 self.drafts, self.target = self.target.instead(failure, self.active)
 
     def round(self) -> None:
-        """Draft, one target pass, verify, emit, keep (SpecDec++, section 3; DySpec, section 4, where trees branch)."""
+        """Draft, run one target pass, verify, emit, commit (SpecDec++, section 3; for trees DySpec, section 4)."""
         begin = time.perf_counter()
-        trees = self.drafts.propose(self.active, self.target)  # a chain is a tree of one branch
+        trees = self.drafts.propose(self.active, self.target)  # a chain is a tree with one branch
         drafted = time.perf_counter()
         rounds = list(map(Round, self.active, trees))
         self.target.read(rounds)
         read = time.perf_counter()
         self._take(rounds)
-        # Its seconds go to the texts in equal shares. What verification waits for the device is the pass's.
+        # Each sequence gets an equal share of the seconds. Waiting for the device in `verify` counts as target time.
         count, waited = len(rounds), sum([each.verdict.waited for each in rounds])
         draft, target = (drafted - begin) / count, (read - drafted + waited) / count
         rest = (time.perf_counter() - read - waited) / count
@@ -284,7 +284,7 @@ class AssistedDecoding:
                 stats.overhead_seconds += rest + draft
 
     def _take(self, rounds: list[Round]) -> None:
-        """Verify, emit what stands, leave both models at it; texts that have ended leave."""
+        """Verify, emit and commit a round, update statistics and streamers, and drop ended sequences from `active`."""
         if not rounds[0].is_verified:
             self.verify(rounds)
         for each in rounds:
@@ -304,21 +304,21 @@ class AssistedDecoding:
             self.active = [self.active[place] for place in places]
 
     def verify(self, rounds: list[Round]) -> None:
-        """One route: greedy or drawn, token by token or as a block; `emit` cuts what is behind the end of a text."""
+        """Set the `verdict` of each round. Tokens after the end of a sequence are removed later, by `emit`."""
         for each in rounds:
             each.verdict = each.text.verify(each)
 
 
 _lock = Lock()
-_users: list[bool] = []  # what the setting was when each thread came that is within
+_users: list[bool] = []  # the setting at entry of each thread inside `without_cudnn`
 
 
 @contextmanager
 def without_cudnn(device: torch.device) -> Iterator[None]:
-    """On CUDA let PyTorch choose another kernel of attention than cuDNN's.
+    """A context in which PyTorch does not choose cuDNN's attention kernels on CUDA.
 
-    cuDNN makes a plan for each number of cached tokens, which takes longer than a pass, and a text that grows has
-    another number in each pass. The setting is the process's: it is put back when the last of several threads leaves.
+    cuDNN makes a plan for each cache length, which takes longer than a forward pass, and the length changes in every
+    pass. The setting is global to the process, and restored when the last thread leaves.
     """
     if device.type != "cuda":
         yield

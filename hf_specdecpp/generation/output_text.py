@@ -1,7 +1,7 @@
-"""One sequence of a `generate()` call (`OutputText`): which candidates of a round stand, and where the text ends.
+"""One sequence of a `generate()` call (`OutputText`): which candidates are accepted, and where the sequence ends.
 
-Chains and trees are verified on one route. The tests are pure functions in `trees.verification`. Here it is
-decided which of them is asked, and when the logits processors are called.
+The tests of candidates are pure functions in `trees.verification`. This file chooses among them, and decides when the
+logits processors are called.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ NO_SCORES = torch.empty(0, 0)
 
 @dataclass
 class RoundResult:
-    """What the target says of a round.
+    """The result of a verification.
 
-    Example: the chain 7 8 9 was read, 7 and 8 stand, and 4 follows: `path` is [1, 2], `emitted` [7, 8, 4]. Where the
-    round was over after 8, as that ends the text, `emitted` is [7, 8].
+    Example: of the chain 7 8 9 the candidates 7 and 8 are accepted, and 4 follows: `path` is [1, 2], `emitted` is
+    [7, 8, 4]. If `Walk` finds that 8 ends the sequence, `emitted` is [7, 8].
     """
 
     path: list[int]  # the accepted nodes
-    emitted: list[int]  # their tokens, and the token after them
-    scores: Tensor  # `[k, vocab]` or more rows, processed logits that the k emitted tokens were chosen from
-    raw: Tensor  # the same before processing; `scores` where nobody asked for them
-    rows: list[int] | None = None  # of the root and the accepted nodes in the pass, where they were a tree
-    ended: bool | None = None  # whether they end the text, where criteria were asked, and given the scores, on the way
-    waited: float = 0.0  # seconds that reading from the device took, which has the target's pass to finish first
+    emitted: list[int]  # their tokens and the next token
+    scores: Tensor  # `[k, vocab]` or more rows: processed logits, from which the k emitted tokens were chosen
+    raw: Tensor  # logits before processing; `scores` unless `output_logits` is set
+    rows: list[int] | None = None  # of a tree: the root's and the accepted nodes' rows in the pass
+    ended: bool | None = None  # if stopping criteria were already called: whether the sequence has ended
+    waited: float = 0.0  # seconds of waiting for the device, including the rest of the target's pass
 
 
 class OutputText:
-    """A sequence that is being generated.
+    """A sequence during generation.
 
     Attributes:
-        ids: `[1, length]`, the prompt and what was emitted.
-        states: `[1, n, width]` of the target, if the draft reads them, at the n tokens that the last pass left in the
-            text.
-        before: tokens before the latest round.
-        finished: whether it has ended.
-        goes_on: whether tokens follow its end, as in the rows of a batch that are not padded; `False` by default.
-        end_length: the length at which it ends, as far as is known.
-        waits: whether reading from its device waits for all that this has to do.
-        records: what `return_dict_in_generate` asks for.
+        ids: `[1, length]`, the prompt and the emitted tokens.
+        states: `[1, n, width]`, if the draft reads hidden states of the target: those at the n tokens that the last
+            pass committed.
+        before: length before the latest round.
+        finished: whether the sequence has ended.
+        goes_on: whether tokens follow its end, as in the rows of a batch without padding; `False` by default.
+        end_length: length at which the sequence ends, as far as known.
+        waits: whether a read from its device waits for all queued work.
+        records: scores, logits, hidden states and attentions for `return_dict_in_generate`.
     """
 
     ids: Tensor
@@ -90,7 +90,7 @@ class OutputText:
         self.generator, self.stats, self.streamer = generator, generator.stats, streamer
         self.finished = self.goes_on = False
         self.records, self.criteria = TokenRecords(config, target.config.get_text_config(decoder=True)), criteria
-        # Lengths and token ids are checked on the host for a whole round; any other criterion sees every token.
+        # Length and EOS criteria are checked on the host once per round; any other criterion is called for each token.
         lengths = [c.max_length for c in criteria if class_of(c) is MaxLengthCriteria]
         self.max_length: float = min(lengths, default=math.inf)
         self.end_length = self.max_length
@@ -100,7 +100,7 @@ class OutputText:
         self.verification, self.keeps_raw = generator.setup.decisions.verification, self.records.logits is not None
 
     def begin(self, ids: Tensor) -> None:
-        """The text is a prompt, `[1, length]`."""
+        """Start with the prompt `ids` `[1, length]`."""
         self.ids, self.prompt_length, self.waits = ids, ids.shape[1], waits_for_reads(ids.device)
 
     @property
@@ -108,11 +108,11 @@ class OutputText:
         return self.ids.shape[1]
 
     def verify(self, each: Round) -> RoundResult:
-        """Which candidates of a round stand, and the token after them, by the logits of its pass.
+        """Choose the accepted candidates of a round and the next token, by the logits of its pass.
 
-        Processors that have an answer to any text are asked about every node of a chain, and of a tree on a device,
-        which then is read once; on a CPU only about those nodes of a tree that p is needed at. All others are asked on
-        the way down only.
+        If all processors can process any sequence (`answers_all`), they are called for all nodes of chains, and for all
+        nodes of trees on a GPU, which is then read once; for trees on a CPU only for nodes at which p is needed. Any
+        other processors are called for each emitted token in order (`Walk`).
         """
         logits = each.outputs.logits[0, -len(each.tree) - 1 :]
         if self.generator.successors is not None:
@@ -122,17 +122,17 @@ class OutputText:
         return self._verify_chain(each, logits) if isinstance(each.tree, Chain) else self._verify_tree(each, logits)
 
     def record_corrections(self, tree_pass: TreePass, logits: Tensor) -> None:
-        """Take note of what the target says after the nodes of a round, where the draft mixes that in."""
+        """Record the target's logits after the nodes of a round, if the draft's logits are mixed with earlier ones."""
         tree, generator = tree_pass.tree, self.generator
-        # Where drafting does not pay, what this costs would be most of what a round loses to plain decoding.
+        # If plain generation is faster, recording would be most of the time that a round adds.
         if generator.successors is not None and (len(tree) or generator.plan is None or generator.plan.pays):
             generator.successors.record(contexts_of(self.ids, [tree.path(node) for node in tree_pass.order]), logits)
 
     def emit(self, verdict: RoundResult) -> Emitted:
-        """Add tokens, up to the first that ends the text."""
+        """Append the emitted tokens, up to the first that ends the sequence."""
         emitted, rows = verdict.emitted, verdict.rows
         self.before = before = self.ids.shape[1]
-        path, new_ids = None, torch.tensor([emitted])  # as int64 whatever the prompt's type is, like plain generation
+        path, new_ids = None, torch.tensor([emitted])  # int64 for any dtype of the prompt, as in plain generation
         if rows is None:
             new_ids = new_ids.to(self.ids.device)
         else:
@@ -146,17 +146,17 @@ class OutputText:
         return Emitted(kept, path)
 
     def end(self) -> None:
-        """The text is complete."""
+        """Called when the call's last round is over: stores the answer for lookups and ends the streamer."""
         setup = self.generator.setup
-        if setup.speculation.lookup == "history":  # for those of later texts
+        if setup.speculation.lookup == "history":  # for lookups of later calls
             setup.memory.answers.add(self.ids[0, self.prompt_length :].tolist())
         if self.streamer is not None:
             self.streamer.end()
 
     def first_stop(self, ids: Tensor, emitted: list[int], scores: Tensor, raw: Tensor) -> tuple[int, bool]:
-        """How many of the emitted tokens, the last of `ids` `[1, length]`, stand, and whether the text ends there.
+        """Number of kept tokens among `emitted`, the last ones of `ids` `[1, length]`; whether the sequence then ends.
 
-        Where a text `goes_on`, criteria cut nothing: they find its `end_length`.
+        If the sequence `goes_on`, stopping criteria remove no tokens, but set `end_length`.
         """
         before = ids.shape[1] - len(emitted)
         kept, finished, room = len(emitted), False, max(self.max_length - before, 1)
@@ -178,7 +178,7 @@ class OutputText:
     # Verification. --------------------------------------------------------------------------------------------------
 
     def _verify_chain(self, each: Round, logits: Tensor) -> RoundResult:
-        """By p of all candidates."""
+        """Verify with p at all candidates."""
         chain = each.tree
         scores = logits.to(self.ids.device, torch.float32, copy=self.keeps_raw)
         if not self.processing.does_nothing:
@@ -190,7 +190,7 @@ class OutputText:
         return RoundResult(path, [*chain.tokens[1 : len(path) + 1], token], scores, raw, waited=waited)
 
     def _verify_tree(self, each: Round, logits: Tensor) -> RoundResult:
-        """By p of the nodes that matter, each processed once; on a device by p of all, which are read at once."""
+        """Verify with p at the tested nodes, each processed once; on a GPU with p at all nodes, copied in one read."""
         tree, rows, randomness, begin = each.tree, each.rows.rows, self.randomness, 0.0
         if self.waits:
             processed = logits.to(self.ids.device, torch.float32, copy=True)
@@ -209,7 +209,7 @@ class OutputText:
             return self.processing.one(self.ids, tree.path(node), row)
 
         def asked(node: int) -> Any:
-            """The likeliest token after a node, or p there."""
+            """Greedy: the likeliest token after a node. Sampled: p after the node."""
             if self.waits:
                 return read[rows[node]]
             exact = as_float32(scores(node), randomness is None)
@@ -227,7 +227,7 @@ class OutputText:
         return RoundResult(path, [tree.tokens[node] for node in path] + [token], chosen_from, raw, taken, waited=waited)
 
     def _verify_on_the_way(self, each: Round, logits: Tensor) -> RoundResult:
-        """By p of the accepted nodes alone."""
+        """Verify with p at the accepted nodes only."""
         walk = Walk(self, each.rows, logits)
         while walk.node is not None:
             walk.choose(self.processing.one(walk.ids, [], walk.raw))
@@ -245,7 +245,7 @@ class OutputText:
         return follow_tree(chain, path, token, lambda node: self._draw(scores[node]))
 
     def _on_host(self, tree: DraftTree, scores: Tensor) -> Tensor:
-        """p of all rows on the host; the same read brings q of the tree there."""
+        """p `[rows, vocab]` after all nodes, on the host. The one read also copies q to the tree."""
         parents = [node for node, children in enumerate(tree.children) if children]
         of_draft = [tree.scores[node].to(scores.device)[None] for node in parents]
         both = torch.cat((scores, *of_draft)).softmax(dim=-1).cpu()
@@ -253,7 +253,7 @@ class OutputText:
         return both
 
     def _draw(self, scores: Tensor) -> int:
-        """A token by `[vocab]` processed scores of the target."""
+        """Choose a token by processed `scores` `[vocab]` of the target; `NothingToDrawError` if all are -inf."""
         if self.randomness is None:
             return likeliest_tokens(scores[None])[0]
         p = as_float32(scores).softmax(dim=-1)
@@ -263,7 +263,7 @@ class OutputText:
         return int(token)
 
     def process(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
-        """Process the scores of all rows, `[rows, vocab]` float32, which may be written to where a tree branches."""
+        """Process the logits of all rows, `[rows, vocab]` float32; those of a tree may be overwritten."""
         tree, order, processing = tree_pass.tree, tree_pass.order, self.processing
         if not processing.answers_all:
             return self._process_allowed(tree_pass, scores.clone())
@@ -279,9 +279,9 @@ class OutputText:
         return scores
 
     def _process_allowed(self, tree_pass: TreePass, scores: Tensor) -> Tensor:
-        """Process the rows of nodes that may be accepted, level by level with one read each: those that a greedy text
-        takes, or that processors allow. These are not asked what follows a candidate that they forbid or that ends the
-        text, and nobody needs its row."""
+        """Process the rows of nodes that may be accepted, with one read per level: greedy choices, or candidates that
+        the processors allow. Processors are not called after candidates that they forbid or that end the sequence;
+        those rows are not needed."""
         tree, rows, level = tree_pass.tree, tree_pass.rows, [0]
         while level:
             here = [rows[node] for node in level]
@@ -290,7 +290,7 @@ class OutputText:
             scores[here] = found
             below = [each for node in level for each in tree.below(node) if not self._ends_text(tree, each)]
             parents, tokens = [rows[tree.parents[node]] for node in below], [tree.tokens[node] for node in below]
-            if self.randomness is None:  # where nothing is allowed, too, there is a likeliest token
+            if self.randomness is None:  # argmax also gives a token if all are -inf
                 stands = (scores[parents].argmax(-1) == torch.tensor(tokens, device=scores.device)).tolist()
             else:
                 stands = (scores[parents, tokens] > -math.inf).tolist()
@@ -298,19 +298,19 @@ class OutputText:
         return scores
 
     def _ends_text(self, tree: DraftTree, node: int) -> bool:
-        """Whether a node ends the text: plain generation does not ask the processors what would follow."""
+        """Whether a node ends the sequence; plain generation calls no processors after such a token."""
         return node > 0 and (tree.tokens[node] in self.eos or self.length + tree.depths[node] >= self.max_length)
 
 
 class Walk:
-    """The verification of a round on the way down. As in plain generation the scores after a token are processed, the
-    next token is chosen, and the stopping criteria are asked, before the next scores are processed.
+    """Verification of a round token by token. As in plain generation the scores after a token are processed, the next
+    token is chosen, and the stopping criteria are called, before the next scores are processed.
 
     Attributes:
-        ids: `[1, length]`, the text with the tokens that were chosen.
-        node: after which the next token is to be chosen; `None` where the round is over, since the last token is no
-            candidate or ends the text.
-        ended: whether the text has ended.
+        ids: `[1, length]`, the sequence with the chosen tokens.
+        node: the node after which the next token is chosen; `None` at the end of the round: the last token is no
+            candidate, or ends the sequence.
+        ended: whether the sequence has ended.
     """
 
     def __init__(self, text: OutputText, tree_pass: TreePass, logits: Tensor) -> None:
@@ -321,12 +321,12 @@ class Walk:
 
     @property
     def raw(self) -> Tensor:
-        """The target's logits after the node, `[vocab]` float32, which may be written to."""
+        """A copy of the target's logits after `node`, `[vocab]` float32."""
         row = self.tree_pass.rows[cast(int, self.node)]
         return self.logits[row].to(self.ids.device, torch.float32, copy=True)
 
     def choose(self, scores: Tensor) -> None:
-        """Choose a token by the processed scores after the node, `[vocab]`."""
+        """Choose the next token by the processed `scores` `[vocab]` after `node`, and call the stopping criteria."""
         text, raw = self.text, self.raw if self.text.keeps_raw else scores
         tree, node = self.tree_pass.tree, cast(int, self.node)
         if text.randomness is None:
@@ -344,14 +344,14 @@ class Walk:
 
     @property
     def verdict(self) -> RoundResult:
-        """Of the round, so far."""
+        """The tokens chosen so far, as the round's result."""
         rows, is_chain = self.tree_pass.rows, isinstance(self.tree_pass.tree, Chain)
         taken = None if is_chain else [rows[node] for node in (0, *self._path)]
         return RoundResult(self._path, self._emitted, NO_SCORES, NO_SCORES, taken, ended=self.ended)
 
 
 class Emitted(NamedTuple):
-    """How many tokens a round added to a text, and of a tree the rows of the root and the accepted candidates."""
+    """The number of tokens that a round appended and, for a tree, the rows of the root and the accepted candidates."""
 
     kept: int
     path: PathRows | None = None
@@ -359,14 +359,14 @@ class Emitted(NamedTuple):
 
 @dataclass
 class Round:
-    """A round of one text, from what is proposed to what stands.
+    """A round of one sequence, from proposal to commit.
 
     Attributes:
-        tree: what the draft proposes; a chain is a tree of one branch, and an empty one leaves the round to the target.
-        is_prompt: whether it is the pass over the prompt, which is no round for those who learn.
-        is_verified: whether the device has verified it, with the pass.
-        outputs: of the target's pass: `logits` `[1, rows, vocab]`, and what else the text is asked for.
-        width: tokens that the pass read, dummies included.
+        tree: the candidates; a chain is a tree with one branch, and an empty tree is a round without candidates.
+        is_prompt: whether this is the prompt's pass, which statistics and stopping rules do not count as a round.
+        is_verified: whether the GPU has verified the round, within the pass.
+        outputs: of the target's pass: `logits` `[1, rows, vocab]` and requested outputs; of captured rounds the report.
+        width: number of tokens that the pass read, including padding to the width of a graph.
     """
 
     text: OutputText
@@ -380,5 +380,5 @@ class Round:
 
     @cached_property
     def rows(self) -> TreePass:
-        """The tree as the target reads it."""
+        """The tree in the order of the target's rows."""
         return TreePass(self.tree)

@@ -1,4 +1,4 @@
-"""What `return_dict_in_generate` returns beside the tokens, one entry a token as in plain `generate()`."""
+"""The further outputs of `return_dict_in_generate`, with one entry per token as in plain `generate()`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("scores", "logits", "hidden_states", "attentions")
 
 
 class TokenRecords:
-    """Collects scores, logits, hidden states and attentions; what was not asked for stays `None`."""
+    """Collects scores, logits, hidden states and attentions; outputs that were not requested are `None`."""
 
     def __init__(self, config: GenerationConfig, text_config: Any) -> None:
         def wanted(flag: bool | None) -> tuple[Any, ...] | None:
@@ -33,14 +33,14 @@ class TokenRecords:
 
     @classmethod
     def of_batch(cls, rows: list[TokenRecords]) -> TokenRecords:
-        """Records of several sequences, `[batch, ...]` a token; zeros where a row has ended."""
+        """Combine the records of several sequences: `[batch, ...]` per token, zeros for rows that have ended."""
         together = copy.copy(rows[0])
         for name in KINDS:
             setattr(together, name, _by_step([getattr(row, name) for row in rows]))
         return together
 
     def output(self, sequences: Tensor, cache: Any = None) -> GenerateDecoderOnlyOutput:
-        """What `generate()` returns."""
+        """The output of `generate()`; `sequences` `[batch, length]`."""
         return GenerateDecoderOnlyOutput(
             sequences=sequences,  # type: ignore[arg-type]  # annotated as the legacy LongTensor
             scores=self.scores,
@@ -51,13 +51,13 @@ class TokenRecords:
         )
 
     def cut(self, count: int) -> None:
-        """Keep those of the first `count` tokens."""
+        """Keep only the entries of the first `count` tokens."""
         for name in KINDS:
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(self, name)[:count])
 
     def add_scores(self, scores: Tensor, logits: Tensor, count: int) -> None:
-        """Add the first `count` rows of `[n, vocab]` processed scores and raw logits."""
+        """Append the first `count` rows of processed scores and raw logits, both `[n, vocab]`."""
         if self.scores is not None:
             self.scores += tuple(scores[i : i + 1] for i in range(count))
         if self.logits is not None:
@@ -66,11 +66,11 @@ class TokenRecords:
     def add_states(
         self, outputs: Any, count: int, num_candidates: int, path: list[int] | None = None, again: int = 0
     ) -> None:
-        """Add the states that produced the first `count` emitted tokens.
+        """Append the hidden states and attentions from which the first `count` emitted tokens were chosen.
 
-        The pass over the prompt (the first call) produced one token from all of its positions; a later pass fed the
-        last token and `num_candidates` candidates and produced a token from each position, or from those of `path`
-        where the candidates were a tree. Before them it may have fed some tokens `again`.
+        The first call is for the prompt's pass: one entry with all positions. A later pass reads `again` pending
+        tokens, the last token and `num_candidates` candidates; each emitted token has an entry with one position. In a
+        tree these are the positions `path`, counted from the last token.
         """
         path = list(range(count)) if path is None else path[:count]
         if self.hidden_states is not None:
@@ -82,7 +82,7 @@ class TokenRecords:
             if not self.attentions:
                 self.attentions += (attentions,)
                 return
-            if not attentions:  # sdpa attention has none to give
+            if not attentions:  # sdpa returns no attentions
                 self.attentions += ((),) * count
                 return
             windows = _windows(cache_among(outputs).layers, self._text_config, len(attentions))
@@ -96,7 +96,7 @@ class TokenRecords:
 
 
 def _by_step(records: list[Any]) -> Any:
-    """Put rows together: for each token a tensor `[batch, ...]`, or a tuple of one for each layer."""
+    """Combine rows: for each token a tensor `[batch, ...]`, or a tuple of such tensors by layer."""
     if records[0] is None:
         return None
     longest = max(records, key=len)
@@ -104,32 +104,32 @@ def _by_step(records: list[Any]) -> Any:
 
 
 def _together(rows: list[Any], like: Any) -> Any:
-    """One entry of several rows, of which those that have ended have none: a tensor or a tuple, as in `like`."""
+    """Combine one token's entries, with zeros for rows that have ended: a tensor or a tuple, as `like`."""
     if isinstance(like, tuple):
         return tuple(_together([tuple(each[i] for each in row) for row in rows], layer) for i, layer in enumerate(like))
     return torch.cat([row[0] if row else torch.zeros_like(like) for row in rows])
 
 
 def _rows(layer: Tensor, begin: int, end: int | None = None) -> Tensor:
-    """Some tokens' states of a layer: `[1, length, ...]`, or `[streams, 1, length, size]` in Gemma 3n."""
+    """Positions `begin` to `end` of a layer's states `[1, length, ...]`, in Gemma 3n `[streams, 1, length, size]`."""
     return layer[:, begin:end] if layer.shape[0] == 1 else layer[..., begin:end, :]
 
 
 def _windows(layers: list[Any], config: Any, count: int) -> list[int | None]:
-    """How many keys a token sees at most (`None`: all) in each of `count` attention layers, given a cache's `layers`.
+    """The window in keys (`None`: no window) of each of `count` attention layers, given a cache's `layers`.
 
-    Layers of another kind (convolutions) are passed over: they return no attentions.
+    Other layers (convolutions) return no attentions, and are left out.
     """
-    kinds = layer_types(config, len(layers))  # of layers that share keys, transformers 5.18 has none in the cache
+    kinds = layer_types(config, len(layers))  # transformers 5.18 caches no layers that share keys
     sizes: dict[str, int | None] = {}
     for kind, layer in zip(kinds, layers, strict=False):
-        if isinstance(layer, CacheLayerMixin):  # else it shares the keys of another layer, or has none
+        if isinstance(layer, CacheLayerMixin):  # other layers share keys or have none
             sizes[kind] = getattr(layer, "sliding_window", None)
     return [sizes[kind] for kind in kinds if kind in sizes] if any(sizes.values()) else [None] * count
 
 
 def _attention_row(attention: Tensor, path: list[int], num_candidates: int, window: int | None) -> Tensor:
-    """What a pass over the last token of `path` would have returned, `[1, heads, 1, keys]`."""
+    """Attention `[1, heads, 1, keys]` of the last node of `path`, as in a pass over that token alone."""
     num_text = attention.shape[-1] - num_candidates - 1
     row = attention[:, :, path[-1] : path[-1] + 1]
     if path == list(range(len(path))):

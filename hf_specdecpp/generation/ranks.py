@@ -1,8 +1,8 @@
-"""A target that is spread over several processes (tensor parallelism): its first rank decides, and the others follow.
+"""Targets on several processes (tensor parallelism): the first rank drafts and verifies, and the others follow.
 
-All ranks make the target's passes together, so all must feed the same tokens. The draft is small and runs on the first
-rank alone; what it proposed, and what of it stands, is told to the others, twice a round some numbers. They neither
-draft nor draw.
+All ranks run the target's passes together, with equal tokens. The draft is small and runs on the first rank only, which
+sends two short messages per round to the other ranks: the candidates, and the emitted tokens. Other ranks neither draft
+nor draw random numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FAILED = -1
 
 
 def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Processing, rows: int) -> None:
-    """Raise `ValueError` for what a target that is spread over processes cannot be given. Before any work."""
+    """Raise `ValueError` for calls that are not supported with several processes. Runs before any work."""
     reason = None
     if rows > 1:
         reason = "batches are for targets in one process"
@@ -44,22 +44,22 @@ def check_ranks(target: CausalLM, speculation: SpeculationConfig, processing: Pr
 
 
 class Ranks:
-    """The processes of a target; messages between them have at most `most` numbers."""
+    """The processes of a target, with messages of at most `most` numbers."""
 
     def __init__(self, target: CausalLM, most: int) -> None:
         mesh: Any = next(each.device_mesh for each in target.parameters() if isinstance(each, DTensor))
         self.group = (mesh if mesh.ndim == 1 else mesh["tp"]).get_group()
         self.is_first = dist.get_rank(self.group) == 0
         self.device, self.size = target.device, most + 1
-        self.told: tuple[int, bool] = (0, False)  # of the round: tokens that stay, and whether they end the text
+        self.told: tuple[int, bool] = (0, False)  # of the round: number of kept tokens, and whether the sequence ends
 
     def send(self, numbers: list[int]) -> None:
-        """To all other ranks, which have to `listen`."""
+        """Called on the first rank: send numbers to the other ranks, which call `listen`."""
         padding = [0] * (self.size - 1 - len(numbers))
         self._broadcast(torch.tensor([len(numbers), *numbers, *padding], device=self.device))
 
     def listen(self) -> list[int]:
-        """What the first rank tells; `RuntimeError` if it has failed, or is gone."""
+        """Called on other ranks: the numbers sent by the first rank; `RuntimeError` if the first rank has failed."""
         count, *numbers = self._broadcast(torch.empty(self.size, dtype=torch.long, device=self.device)).tolist()
         if count == FAILED:
             raise RuntimeError("The first rank of the target has failed, so this one cannot go on; see its error.")
@@ -67,7 +67,7 @@ class Ranks:
 
     @contextmanager
     def telling_of_failure(self) -> Iterator[None]:
-        """What the first rank does alone, while the others wait for what comes of it."""
+        """A context for work of the first rank while the others `listen`; exceptions are reported to them."""
         try:
             yield
         except Exception:
@@ -75,7 +75,7 @@ class Ranks:
             raise
 
     def broadcast(self, state: Tensor) -> Tensor:
-        """The first rank's tensor, of the same size on all."""
+        """Returns the first rank's tensor on all ranks; `state` has equal size on all."""
         return self._broadcast(state.to(self.device)).to(state.device)
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
@@ -84,17 +84,17 @@ class Ranks:
 
 
 class RankText(OutputText):
-    """A text on one of the ranks: the first decides what stands and where the text ends, the others do as it says.
+    """A sequence on one rank. The first rank verifies and finds the end of the sequence, the others follow.
 
-    Example: the first rank drafts 7 8 9 and tells them. All read the text with 7 8 9. The first finds that 7 and 8
-    stand and that 5 follows, and tells that the text goes on with these three tokens. All take 9 out of the cache.
+    Example: the first rank drafts and sends 7 8 9. All ranks read 7 8 9. The first rank accepts 7 and 8, draws 5, and
+    sends 7 8 5. All ranks append 7 8 5, and remove 9 from the cache.
     """
 
     def __init__(self, ranks: Ranks, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.ranks = ranks
 
-    # All ranks process the scores of a round, and the first alone decides: before that none knows the way down.
+    # All ranks process the scores of all candidates, because only the first rank knows which are accepted.
     _verify_on_the_way = OutputText._verify_chain
 
     def _accept_chain(self, tree: DraftTree, scores: Tensor) -> tuple[list[int], int]:
@@ -118,7 +118,7 @@ class RankText(OutputText):
     def end(self) -> None:
         super().end()
         if self.generator.randomness is not None:
-            # Plain sampling, of which each rank draws the same by itself, goes on from one state.
+            # For later plain sampling, which needs equal generators on all ranks.
             torch.set_rng_state(self.ranks.broadcast(torch.get_rng_state()))
             if self.ids.device.type == "cuda":
                 state = self.ranks.broadcast(torch.cuda.get_rng_state(self.ids.device))
@@ -126,7 +126,7 @@ class RankText(OutputText):
 
 
 class DraftOfRanks(Drafts):
-    """Drafting on the first rank, which tells the others what it proposes."""
+    """Drafts on the first rank, which sends the candidates to the others."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -138,5 +138,5 @@ class DraftOfRanks(Drafts):
             self.ranks.send(tree.candidates)
             return [tree]
         tokens = self.ranks.listen()
-        # Whose q nobody asks for here.
+        # Only the first rank needs q.
         return [Chain(tokens, [torch.empty(0)] * len(tokens))]

@@ -1,4 +1,4 @@
-"""What assisted generation cannot serve, refused before any work, with the reason."""
+"""Checks for calls that do not support speculation. They run before any work, and give the reason."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from hf_specdecpp.sampling.processors import class_of, name_of, remembers
 
 logger = logging.get_logger("hf_specdecpp")
 
-# Arguments of a forward that are understood for several sequences.
+# Arguments of a forward that are supported in batches.
 BATCH_KWARGS = {
     "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "output_attentions",
     "output_hidden_states", "cache_position",
 }  # fmt: skip
 
 
-# Settings of transformers' own speculation, and what takes their place here.
+# Settings of transformers' own speculation, and the corresponding settings here.
 INSTEAD = {
     "num_assistant_tokens": "assistant.speculation = SpeculationConfig(rule='fixed', num_tokens={})",
     "num_assistant_tokens_schedule": "assistant.speculation.rule",
@@ -53,15 +53,15 @@ NO_BATCH = "A batch of sequences cannot be assisted here: {}. Call generate() on
 
 
 class LateRefusalError(ValueError):
-    """What cannot be assisted, found only as the prompt has been read. Nothing has been emitted then."""
+    """A call is not supported, but this was found only after the prompt's pass. No token was emitted."""
 
 
 class PlainCallError(ValueError):
-    """With the code of others that a target runs candidates cannot be verified, so the call is a plain one."""
+    """Hooks or patches of the target rule out verification, so the call falls back to plain `generate()`."""
 
 
 def check_object(assistant: object) -> None:
-    """Raise `TypeError` for what only names an assistant, or a class, in its place."""
+    """Raise `TypeError` if `assistant` is a name, a path or a class."""
     if isinstance(assistant, str | Path | type):
         name = assistant.__name__ if isinstance(assistant, type) else repr(str(assistant))
         raise TypeError(
@@ -70,7 +70,7 @@ def check_object(assistant: object) -> None:
 
 
 def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` if this kind of generation cannot be assisted."""
+    """Raise `ValueError` if the mode of generation does not support speculation."""
     check_lossless(config)
     if config.num_beams not in (None, 1) or mode is not GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
@@ -105,8 +105,8 @@ def check_mode(mode: GenerationMode, config: GenerationConfig, mode_kwargs: dict
 
 
 def own_speculation(config: GenerationConfig, target: CausalLM) -> tuple[str, bool]:
-    """Which setting has transformers speculate in a call without an assistant, for a message; and whether it is the
-    model's own, of which the user may not know."""
+    """The reason, for a message, why a call without an assistant uses transformers' own speculation; and whether that
+    setting is in the model's generation config, so that the user may not know of it."""
     name = next(name for name in OWN_SPECULATION if getattr(config, name, None))
     value = getattr(config, name)
     is_model_s = getattr(target.generation_config, name, None) == value
@@ -119,7 +119,7 @@ def own_speculation(config: GenerationConfig, target: CausalLM) -> tuple[str, bo
 
 
 def warn_of_ignored(config: GenerationConfig) -> None:
-    """Say once which settings of a call have no effect on an assistant, and which have instead."""
+    """Warn once of settings that have no effect on an assistant, with the settings to use instead."""
     usual = config._get_default_generation_params()
     for name, instead in INSTEAD.items():
         if (value := getattr(config, name, None)) not in (None, usual.get(name)):
@@ -130,7 +130,7 @@ def warn_of_ignored(config: GenerationConfig) -> None:
 
 
 def check_lossless(config: GenerationConfig) -> None:
-    """Raise `ValueError` if assisted generation is asked for another output than the target's own."""
+    """Raise `ValueError` for settings that change the output, or decode by more than the target's last layer."""
     if getattr(config, "dola_layers", None) is not None:
         raise ValueError(
             f"dola_layers={config.dola_layers!r}: DoLa decodes from differences between layers, which no candidate can "
@@ -141,16 +141,16 @@ def check_lossless(config: GenerationConfig) -> None:
 
 
 def ends_as_told(criterion: Any, config: GenerationConfig) -> bool:
-    """Whether a text ends by a criterion nowhere but where those who know its `config` alone expect that."""
+    """Whether a stopping criterion ends sequences only where `config` alone predicts it (length, EOS, time)."""
     if class_of(criterion) is MaxLengthCriteria:
         return criterion.max_length == config.max_length
     if class_of(criterion) is EosTokenCriteria:
         return eos_ids(config).issuperset(criterion.eos_token_id.tolist())
-    return class_of(criterion) is MaxTimeCriteria  # the clock may be read a round late
+    return class_of(criterion) is MaxTimeCriteria  # time limits may be noticed a round later
 
 
 def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` for inputs that cannot be assisted. Runs before the first forward."""
+    """Raise `ValueError` for unsupported inputs. Runs before the first forward pass."""
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("The prompt was given as inputs_embeds, which the draft cannot read. Pass input_ids.")
     if input_ids.shape[1] == 0:
@@ -170,8 +170,8 @@ def check_inputs(input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
 
 
 def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | None:
-    """What is known of passes that run code of others, if a target runs any; `PlainCallError` if passes over several
-    tokens are wrong with that code or cannot be compared with passes over one."""
+    """The state of the trial of a target with hooks or patches, or `None` without them; `PlainCallError` if passes over
+    several tokens are wrong with them, or cannot be compared with passes over one token."""
     passes = foreign_passes(target, cache)
     if passes is None:
         return None
@@ -189,10 +189,10 @@ def check_foreign(target: CausalLM, cache: Cache, rows: int) -> ForeignPasses | 
 
 
 def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None:
-    """Raise `LateRefusalError` where padding has made the prompts' logits NaN, as eager attention with windows does.
+    """Raise `LateRefusalError` if padding makes the prompts' `logits` NaN, as in eager attention with sliding windows.
 
-    Plain generation may recover once the padding has left the windows. That depends on which rows a cache still has,
-    since 0 times NaN is NaN, and a cache that can be taken back has more of them.
+    Plain generation may recover when the padding has left the windows. Here a cache that can be rolled back keeps more
+    rows, and 0 times NaN is NaN. `mask`: `[rows, length]` or `None`.
     """
     if mask is None or bool(mask.all()):
         return
@@ -208,24 +208,24 @@ def check_numbers(target: CausalLM, logits: Tensor, mask: Tensor | None) -> None
 
 
 def _is_state(value: object) -> bool:
-    """Whether an argument of a forward changes from pass to pass: another cache, or a stream of what is read."""
+    """Whether an argument of a forward changes between passes: another cache, or a stream of inputs."""
     return isinstance(value, Cache | Iterator) or type(value).__name__.endswith("Cache")
 
 
 def no_positions(target: CausalLM) -> str:
-    """Why a batch of a target that cannot be told positions is refused."""
+    """The reason why a target whose forward takes no position ids does not support batches."""
     why = why_no_positions(target) if "forward" in vars(target) else "takes no positions of its own for each row"
     return f"this target {why}, which rows of different length need"
 
 
 def gives_positions(target: CausalLM, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
-    """Whether a forward can be told where tokens stand: some families leave positions to their own counting."""
+    """Whether the target's forward takes position ids; some model families count positions themselves."""
     inputs = target.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **model_kwargs)
     return inputs.get("position_ids") is not None
 
 
 def check_prompt(outputs: Any) -> None:
-    """Raise `LateRefusalError` unless the prompt's pass has made a cache that can be rolled back."""
+    """Raise `LateRefusalError` if the cache in the prompt's `outputs` cannot be rolled back."""
     try:
         check_cache(cache_among(outputs))
     except ValueError as reason:
@@ -233,7 +233,7 @@ def check_prompt(outputs: Any) -> None:
 
 
 def check_for_one(streamer: Any, has_trees: bool) -> None:
-    """Raise `ValueError` for what a batch cannot have, since it is for one sequence."""
+    """Raise `ValueError` for a batch with a streamer or trees, which are for single sequences."""
     if streamer is not None:
         raise ValueError(NO_BATCH.format("a streamer prints one sequence"))
     if has_trees:
@@ -247,7 +247,7 @@ def check_batch(
     processors: Iterable[LogitsProcessor],
     criteria: Any,
 ) -> None:
-    """Raise `ValueError` for batches that cannot be assisted. Runs before the first forward."""
+    """Raise `ValueError` for unsupported batches. Runs before the first forward pass."""
     if in_order := [each for each in (*processors, *criteria) if remembers(each)]:
         raise ValueError(
             f"{name_of(in_order[0])} may keep state from call to call, for all rows of a batch together. If it depends "
@@ -280,12 +280,12 @@ def check_batch(
 
 
 def _is_given(value: object) -> bool:
-    """Whether an argument says anything: transformers makes an empty one where a prompt has no image."""
+    """Whether an argument is in use; without an image transformers passes an empty mapping."""
     return value is not None and not (isinstance(value, Mapping) and not value)
 
 
 def _unfit_for_length(target: CausalLM, criteria: Iterable[Any]) -> str | None:
-    """What rules out texts as long as these may become."""
+    """The reason why sequences of the length allowed by `criteria` are not supported in batches, or `None`."""
     changes = frequency_changes(target.config.get_text_config(decoder=True))
     longest = min((each.max_length for each in criteria if class_of(each) is MaxLengthCriteria), default=None)
     if not changes or (longest is not None and longest <= changes[0].length):
@@ -298,13 +298,13 @@ def _unfit_for_length(target: CausalLM, criteria: Iterable[Any]) -> str | None:
 
 
 def _adapter_names(target: CausalLM) -> bool:
-    """Whether PEFT has been told which adapter each row uses: it tells its layers by hooks."""
+    """Whether rows have adapters of their own: PEFT passes `adapter_names` to its layers by hooks."""
     hooks = (hook for module in modules_of(target) for hook in module._forward_pre_hooks.values())
     return any("adapter_names" in getattr(hook, "keywords", ()) for hook in hooks)
 
 
 def _unfit_for_rows(target: CausalLM, cache: Cache) -> str | None:
-    """What about the target rules out rows that each go at their own pace."""
+    """The reason why rows of the target's cache cannot advance by different numbers of tokens, or `None`."""
     config = target.config.get_text_config(decoder=True)
     if (reason := counts_rows(config)) is not None:
         return reason

@@ -1,4 +1,4 @@
-"""What an assistant brings to one generation, and the stopping rule that its settings name."""
+"""The parts of an assistant that one generation uses (`DraftSetup`), and its plan, stopping rule and lookups."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from hf_specdecpp.trees.growth import check_estimator
 from hf_specdecpp.trees.shapes import Shape, best_shape
 
 logger = logging.get_logger("hf_specdecpp")
-# Plain passes that siblings promise to save before it is tried, once, whether target and draft read trees: that takes
-# about six, and what would grow below siblings is not reckoned with.
+# Plain passes that siblings would have saved before target and draft are tested, once, for reading trees. That test
+# takes about six passes; savings by descendants of siblings are not counted.
 CHECK = 3.0
-HISTORY = 50_000  # tokens of earlier answers, which `lookup="history"` searches
+HISTORY = 50_000  # tokens of earlier answers that `lookup="history"` searches
 
 
 @dataclass(frozen=True)
 class DraftSetup:
-    """The parts that draft for a target; `SpecDecPPAssistant.setup()` makes it. A generation reads it only.
+    """Frozen references to the parts of an assistant, made by `SpecDecPPAssistant.setup()` for one generation.
 
     Attributes:
-        head: `None` lets the draft's own probability judge candidates.
-        memory: what was learned of targets, which generations add to.
-        copies, int8: exact copies of weights and int8 copies of the draft's, which a generation renews.
+        head: acceptance head; `None`: q of the draft estimates acceptance.
+        memory: learned acceptance, costs and lookups by target, updated by generations.
+        copies, int8: exact copies of weights, and int8 copies of the draft's weights; updated by generations.
         rates: `SpecDecPPConfig.acceptance_by_rank`, for the best static tree.
-        rows: sequences in the batch, which share the target's passes.
-        is_independent: whether the draft is a model of its own.
-        trainable: what could be trained and is not, of "training" (the draft) and "head".
+        rows: number of sequences in the batch.
+        is_independent: whether the draft is a separate model.
+        trainable: untrained parts that could be trained: "training" (the draft), "head".
     """
 
     drafter: Draft
@@ -69,7 +69,7 @@ class DraftSetup:
     _found: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # of one target
 
     def check(self) -> None:
-        """Raise `ValueError` if the settings cannot be used, or the draft cannot do what they ask for."""
+        """Raise `ValueError` if settings are invalid, or the draft does not support batches or the configured trees."""
         self.speculation.validate()
         for asked, what in ((self.rows > 1, "batches"), (self.speculation.draws_trees, "trees")):
             if asked and (reason := self.drafter.cannot.get(what)) is not None:
@@ -84,13 +84,13 @@ class DraftSetup:
         return self.decisions.most_tokens(self.speculation)
 
     def tree_readers(self, target: CausalLM) -> dict[str, CausalLM]:
-        """The models that read a round's token tree and have to be tried on one first, by their roles in messages."""
+        """The models that read token trees and must be tested first, by role ("target", "draft") for messages."""
         draft = self.drafter.tree_reader
         return {"target": target} if draft is None else {"target": target, "draft": draft}
 
     def tries_trees(self, target: CausalLM, rule: TreePlan) -> bool:
-        """Whether target and draft are known to read trees. That is tried once siblings promise to save what it takes;
-        the rule is told where they do not."""
+        """Whether target and draft have passed the test for reading trees. Runs the test once siblings would have saved
+        `CHECK` passes; a failure is stored in `rule`."""
         readers = self.tree_readers(target)
         if rule.saved >= CHECK and not rule.refused:
             try:
@@ -100,18 +100,18 @@ class DraftSetup:
         return all(map(has_read_tree, readers.values()))
 
     def learned_rates(self, target: CausalLM, generation: GenerationConfig, trees: bool = False) -> AcceptanceRates:
-        """What rounds of a target, drawn in this way, have said of estimates."""
+        """The acceptance learned for this target and way of sampling, for chains or `trees`."""
         return self.memory.recall(self.decisions, target, self.estimator, generation, trees).rates
 
     def draft_processing(
         self, processing: Processing, target: CausalLM, greedy: bool, captures: bool
     ) -> tuple[Processing, NgramCorrections | None]:
-        """What makes q of the draft's logits, and what the target said lately, if it is mixed in.
+        """The processing from the draft's logits to q, and the target's latest choices if mixed in, else `None`.
 
         Args:
-            processing: the logits processors that the draft sees.
-            captures: whether rounds may be captured whole, which successors, looked up on the host, would prevent. On a
-                GPU they are left out of other rounds, too: they add 12 % of launches, and 43 % in batches of four.
+            processing: the logits processors that the draft may call.
+            captures: whether whole rounds may be captured, which mixing on the host would prevent. By default mixing
+                is for CPUs only: on a GPU it adds 12 % of launches, and 43 % in batches of four.
         """
         decisions, temperature = self.decisions, 1.0 if greedy else self.decisions.draft_temperature
         mixes = decisions.mixes(greedy, self.drafter.reads is not None)
@@ -124,14 +124,14 @@ class DraftSetup:
 
     @property
     def remedies(self) -> frozenset[str]:
-        """What could still be done for the speed (`SpeculationStats.verdict`): `trainable`; "draft", where nothing
-        drafts; "throughput", where another rule decides.
+        """Unused ways to be faster, for `SpeculationStats.verdict`: `trainable`; "draft" for lookups without a draft
+        model; "throughput" with another rule.
         """
         is_open = {"draft": not self.drafter.places, "throughput": self.speculation.rule != "throughput"}
         return self.trainable | {name for name, value in is_open.items() if value}
 
     def static_shape(self, greedy: bool) -> Shape | None:
-        """The shape of all trees; `None` where they are dynamic."""
+        """The shape of all trees; `None` for dynamic trees. `ValueError` for `tree="static"` without measured rates."""
         config, rates = self.speculation, self.rates.get(MODES[greedy])
         if config.tree != "static":
             return config.shape
@@ -143,13 +143,13 @@ class DraftSetup:
         return best_shape(rates, config.tree_budget, self.decisions.tree_depth)
 
     def uses_copies(self, target: CausalLM) -> bool:
-        """Whether large layers may use copies of their weights: several processes would have to take them up in
-        step."""
+        """Whether large layers may use copies of their weights. Not with several processes, which would have to switch
+        to copies at the same time."""
         config = self.speculation
         return config.cpu_products != "off" and not config.reproducible and num_processes(target) == 1
 
     def product_times(self, target: CausalLM) -> ProductTimes | None:
-        """What products of the target's large layers take here, where they may use copies of their weights."""
+        """Measured times of the target's large layers; `None` if there are none or `uses_copies` is false."""
         if not self.uses_copies(target):
             return None
         layer = next(large_layers([target]), None)
@@ -157,7 +157,7 @@ class DraftSetup:
 
     @property
     def drafts_in_int8(self) -> bool:
-        """Whether the draft reads a few tokens in int8: a model of its own (`docs/using.md`)."""
+        """Whether the draft multiplies in int8 in passes over few tokens; by default for separate draft models."""
         wanted = self.decisions.int8_draft
         if wanted is None:
             wanted = self.is_independent and self.speculation.cpu_products == "auto"
@@ -168,14 +168,14 @@ class DraftSetup:
         return bool(self._found["int8"])
 
     def rule(self, target: CausalLM) -> Rule:
-        """The stopping rule of a generation. `"throughput"` becomes `"threshold"` where costs are not given and the
-        target is spread over several processes, which would have to time their passes in step."""
+        """The stopping rule of a generation. `"throughput"` becomes `"threshold"` for a target on several processes
+        unless costs are given, because their timings would differ."""
         if self.speculation.rule != "throughput" or self.speculation.costs is not None:
             return self.speculation.rule
         return "threshold" if num_processes(target) > 1 else "throughput"
 
     def decided(self, target: CausalLM, verification: str, corrects: bool, chains: str | None) -> dict[str, str]:
-        """What was decided for a generation (`SpeculationStats.decided`); `chains`: why no trees are drafted."""
+        """The entries of `SpeculationStats.decided`. `chains`: the reason why no trees are drafted, or `None`."""
         config = self.speculation
         costs = "given" if config.costs is not None else "assumed" if config.reproducible else "followed"
         return {
@@ -188,14 +188,14 @@ class DraftSetup:
         }
 
     def described_products(self, target: CausalLM) -> str:
-        """Which matrix products passes may take, on which their costs depend: "own", "copies", "copies int8"."""
+        """The matrix multiplications on which costs depend: "own" or "copies", with " int8" if the draft uses it."""
         copies = "copies" if self.uses_copies(target) else "own"
         return f"{copies} int8" if self.drafts_in_int8 else copies
 
     def products(self, target: CausalLM) -> FasterProducts:
-        """The context in which target and draft compute as the settings say.
+        """The context for passes of target and draft with faster matrix multiplications, as configured.
 
-        int8 copies of weights are made now, exact ones in the background; those of changed weights are dropped.
+        int8 copies of weights are made now, exact copies in the background; copies of changed weights are deleted.
         """
         in_int8, uses_copies = self.drafts_in_int8, self.uses_copies(target)
         if not in_int8:
@@ -217,7 +217,7 @@ class DraftSetup:
 def looking_up(
     setup: DraftSetup, target: CausalLM, generation: GenerationConfig, plan: Plan | None
 ) -> LookingUp | None:
-    """The lookups of one generation, if it has any."""
+    """The lookups of one generation; `None` if they are off."""
     config, drafter, memory = setup.speculation, setup.drafter, setup.memory
     if not config.lookup:
         return None
@@ -237,10 +237,10 @@ def looking_up(
 
 
 def why_chains(setup: DraftSetup, target: CausalLM, captures: bool, processing: Processing) -> str | None:
-    """Why no round of a generation drafts a tree; `None` where rounds do, where no kind of tree is asked for those in
-    which siblings pay. `ValueError` where trees are asked for that a model cannot read."""
+    """The reason why a generation drafts chains only; `None` if it may draft trees. With `tree="auto"` a round then has
+    siblings only if they are worth their time. `ValueError` if settings require trees that a model cannot read."""
     config, drafter = setup.speculation, setup.drafter
-    if config.draws_trees:  # tried before products that round more coarsely than the check allows for
+    if config.draws_trees:  # before int8, whose rounding errors are too large for the test
         check_trees(setup.tree_readers(target))
         return None
     reasons = {
@@ -255,7 +255,7 @@ def why_chains(setup: DraftSetup, target: CausalLM, captures: bool, processing: 
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         return reason
-    if any(True for _ in foreign_code(target)):  # asked last: all modules are looked at
+    if any(True for _ in foreign_code(target)):  # last, because this checks all modules
         return "others' code runs in the target's forward"
     try:
         check_estimator(setup.estimator)
@@ -269,8 +269,8 @@ def why_chains(setup: DraftSetup, target: CausalLM, captures: bool, processing: 
 def plan_of(
     setup: DraftSetup, target: CausalLM, generation: GenerationConfig, captures: bool, trees: bool = False
 ) -> Plan | None:
-    """What `rule="throughput"` knows of the rounds of a generation, which are `trees` or chains; `ValueError` if
-    nothing says what they cost."""
+    """The plan of `rule="throughput"` for a generation with `trees` or chains, with learned or given costs; `None` for
+    other rules, and for trees with a fixed shape or budget."""
     config, drafter = setup.speculation, setup.drafter
     if setup.rule(target) != "throughput" or (config.draws_trees and config.tree != "dyspec"):
         return None
@@ -292,12 +292,12 @@ def make_rule(
     rates: AcceptanceRates | None = None,
     min_tokens: int = 1,
 ) -> StoppingRule:
-    """The stopping rule that `config` names, fresh for one generation; `ValueError` where `config.validate()` has one.
+    """A new stopping rule for one generation, by `config.rule`; `ValueError` for invalid settings.
 
     Args:
-        plan: what `rule="throughput"` has learned; by default nothing, and then `config.costs` must be given.
-        rates: what calibrates the estimates of `rule="threshold"`, and learns from its rounds; by default nothing does.
-        min_tokens (candidates): the fewest in a round of `rule="threshold"`.
+        plan: costs and acceptance learned for `rule="throughput"`. By default a new plan, which needs `config.costs`.
+        rates: calibrates the estimates of `rule="threshold"`, and learns from rounds. By default no calibration.
+        min_tokens (candidates): least number in a round of `rule="threshold"`.
     """
     config.validate()
     if config.rule == "throughput":
@@ -308,16 +308,16 @@ def make_rule(
 
 
 def plan_for(config: SpeculationConfig, estimator: Estimator) -> ChainPlan:
-    """A plan of chains that has learned nothing yet, with costs that are given."""
+    """A new plan for chains with the given `config.costs`; `ValueError` if there are none."""
     return ChainPlan(KnownCosts.given(config.costs), config.max_tokens, lag_of(estimator))
 
 
 def rule_of(
     setup: DraftSetup, target: CausalLM, generation_config: GenerationConfig, plan: Plan | None
 ) -> StoppingRule:
-    """The rule for the chains of one generation."""
+    """A new stopping rule for the chains of one generation."""
     config, rule = setup.speculation, setup.rule(target)
-    config = config if config.rule == rule else replace(config, rule=rule)  # which checks all settings
+    config = config if config.rule == rule else replace(config, rule=rule)  # also validates the settings
     decisions, estimator = setup.decisions, setup.estimator
     if config.rule == "threshold" and setup.head is None and not decisions.adapt:
         logger.warning_once(
@@ -333,10 +333,10 @@ def rule_of(
 
 
 def without_padding(new: Tensor, states: Tensor | None, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A prompt `[1, n]` and the target's states `[1, m, size]` in it without padding, which the target ignores.
+    """Remove masked tokens from a prompt `new` `[1, n]` and from the target's `states` `[1, m, size]`.
 
-    Example: of the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` 5 and 6 are left. The mask `[1, length]` is
-    longer than the prompt where that continues a cache, shorter where tokens follow it.
+    Example: the prompt `[pad, pad, 5, 6]` with the mask `[0, 0, 1, 1]` becomes `[5, 6]`. The `mask` `[1, length]` is
+    longer than a prompt that continues a cache, and shorter if tokens without mask follow. A fully masked prompt stays.
     """
     if states is not None:
         shown = mask[0, -states.shape[1] :].bool()

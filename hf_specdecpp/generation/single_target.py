@@ -1,5 +1,5 @@
-"""The target's side of one text (`SingleTarget`), and the text in its cache (`TargetContext`): makes the arguments of a
-pass over candidates, and commits the accepted tokens."""
+"""The target of a call with a single sequence (`SingleTarget`), and the sequence in its cache (`TargetContext`), which
+makes the arguments of forward passes over candidates and commits accepted tokens."""
 
 from __future__ import annotations
 
@@ -27,59 +27,59 @@ from hf_specdecpp.models.foreign import ForeignPasses
 from hf_specdecpp.trees.tree import Chain, DraftTree, TreePass
 
 logger: Any = logging.get_logger("hf_specdecpp")
-MOST_PENDING = 16  # tokens that a target with recurrent layers reads again and again before a round settles them
+MOST_PENDING = 16  # pending tokens after which a round has no candidates, for targets with recurrent layers
 COLUMNS_AHEAD = 256
-# A mask that transformers leaves alone. Of one with two dimensions it would make another, which reads the device.
+# Transformers uses 4-D masks unchanged. From a 2-D mask it makes another one, which waits for the device.
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
 
 
 class TargetContext:
-    """The text in a target's cache, continued as its own `generate()` would continue it.
+    """A sequence in the target's cache, with the masks and positions of plain `generate()`.
 
-    The prompt may be padded, masked in its middle, given with position ids, end in a masked token, or lie partly in the
-    cache of an earlier turn. So neither rows of the cache nor positions are counted anew: both are taken from what
-    `generate()` prepared, by chains and by trees alike.
+    The prompt may be padded, have masked tokens inside or at its end, come with position ids, or be partly cached from
+    an earlier turn. So cache rows and positions are never counted here, neither for chains nor for trees: both come
+    from the arguments that `generate()` prepared.
 
-    A target with recurrent layers goes back to where it was before a pass of which a candidate was rejected, and reads
-    the tokens that stand again with the next pass: they are `pending`.
+    If a candidate is rejected, recurrent layers are reset to their state before the pass, and the next pass reads the
+    accepted tokens again: these tokens are `pending`.
 
-    Example: the prompt `[pad, pad, 5, 6]` has the mask `[0, 0, 1, 1]` and the positions `[0, 0, 0, 1]`. Once it has
-    been read and 7 has been emitted, the cache holds 4 rows, of which 2 are hidden, and 7 stands at position 2.
+    Example: the prompt `[pad, pad, 5, 6]` has the mask `[0, 0, 1, 1]` and the positions `[0, 0, 0, 1]`. After the
+    prompt's pass, which emits 7, the cache has 4 rows, of which 2 are masked, and 7 has position 2.
 
     Args:
-        model_kwargs: arguments of its forward as `generate()` prepared them: the cache, and where the model takes them
-            `attention_mask` `[1, length]` and `position_ids` `[..., length]`.
+        model_kwargs: arguments of the target's forward as prepared by `generate()`: the cache and, if the model takes
+            them, `attention_mask` `[1, length]` and `position_ids` `[..., length]`.
 
     Attributes:
-        text: as it lies in the cache. Between rounds that is all but its last token.
-        width: tokens that the last pass was prepared for.
-        changes: of rotary frequencies, because of which a pass may have no room for some number of candidates.
+        text: the cached tokens; between rounds all of the sequence except the last token and pending ones.
+        width: number of tokens of the latest prepared pass.
+        changes: lengths at which rotary frequencies change; no pass may cross one.
     """
 
     width = 0
 
     def __init__(self, target: CausalLM, model_kwargs: dict[str, Any]) -> None:
         self.target, self.model_kwargs = target, model_kwargs
-        self._longer, self._spare = model_kwargs, 0  # the same with so many columns for tokens to come
+        self._longer, self._spare = model_kwargs, 0  # `_longer`: `model_kwargs` with `_spare` more columns
         mask = model_kwargs.get("attention_mask")
         self.is_masked = mask is not None and not bool(mask.all())
         self.text: CachedContext = GrowingContext(cache_among(model_kwargs))
         if self.text.held:  # a later turn
             self.text.begin_round()
         self.changes = frequency_changes(target.config.get_text_config(decoder=True))
-        self._device = input_device(target)  # once: finding it takes as long as a small product
-        # Of a mask with four dimensions others might ask more than whether it is there.
+        self._device = input_device(target)  # stored, because finding the device is slow
+        # Models with their own method may read values of a 4-D mask, so `NO_MASK` is not for them.
         self.makes_usual_inputs = has_usual_inputs(target)
-        self._padding: int | None = None  # tokens of the text that take no position
+        self._padding: int | None = None  # tokens without a position
 
     @property
     def cache(self) -> Any:
-        """The target's own, which `generate()` was given or has made."""
+        """The target's cache, given by the user or made by `generate()`."""
         return self.text.cache
 
     @property
     def rows(self) -> int:
-        """How many the target has read into the cache."""
+        """Number of rows in the cache."""
         return int(self.text.cache.get_seq_length())
 
     @property
@@ -93,23 +93,23 @@ class TargetContext:
         return torch.tensor([[self.rows]]) if positions is None else positions[..., -1:]
 
     def is_at_change(self, input_ids: Tensor) -> bool:
-        """Whether the next pass has no room for candidates because rotary frequencies change (`FrequencyChange`)."""
+        """Whether rotary frequencies change at the next pass, so that it has no candidates (`FrequencyChange`)."""
         return bool(self.changes) and self.most_candidates(input_ids) == 0
 
     def most_candidates(self, input_ids: Tensor) -> int | None:
-        """How many candidates the next pass, after a text `[1, length]`, has room for so that all of the pass has the
-        same rotary frequencies; `None`: any number."""
+        """The largest number of candidates after `input_ids` `[1, length]` for which all tokens of the next pass have
+        the rotary frequencies of plain `generate()`; `None`: no limit."""
         length = input_ids.shape[1]
         if self._padding is None:
             positions = self.model_kwargs.get("position_ids")
             self._padding = 0 if positions is None else length - 1 - int(positions[..., -1].max())
-        # transformers goes by positions, and Phi-3 by tokens, too.
+        # Transformers changes frequencies by position, Phi-3 also by number of tokens.
         rooms = [change.max_candidates(each) for change in self.changes for each in (length, length - self._padding)]
         return min((room for room in rooms if room is not None), default=None)
 
     def why_no_tree(self, input_ids: Tensor, cache: Any, mask_length: int | None) -> str | None:
-        """Why trees cannot be read: the target cannot be told where tokens stand, or the prompt `[1, length]` has put
-        other rows than its tokens' into the cache."""
+        """The reason why the target cannot read trees, or `None`: its forward takes no positions, or after the prompt
+        `input_ids` `[1, length]` the number of cache rows differs from that of the prompt's tokens (`mask_length`)."""
         if not gives_positions(self.target, input_ids, self.model_kwargs):
             return (
                 f"{type(self.target).__name__} counts positions within its forward, so the places in a token tree "
@@ -131,16 +131,16 @@ class TargetContext:
         )
 
     def chain_inputs(self, input_ids: Tensor, candidates: Tensor | list[int], has_mask: bool = False) -> dict[str, Any]:
-        """Forward arguments for the last token of `input_ids` `[1, length]` and the candidates after it, before them
-        what is pending. With `has_mask` no mask is made."""
+        """Arguments of a forward pass over the pending tokens, the last token of `input_ids` `[1, length]` and the
+        candidates. With `has_mask` the caller makes the mask."""
         self.text.begin_round()
         count = len(candidates)
         tokens = input_ids
         if count:
             tokens = torch.cat((input_ids, torch.as_tensor(candidates).to(input_ids)[None]), dim=1)
         self.width = self.text.pending + count + 1
-        if self._spare <= count:  # the candidates may all stand, and a token after them
-            # Columns are made for many rounds at once: each round only cuts its own out of them.
+        if self._spare <= count:  # all candidates may be accepted, and a token follows
+            # Columns are made for many rounds at once, and each round takes a slice.
             self._spare = max(count + 1, COLUMNS_AHEAD)
             self._longer = extended(self.model_kwargs, self._spare)
         arguments = without_last(self._longer, self._spare - count) if count else self.model_kwargs
@@ -154,7 +154,7 @@ class TargetContext:
         return inputs
 
     def tree_inputs(self, input_ids: Tensor, tree_pass: TreePass) -> dict[str, Any]:
-        """The same for the rows of a pass over a tree, the root first, which is the last token of `input_ids`."""
+        """Arguments of a forward pass over a tree, whose root is the last token of `input_ids` `[1, length]`."""
         if not len(tree_pass.tree):
             return self.chain_inputs(input_ids, [])
         tokens, ancestors, depths = tree_pass.upload(input_ids.device)
@@ -166,27 +166,27 @@ class TargetContext:
         return inputs | {"attention_mask": mask, "position_ids": position[..., None] + depths}
 
     def settle(self, outputs: Any, kept: int, num_candidates: int, path: PathRows | None = None) -> None:
-        """Keep of a pass over `num_candidates` the `kept` tokens that were emitted, where they were a tree those of a
-        path. The last emitted token is not in the cache, as in plain generation."""
-        if self.changes or self.text.cache is None:  # where a forward may go on with a cache of its own
+        """Commit a pass over `num_candidates`: the `kept` emitted tokens stay, in a tree those on `path`. As in plain
+        generation, the last emitted token is not in the cache. `outputs` are those of the forward."""
+        if self.changes or self.text.cache is None:  # the forward may have replaced the cache
             self._adopt(cache_among(outputs))
         self.text.commit(kept, num_candidates + 1, path)
         if self._spare:
             self._spare -= kept
             self.model_kwargs = without_last(self._longer, self._spare)
-        else:  # after the prompt, which may be of another kind than what is generated
+        else:  # after the prompt, whose arguments may differ from those of later passes
             self.model_kwargs = self.target._update_model_kwargs_for_generation(
                 outputs, self.model_kwargs, is_encoder_decoder=False, num_new_tokens=kept
             )
 
     def grow(self, count: int) -> None:
-        """The cache holds so many tokens more, which captured passes have read."""
+        """Count `count` more tokens as cached, which captured passes have read."""
         self.text.held += count
         self.model_kwargs = self._longer = extended(self.model_kwargs, count)
         self._spare = 0
 
     def _adopt(self, cache: Any) -> None:
-        """Go on with a forward's cache: Phi-3 reads the whole text anew where its rotary frequencies change."""
+        """Replace the cache by that of a forward: Phi-3 makes a new one when its rotary frequencies change."""
         if cache is self.text.cache:
             return
         cache.activate_past_recording()
@@ -195,7 +195,7 @@ class TargetContext:
         self.model_kwargs, self._longer = self.model_kwargs | own, self._longer | own
 
     def read_pending(self, input_ids: Tensor) -> None:
-        """At the end of a text `[1, length]`: read what is pending, so that the cache can be carried on."""
+        """Read pending tokens at the end of `input_ids` `[1, length]`, so that the cache can be reused."""
         if pending := self.text.pending:
             inputs = self.target.prepare_inputs_for_generation(
                 input_ids[:, :-1],
@@ -207,24 +207,24 @@ class TargetContext:
             self.text.commit(pending, of=pending)
 
     def roll_back(self) -> None:
-        """After an exception: the cache, which may be the user's, goes back to the text that has been emitted."""
+        """Called after an exception: crops the cache, possibly the user's own, to the emitted tokens."""
         self.text.roll_back()
 
     def end(self) -> None:
-        """Nothing is taken back any more, and the cache may be carried on by anyone."""
+        """Called last: the cache stops recording for roll-backs, and can be reused."""
         if self.cache is not None:
             stop_recording(self.cache)
 
 
 def has_usual_inputs(target: CausalLM) -> bool:
-    """Whether transformers' own method prepares the inputs of its passes."""
+    """Whether the model uses transformers' own `prepare_inputs_for_generation`."""
     return type(target).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
 
 
 def reading_again(prefix: TargetContext, text: Tensor, as_tree: bool) -> Callable[[Tensor, int], tuple[Tensor, Any]]:
-    """A function that reads the last token of the `text` `[1, length]`, with which it goes on, and those after it in
-    what the text has become: `count` tokens in one pass, in a copy of the cache as it is now. Returns logits `[count,
-    vocab]` and the copy. With `as_tree` each of these tokens has a sibling."""
+    """A function `read(ids, count)` for `Trial`: one pass over `count` tokens of the later sequence `ids`, from the
+    last token of `text` `[1, length]` on, in a copy of the cache as it is now. `read` returns logits `[count, vocab]`
+    and the copy. With `as_tree` each token after the first has a sibling."""
     target, model_kwargs, held = prefix.target, prefix.model_kwargs, SavedCache(prefix.cache)
     device, last, length = input_device(target), int(text[0, -1]), text.shape[1]
 
@@ -248,8 +248,8 @@ def reading_again(prefix: TargetContext, text: Tensor, as_tree: bool) -> Callabl
 
 
 class SingleTarget(TargetSide):
-    """The target's side of one text. Nothing that it holds may hold it: in a circle, caches stay until garbage is
-    collected."""
+    """The target of a call with a single sequence. Must not be part of a reference cycle, or its cache is freed only by
+    the garbage collector."""
 
     def __init__(
         self, model: CausalLM, text: OutputText, config: GenerationConfig, model_kwargs: dict[str, Any],
@@ -268,9 +268,9 @@ class SingleTarget(TargetSide):
         check_prompt(outputs)
         check_numbers(self.model, outputs.logits, prefix.model_kwargs.get("attention_mask"))
         reason = prefix.why_no_tree(input_ids, cache, getattr(self.config, "_mask_length", None))
-        if reason and self.foreign is None:  # whose rows are compared
+        if reason and self.foreign is None:  # foreign passes are checked by the trial
             self.generator.method.refuse(reason)
-        # Not earlier: a sliding-window layer that records would keep the whole prompt.
+        # After the prompt, because a recording sliding-window layer would keep all of its tokens.
         cache.activate_past_recording()
         rounds[0].outputs = outputs
 
@@ -282,7 +282,7 @@ class SingleTarget(TargetSide):
 
     def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: ARG002
         self.stats.rounds_at_change += self.prefix.is_at_change(self.text.ids)
-        if self.trial is None:  # others' code is called no more often than it must be
+        if self.trial is None:  # no additional passes while hooks or patches are on trial
             self.time_one_token()
 
     @property
@@ -291,7 +291,7 @@ class SingleTarget(TargetSide):
 
     def enter(self, passes: CapturedTarget) -> None:
         prefix = self.prefix
-        self.time_one_token()  # of the target's usual passes, which the verdict compares with
+        self.time_one_token()  # a pass without graphs, to compare speeds with
         passes.watch(self.generator.setup.drafter.reads)
         shown = None if prefix.shown is None else prefix.shown[None]
         passes.begin_texts(prefix.cache, prefix.rows, shown, prefix.position)
@@ -310,7 +310,7 @@ class SingleTarget(TargetSide):
         self.prefix.grow(passes.text.held - self.prefix.text.held)
 
     def max_candidates(self, text: OutputText) -> int | None:
-        # Tokens that are read again with every round cost more than one round without candidates, which settles them.
+        # Reading many pending tokens in every round is slower than one round without candidates, which commits them.
         if self.prefix.text.pending >= MOST_PENDING:
             return 0
         room = self.prefix.most_candidates(text.ids) if self.prefix.changes else None
@@ -337,7 +337,7 @@ class SingleTarget(TargetSide):
             self.stats.state_bytes = mark.num_bytes
         if held is not None and self.trial is not None and not held.grew_by(each.width):
             self.trial.refuse("the cache does not grow by the tokens of each pass")
-            if len(tree):  # nothing of the pass was emitted yet
+            if len(tree):  # no token of the pass was emitted yet
                 held.roll_back()
                 each.tree, each.rows = (alone := Chain()), TreePass(alone)
                 self.read(rounds)
@@ -351,16 +351,16 @@ class SingleTarget(TargetSide):
             self._compare(self.trial, each)
 
     def take_states(self, each: Round, again: int = 0) -> None:
-        """Take the states of the tokens that a round emitted; its pass has read `again` tokens of the text first."""
+        """Store the hidden states at the tokens emitted by a round, whose pass began with `again` pending tokens."""
         count, (kept, path) = len(each.tree), each.emitted
         if self.text.records.are_asked_for:
             self.text.records.add_states(each.outputs, kept, count, None if path is None else path.rows, again)
         if self.states.are_read:
-            # All of the prompt; later the last token before the round and the accepted candidates.
+            # All tokens of the prompt; later the last token before the round and the accepted candidates.
             if each.is_prompt:
                 rows: Tensor | slice = slice(None)
             elif not count and not again:
-                rows = slice(-1, None)  # the text before it may have been read anew
+                rows = slice(-1, None)  # the forward may have read the whole sequence again
             elif path is None:
                 rows = slice(again, again + kept)
             else:
@@ -368,7 +368,7 @@ class SingleTarget(TargetSide):
             self.text.states = self.states.states_of(rows)
 
     def _compare(self, trial: Trial, each: Round) -> None:
-        """Let the trial note what a round has read, and say so once others' code rules candidates out."""
+        """Record a round's logits in the trial, and warn once if hooks or patches rule out candidates."""
         logits, (kept, path) = each.outputs.logits[0, -len(each.tree) - 1 :], each.emitted
         if not self.text.finished:
             rows = slice(kept) if path is None else path.rows[:kept]
@@ -378,7 +378,7 @@ class SingleTarget(TargetSide):
             logger.warning_once(f"Nothing more is drafted for {type(self.model).__name__}: {trial.passes.reason}.")
 
     def time_one_token(self) -> None:
-        """Time a pass over one token beside those of the rounds, where nothing else says what it takes."""
+        """Time an additional pass over one token if its time cannot be derived from the rounds."""
         prefix, ids = self.prefix, self.text.ids
         tell_it = self.generator.is_paused and self.device.type == "cpu"
         if not (tell_it or prefix.text.pending or prefix.is_at_change(ids)):

@@ -1,5 +1,5 @@
-"""What a generation did and whether it paid, as users see it: `SpeculationStats`; whose they are (`LatestCalls`); did
-speculation pay, and if not, why not (`outcome`); may the draft be for another target (`suspicion`)?"""
+"""Statistics of a generation (`SpeculationStats`), of the latest call of a thread or task (`LatestCalls`), and the
+verdict: was speculation faster, and if not, why (`outcome`); may the draft be for another target (`suspicion`)?"""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 from hf_specdecpp.estimation.ledger import LOSES, PAYS, Speed, effect, verdict
 from hf_specdecpp.generation.counters import OF_TWO, Counters, add, ratio
 
-MUCH = 0.05  # of a call's seconds: what is prepared in so many is told apart
-# First candidates that a draft for this very target would hardly ever miss: too small a share of many, or all of a few,
-# since a rule may stop drafting soon.
+MUCH = 0.05  # share of a call's seconds, above which preparing is reported separately
+# A draft is suspect if less than this share of 30 or more first candidates is accepted, or none of 6 or more: rules may
+# soon stop drafting.
 TOO_FEW, OF_MANY, OF_NONE = 0.15, 30, 6
 FEWER = "SpeculationConfig(rule='throughput') drafts only as far as that pays"
 
@@ -27,14 +27,14 @@ class SpeculationStats(Counters):
 
     @classmethod
     def of_batch(cls, rows: list[SpeculationStats]) -> SpeculationStats:
-        """The sum over the sequences of a batch, whose shares of common passes they have."""
+        """The sum of the statistics of a batch's sequences, which each have an equal share of the seconds."""
         total = sum(rows[1:], rows[0])
         total.rows = rows
         return total
 
     @property
     def verdict(self) -> str:
-        """A few sentences: did speculation pay, and if not, why not; and what faster passes alone give."""
+        """A few sentences: was speculation faster, and if not, why; and the gain by faster matrix multiplications."""
         return " ".join(filter(None, (outcome(self), suspicion(self))))
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
@@ -45,7 +45,7 @@ class SpeculationStats(Counters):
             of_two = item.metadata.get(OF_TWO, add)
             setattr(total, item.name, of_two(getattr(self, item.name), getattr(other, item.name)))
         tokens = self.generated + other.generated
-        for name in ("plain_pass_seconds", "same_pass_seconds"):  # their means by tokens, where both calls know them
+        for name in ("plain_pass_seconds", "same_pass_seconds"):  # means weighted by tokens, if both are known
             own, others = getattr(self, name), getattr(other, name)
             if own is not None and others is not None:
                 own = ratio(self.generated * own + other.generated * others, tokens) or own
@@ -94,7 +94,7 @@ class SpeculationStats(Counters):
 class Noted:
     """The statistics of a call, and the thread that made it. Later calls have larger numbers.
 
-    `for_others`: a call that `asyncio.to_thread` made, in a copy of the context that this one was made in.
+    `for_others`: a later call by `asyncio.to_thread` in a copy of this call's context, whose statistics replace these.
     """
 
     number: int
@@ -113,11 +113,11 @@ def known_here() -> Own:
 
 
 class LatestCalls:
-    """Whose statistics `assistant.stats` shows: those of the latest call of this thread or asyncio task; where there is
-    none, of the latest call of all.
+    """The statistics of the latest call of this thread or asyncio task, for `assistant.stats`; if there was none, those
+    of the latest call of any thread.
 
-    Two kinds of call are made in one thread for another: those of `asyncio.to_thread`, and those whose streamer is
-    iterated over (`TextIteratorStreamer`), mostly by the main thread. There they count as that thread's own.
+    Two kinds of calls run in a thread on behalf of another: calls by `asyncio.to_thread` also count as calls of the
+    task that started them, calls with an iterable streamer (`TextIteratorStreamer`) as calls of the main thread.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class LatestCalls:
         return own.stats
 
     def record_call(self, stats: SpeculationStats, streamer: Any = None) -> None:
-        """Take the statistics of a call that begins or ends in this thread."""
+        """Called in the thread of a call, when it begins or ends."""
         known = known_here()
         before, noted = known.get(self), Noted(next(_numbers), stats)
         self._latest = noted  # another thread may replace it at any time
@@ -140,7 +140,7 @@ class LatestCalls:
             before.for_others = noted
         if isinstance(streamer, Iterator | AsyncIterator):
             self._streamed = noted
-        # A new dictionary, because tasks begin with that of the task that started them.
+        # A new dictionary, because tasks share the dictionary of the task that started them.
         own: Own = WeakKeyDictionary(known)
         own[self] = noted
         _own.set(own)
@@ -150,7 +150,7 @@ class LatestCalls:
 
 
 def suspicion(stats: Counters) -> str:
-    """Of a draft that others trained: whether it seems to be for another target."""
+    """A warning if a published draft seems to be for another target; else an empty string."""
     rounds = stats.rounds - stats.idle_rounds - stats.lookup_rounds
     accepted = sum(stats.accepted_at[:1])
     is_low = accepted < TOO_FEW * rounds if rounds >= OF_MANY else rounds >= OF_NONE and not accepted
@@ -163,7 +163,7 @@ def suspicion(stats: Counters) -> str:
 
 
 def outcome(stats: Counters) -> str:
-    """Did speculation pay, and if not, why not."""
+    """Sentences on the speed relative to plain `generate()`, with the reason if speculation was not faster."""
     if stats.refusal is not None:
         return f"The call was a plain one, without its assistant: {stats.refusal}"
     if stats.is_unused:
@@ -184,7 +184,7 @@ def outcome(stats: Counters) -> str:
     prepares = stats.preparing_seconds > MUCH * stats.call_seconds
     faster = stats.call_seconds / (stats.call_seconds - stats.preparing_seconds) if prepares else 1.0
     passes = stats.speedup / stats.same_pass_speedup
-    # A round takes at least a pass, so what was counted bounds what was timed, which varies on a busy machine.
+    # A round takes at least one pass, so counts bound the gain; timings vary on a busy machine.
     gain = min(faster * stats.same_pass_speedup, ratio(stats.generated - stats.plain_passes, stats.rounds))
     plain, same, of_passes = (Speed(each, each, each) for each in (gain * passes, gain, passes))
     pays = effect(plain, same) == "gain"
@@ -198,19 +198,19 @@ def outcome(stats: Counters) -> str:
 
 
 def _reason(stats: Counters, gain: float) -> str:
-    """Why speculation does not pay that gains so much over plain generation with the same passes."""
+    """Why speculation is not faster. `gain`: its speed relative to plain generation with the same kind of passes."""
     if 2 * stats.idle_rounds > stats.rounds:
         by_rule = not {"throughput", "draft"} & stats.remedies
         why = "rule='throughput' stopped" if by_rule else "Little was drafted"
         return f"{why}: {stats.idle_rounds} of {stats.rounds} passes without candidates."
-    if not stats.accepted:  # whatever the times say
+    if not stats.accepted:  # for any times
         none = "The only candidate was not" if stats.drafted == 1 else f"None of {stats.drafted} candidates was"
         return f"{none} accepted. {_better_draft(stats)}"
     return "" if gain >= PAYS else _why_not(stats)
 
 
 def _why_not(stats: Counters) -> str:
-    """What a round costs and gives, and what to do about what costs most."""
+    """The costs and tokens of a round, and a remedy for the largest cost."""
     unit = stats.rounds * ((stats.same_pass_seconds if stats.has_products else stats.plain_pass_seconds) or 1.0)
     draft, verify, overhead = (
         seconds / unit for seconds in (stats.draft_seconds, stats.target_seconds, stats.overhead_seconds)
@@ -220,7 +220,7 @@ def _why_not(stats: Counters) -> str:
         f"{verify:.2f}, overhead {overhead:.2f}) and yields {1 + stats.accepted / stats.rounds:.2f} tokens: "
         f"{stats.acceptance_rate:.0%} of the candidates are accepted."
     )
-    # Most nodes of a tree are discarded however good the draft is: there the first level counts.
+    # Most nodes of a tree are discarded, however good the draft is, so trees are judged by their first level.
     first = ratio(sum(stats.accepted_at[:1]), stats.rounds - stats.idle_rounds)
     if (first if stats.tree_depths else stats.acceptance_rate) < 0.5:
         return f"{reason} {_better_draft(stats)}"
@@ -235,7 +235,7 @@ def _why_not(stats: Counters) -> str:
 
 
 def _better_draft(stats: Counters) -> str:
-    """That the draft is not good enough, and what the assistant does not do about it yet."""
+    """A sentence that the draft is not good enough, and remedies that the assistant does not use yet."""
     parts = [what for name, what in (("training", "it"), ("head", "a head")) if name in stats.remedies]
     train = f" Train {' and '.join(parts)}: specdecpp train." if parts else ""
     others = _told(stats, throughput=FEWER, draft="A draft proposes candidates where nothing is found")
@@ -244,5 +244,5 @@ def _better_draft(stats: Counters) -> str:
 
 
 def _told(stats: Counters, **ways: str) -> str:
-    """Sentences on the remedies that the assistant does not use yet."""
+    """The sentences of `ways` whose names are in `stats.remedies`."""
     return "".join(f" {way}." for name, way in ways.items() if name in stats.remedies)

@@ -1,1 +1,1 @@
-"""Loops over several sequences at once, or over one in several processes."""
+"""Drafts and target of a batch of sequences."""

@@ -1,4 +1,4 @@
-"""Drafting for the rows of a batch, step by step together (`BatchDrafts`)."""
+"""Drafting for the rows of a batch in shared draft passes (`BatchDrafts`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_specdecpp.trees.tree import Chain, DraftTree
 
 
 class BatchDrafts(Drafts):
-    """Proposes for the rows of a batch. `generators`: one for each row."""
+    """Proposes candidates for the rows of a batch. `generators`: one for each row."""
 
     def __init__(self, generators: Sequence[SpecDecPPCandidateGenerator]) -> None:
         first = generators[0]
@@ -32,7 +32,7 @@ class BatchDrafts(Drafts):
             return [Chain() for _ in texts]
         if self.plan is not None:
             self.plan.follow(max(text.length for text in texts))
-        # What the whole batch takes is learned while it is whole.
+        # Costs are those of a complete batch, so they are measured only until a row has ended.
         times = self.times if len(texts) == self.count else None
         if times is not None:
             times.begin_round()
@@ -52,7 +52,7 @@ class BatchDrafts(Drafts):
         return [*chains]
 
     def _look_up(self, generators: Sequence[SpecDecPPCandidateGenerator], rows: list[Drafting]) -> None:
-        """Put what rows look up in the place of what they would draft."""
+        """Replace the drafting of rows whose lookups have found candidates."""
         lookups = [each.lookup for each in generators if each.lookup is not None]
         together = count_together(lookups) if lookups else 0
         for place, lookup in enumerate(lookups):

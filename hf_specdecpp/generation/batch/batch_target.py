@@ -1,8 +1,8 @@
-"""The target's side of a batch (`BatchTarget`): rows share its passes and keep their own pace in a cache with holes.
-`InStep` is the loop for processors that are asked about all rows at once.
+"""The target of a batch (`BatchTarget`): rows share forward passes, and advance independently because the rejected
+columns of each row are masked in the cache. `InStep` is the loop for processors that need all rows at once.
 
-A row that ends leaves the batch and is padded. Where no id ends texts, plain `generate()` goes on in such a row until
-all rows have ended, and so do we (`are_unfinished`).
+A row that has ended leaves the batch and is padded. Without EOS ids plain `generate()` continues such a row until all
+rows have ended; so does this code (`are_unfinished`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from hf_specdecpp.trees.tree import Chain
 
 @dataclass(frozen=True)
 class RowOutputs:
-    """A row's part of what a pass returns; the layers of its cache say which windows attentions have."""
+    """One row of a pass's outputs; the layers of `cache` give the windows of attentions."""
 
-    logits: Tensor  # `[1, n, vocab]`, after the prompt those at its last token
+    logits: Tensor  # `[1, n, vocab]`, for the prompt at its last token only
     hidden_states: Any
     attentions: Any
     cache: Any
 
 
 class BatchTarget(TargetSide):
-    """The target's side of several texts. `model_kwargs`: the forward's other arguments for all rows."""
+    """The target of a batch. `model_kwargs`: further arguments of the forward, for all rows."""
 
     def __init__(
         self, model: CausalLM, texts: Sequence[OutputText], config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -52,12 +52,12 @@ class BatchTarget(TargetSide):
         self.texts, self.places = list(texts), {id(text): place for place, text in enumerate(texts)}
         self.model_kwargs = self.states.asked_for(model_kwargs)
         self.text = BatchContext(model, cache_among(model_kwargs), len(texts))
-        self.held: dict[int, Any] = {}  # what the cache held of rows that have left, by place
-        # As plain generation asks.
+        self.held: dict[int, Any] = {}  # keys and values of rows that have left, by index
+        # The condition of plain generation.
         self.pads = any(hasattr(each, "eos_token_id") for each in texts[0].criteria)
         for text in texts:
             text.goes_on = not self.pads
-        is_users = getattr(self.text.cache, "_is_user_defined", False)  # as `generate()` has noted
+        is_users = getattr(self.text.cache, "_is_user_defined", False)  # set by `generate()`
         self.carries_cache, self.is_restored = config.return_dict_in_generate or is_users, False
 
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
@@ -101,7 +101,7 @@ class BatchTarget(TargetSide):
             self.held[self.places[id(text)]] = held()
 
     def prepare(self, texts: Sequence[OutputText]) -> None:
-        """Close gaps in the cache, and time a pass over one token of each row where the rounds do not tell it."""
+        """Remove masked columns from the cache if they are many; time a pass over one token per row if necessary."""
         self.text.close_up()
         if len(texts) == len(self.texts):
             rounds = [Round(text, Chain()) for text in texts]
@@ -120,7 +120,7 @@ class BatchTarget(TargetSide):
             each.width = is_token.shape[1]
 
     def _hand_out(self, rounds: Sequence[Round], outputs: Any) -> None:
-        """Give each row its part of a pass."""
+        """Split the outputs and states of a pass by row."""
         states = self.states.by_row(len(rounds))
         width = max(len(each.tree) for each in rounds) + 1
         cache = SimpleNamespace(layers=self.text.layers)
@@ -144,7 +144,7 @@ class BatchTarget(TargetSide):
             self.positions += kept_of_rows
 
     def _inputs(self, rounds: Sequence[Round], is_token: Tensor) -> dict[str, Any]:
-        """Forward arguments for each row's last token and candidates, then dummies: `is_token` `[rows, n]`."""
+        """Arguments of a pass over each row's last token and candidates, then padding (`is_token` `[rows, n]`)."""
         count = is_token.shape[1]
         fed_rows = [[int(each.text.ids[0, -1]), *each.tree.candidates] for each in rounds]
         tokens = torch.tensor([row + row[-1:] * (count - len(row)) for row in fed_rows])
@@ -163,7 +163,7 @@ class BatchTarget(TargetSide):
         return inputs
 
     def _hidden_states(self, outputs: Any, place: int) -> Any:
-        """A row's part of the pass's hidden states, where they are asked for."""
+        """One row of the pass's hidden states; `None` if they are not requested."""
         if not self.config.output_hidden_states:
             return None
         if several := [layer.dim() for layer in outputs.hidden_states if layer.dim() != 3]:
@@ -174,14 +174,14 @@ class BatchTarget(TargetSide):
         return tuple(layer[place : place + 1] for layer in outputs.hidden_states)
 
     def _attentions(self, outputs: Any, place: int, each: Round) -> Any:
-        """A row's part of the pass's attentions, as if the row had been read alone, padding included."""
+        """One row of the pass's attentions, with the key columns of plain generation; `None` if not requested."""
         if not self.config.output_attentions:
             return None
         attentions = [layer[place : place + 1] for layer in outputs.attentions]
         further = each.text.length - self.prompt_mask.shape[1]
-        if not further or not attentions:  # sdpa attention has none to give
+        if not further or not attentions:  # sdpa returns no attentions
             return tuple(attentions)
-        # The columns of the cache that are the row's, and their places in its text.
+        # `held`: the row's columns in the cache; `shown`: their columns in plain generation.
         num_candidates, fed = len(each.tree), attentions[0].shape[2]
         count = num_candidates + 1
         held = self.text.valid[place].clone()
@@ -195,10 +195,10 @@ class BatchTarget(TargetSide):
         return tuple(rows)
 
     def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
-        """Which rows go on.
+        """For each row, whether further tokens follow.
 
-        Example: no id ends texts, and rows 0 and 1 end by a stop string at lengths of 12 and 20. Plain generation goes
-        on in row 0 up to 20 tokens, so it leaves once it has as many.
+        Example: without EOS ids, rows 0 and 1 reach a stop string at lengths 12 and 20. Plain generation continues row
+        0 to 20 tokens, so row 0 leaves at length 20.
         """
         if self.pads:
             return [not text.finished for text in texts]
@@ -206,7 +206,7 @@ class BatchTarget(TargetSide):
 
     @property
     def _last(self) -> float:
-        """The length at which all rows have ended, as far as is known."""
+        """The length at which all rows have ended, as far as known."""
         return max(text.end_length for text in self.texts)
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
@@ -216,9 +216,9 @@ class BatchTarget(TargetSide):
         self.text.select(places)
 
     def complete(self, texts: Sequence[OutputText]) -> None:
-        """Leave the cache as plain generation leaves it: all but the last column, padding after a text included.
+        """Leave the cache as plain generation leaves it: all columns but the last, including padding after ended rows.
 
-        What all rows hold is put together. The columns after that, where some texts had ended, are read again.
+        The columns up to the shortest row are copied from the rows; later columns are read again in one pass.
         """
         if not self.carries_cache:
             return
@@ -248,13 +248,13 @@ class BatchTarget(TargetSide):
         return TokenRecords.of_batch([text.records for text in texts]).output(sequences, self.text.cache)
 
     def _lengths(self, texts: Sequence[OutputText]) -> list[int]:
-        """Of the texts; where no id ends them, some may have gone on for longer than it took the others to end."""
+        """Lengths of the output rows; without EOS ids rows are cut at the length at which all have ended."""
         if self.pads:
             return [text.length for text in texts]
         return [int(min(text.length, self._last)) for text in texts]
 
     def _sequences(self, texts: Sequence[OutputText]) -> Tensor:
-        """The texts `[batch, length]`, those that ended early padded on the right."""
+        """The output tokens `[batch, length]`, padded on the right after rows that ended early."""
         lengths = self._lengths(texts)
         pad = self.config._pad_token_tensor
         rows = [
@@ -265,13 +265,13 @@ class BatchTarget(TargetSide):
 
 
 def _is_token(rounds: Sequence[Round]) -> Tensor:
-    """`[rows, n]` bool: which of the columns of a pass are the row's own. Dummies follow."""
+    """`[rows, n]` bool: which columns of a pass are tokens of the row. The others are padding."""
     fed = torch.tensor([1 + len(each.tree) for each in rounds])
     return torch.arange(int(fed.max())) < fed[:, None]
 
 
 class _UsedUp(DynamicLayer):
-    """In the place of a batch's cache, whose rows have lost their places."""
+    """Replaces the layers of a batch's cache that cannot be reused."""
 
     def update(self, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(
@@ -284,15 +284,15 @@ class _UsedUp(DynamicLayer):
 
 
 class InStep(AssistedDecoding):
-    """The rows of a batch, a token of each at a time: processors are asked as plain `generate()` asks them.
+    """The loop of a batch whose rows advance together, so that processors are called as in plain `generate()`.
 
-    So a round ends for all rows where it ends for one that goes on, and texts that have not ended are equally long.
+    A round ends for all rows when it ends for one unfinished row, so all unfinished rows have equal length.
 
-    Example: of three rows the target accepts two, three and one candidate. Each row gets two tokens, after which the
-    third has nothing more to go on from.
+    Example: the target would accept two, three and one candidate in three rows. Each row gets two tokens: the third
+    row has no accepted candidate after its second token.
 
     Args:
-        processors: those of the call; rows have none of their own here.
+        processors: the call's logits processors, called for all rows at once.
     """
 
     side: BatchTarget
@@ -312,7 +312,7 @@ class InStep(AssistedDecoding):
             for walk, scores in zip(going, self._process(walks, going), strict=True):
                 walk.choose(scores)
             if all(walk.text.end_length <= walk.ids.shape[1] for walk in walks.values()):
-                break  # rows that go on behind their end do so until all rows have ended
+                break  # rows that continue after their end do so only until all rows have ended
             if any(walk.node is None and not (walk.ended and self.side.pads) for walk in going):
                 break
             going = [walk for walk in going if walk.node is not None]
@@ -320,8 +320,8 @@ class InStep(AssistedDecoding):
             each.verdict = walks[id(each.text)].verdict
 
     def _process(self, walks: dict[int, Walk], going: list[Walk]) -> list[Tensor]:
-        """The processed scores `[vocab]` of those that are `going`. Texts that have ended are padded, as plain
-        generation pads them; their scores count for nothing, and are 0."""
+        """The processed scores `[vocab]` of the rows `going`. As in plain generation, processors get all rows: ended
+        rows are padded, and their scores, which are not used, are 0."""
         places = [place for place, text in enumerate(self.texts) if walks.get(id(text)) in going]
         texts = [walks[id(text)].ids if id(text) in walks else text.ids for text in self.texts]
         length, pad = going[0].ids.shape[1], self.side.config._pad_token_tensor

@@ -1,1 +1,1 @@
-"""The part of a text that is captured: the target's passes, and whole rounds."""
+"""Rounds and target passes as CUDA graphs."""

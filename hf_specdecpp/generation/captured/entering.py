@@ -1,5 +1,5 @@
-"""Which parts make the rounds of a call (`on_graphs`): whole rounds that are captured, captured passes, or neither; and
-why not."""
+"""Chooses between captured rounds, captured target passes and no graphs for the rounds of a call (`on_graphs`), and
+gives the reasons."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ from hf_specdecpp.throughput.round_shapes import (
     chains_up_to,
 )
 
-MOST_KEPT = 4  # of a target: drafts and ways of drawing
+MOST_KEPT = 4  # captured rounds of a target, by draft and way of sampling
 MOST_TEXTS = 8  # rows of a batch
-# Arguments of a forward that a captured pass knows.
+# Arguments of a forward that captured passes support.
 KNOWN = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", "return_dict"}
-# Prepare their inputs by themselves to change rotary frequencies, which `why_not_in_place` asks about.
+# Models whose own input preparation only switches rotary frequencies, which `why_not_in_place` checks.
 SWITCHES_ROPE = {"phi3", "phimoe"}
 _choosing = Lock()
 BETWEEN = "captured, with logits processors between the graphs"
-IMAGES = "mm_encoder_outputs"  # what images and sounds were encoded to, an empty dict where there are none
+IMAGES = "mm_encoder_outputs"  # encoded images and sounds; an empty dict without them
 
 
 def on_graphs(texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide) -> tuple[Drafts, RoundTarget]:
-    """The drafts and the target's part that make the rounds of texts whose prompts were read: those of captured rounds
-    or captured passes where the call can have them, else those that are given. `stats` say which, and why."""
+    """Called after the prompts' pass: returns drafts and target of captured rounds or captured passes if possible, else
+    `drafts` and `usual`. The choice and its reason are in the statistics (`decided["rounds"]`, `uncaptured`)."""
     if not texts or texts[0].generator.setup.speculation.graphs == "off":
         return drafts, usual
     not_whole = why_not_whole(texts)
@@ -72,7 +72,7 @@ def on_graphs(texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide) ->
 def _parts(
     texts: Sequence[OutputText], drafts: Drafts, usual: TargetSide, not_whole: str | None
 ) -> tuple[Drafts, RoundTarget] | str:
-    """The parts that run graphs, or why there are none. `not_whole`: why rounds are not captured whole."""
+    """Drafts and target that run graphs, or the reason for none. `not_whole`: why rounds are not captured whole."""
     passes, is_entered = captured_target(usual.model, usual.generator.setup.speculation.compile), False
     with _choosing:
         is_busy, passes.busy = passes.busy, True
@@ -100,11 +100,11 @@ def _parts(
 def _enter(
     passes: CapturedTarget, usual: TargetSide, texts: Sequence[OutputText], shapes: list[RoundShape]
 ) -> str | None:
-    """Let texts go on in these passes; or say why that cannot be, and note whether it never can."""
+    """Copy the prompts to `passes`, and check these. Returns the reason if they fail, stored if it is permanent."""
     passes.graphs.begin_text()
     if passes.why_not is not None or passes.graphs.why_not is not None:
         return passes.why_not or f"its pass cannot be captured ({passes.graphs.why_not})"
-    widths = {1, *(shape.nodes + 1 for shape in shapes)}  # of all passes that rounds may have
+    widths = {1, *(shape.nodes + 1 for shape in shapes)}  # of all passes in whole rounds
     if not are_captured_whole_alone(usual):
         widths |= set(pass_widths(usual.generator.setup.most_tokens))
     try:
@@ -121,10 +121,10 @@ def _enter(
 
 
 def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: list[RoundShape]) -> GraphDrafts:
-    """What drafts in whole rounds of a call whose passes are captured."""
+    """The drafts of captured whole rounds."""
     generator = texts[0].generator
     speculation, decisions = generator.setup.speculation, generator.setup.decisions
-    steps = cast(RoundSteps, generator.round_steps)  # or there would be no whole rounds
+    steps = cast(RoundSteps, generator.round_steps)  # not `None` for whole rounds
     greedy, processing = generator.randomness is None, generator.processing.together()
     fits = processing.fits_graphs and all(text.processing.can_show(text.length) for text in texts)
     rules = RoundRules(
@@ -138,7 +138,7 @@ def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: l
     known = passes.rounds
     if key not in known:
         if len(known) >= MOST_KEPT:
-            passes.graphs.family.clear()  # of which none can go alone
+            passes.graphs.family.clear()  # graphs cannot be freed one by one
             known.clear()
         spare = SPARE if speculation.rule == "throughput" else 0
         draft = CapturedDraft(steps, shapes, len(texts), greedy, spare)
@@ -152,7 +152,7 @@ def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: l
 
 
 def _shapes_of(texts: Sequence[OutputText]) -> list[RoundShape]:
-    """The shapes that whole rounds may have, the largest last."""
+    """The shapes of whole rounds that the settings allow, the largest last."""
     speculation, steps = texts[0].generator.setup.speculation, cast(RoundSteps, texts[0].generator.round_steps)
     trees = [shape for shape in TREES if shape.levels <= steps.most]
     if speculation.draws_trees:
@@ -164,13 +164,13 @@ def _shapes_of(texts: Sequence[OutputText]) -> list[RoundShape]:
     if speculation.rule == "threshold":
         return [shape for shape in chains if shape.levels]
     deepest = chains[-1].levels
-    # Rows of a batch fill the passes already.
+    # In a batch passes are wide already, so trees do not help.
     takes_trees = speculation.tree == "auto" and steps.draws_trees and len(texts) == 1
     return chains + [shape for shape in trees if shape.levels <= deepest and takes_trees]
 
 
 def _why_not(side: TargetSide) -> str | None:
-    """What is known of a target or a call, before anything is tried, that rules out captured passes."""
+    """The reason why the target or the call does not support captured passes, checked before any capture."""
     target, config, model_kwargs = side.model, side.config, side.forward_arguments
     if not graphs.can_capture(side.device):
         return f"there are no CUDA graphs on {side.device.type}"
@@ -178,7 +178,7 @@ def _why_not(side: TargetSide) -> str | None:
         return "the target is spread over several devices or offloaded"
     if getattr(target, "is_quantized", False):
         return "the target is quantised"
-    if torch.is_autocast_enabled(side.device.type):  # whose copies of weights last as long as its context
+    if torch.is_autocast_enabled(side.device.type):  # its copies of weights live only within its context
         return "autocast is on"
     if (reason := why_not_in_place(target) or why_not_rooms(cache := cache_among(model_kwargs))) is not None:
         return reason
@@ -199,7 +199,7 @@ def _why_not(side: TargetSide) -> str | None:
 
 
 def why_not_whole(texts: Sequence[OutputText]) -> str | None:
-    """Why something in the rounds of a call has to be decided on the host."""
+    """The reason why rounds of a call need the host, so that they are not captured whole; else `None`."""
     generator = texts[0].generator
     speculation = generator.setup.speculation
     if len(texts) > MOST_TEXTS:
@@ -220,7 +220,7 @@ def why_not_whole(texts: Sequence[OutputText]) -> str | None:
 
 
 def _why_no_tree(speculation: SpeculationConfig, decisions: Decisions, steps: RoundSteps) -> str | None:
-    """Why trees of these settings are not grown on the device."""
+    """The reason why trees with these settings cannot be grown on the device; else `None`."""
     if speculation.tree != "dyspec":
         return "only trees of Algorithm 2 (tree='dyspec') are grown on the device"
     fitting = [shape for shape in TREES if shape.levels <= min(decisions.tree_depth, steps.most)]

@@ -1,5 +1,5 @@
-"""What plays the parts of a round as CUDA graphs: `GraphDrafts` and `RoundGraphs` those of rounds that are captured
-whole, `PassGraphs` the target's part in passes over candidates that the host has proposed."""
+"""`Drafts` and `RoundTarget` as CUDA graphs: `GraphDrafts` and `RoundGraphs` for whole rounds, `PassGraphs` for target
+passes over candidates that the host has proposed."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class GraphDrafts(Drafts):
     """Proposes candidates by launching a graph, without waiting for it: `RoundGraphs` reads the candidates later.
 
     Args:
-        texts: one, or the rows of a batch.
-        rounds: that no other call is using.
+        texts: a single sequence, or the rows of a batch.
+        rounds: captured rounds that no other call uses.
         tiers: chooses the shapes of rounds.
 
     Attributes:
-        process: what processors of the target do between the graphs; `None` where the graphs run all of them.
-        made: rounds up to now.
-        unread: in the place of candidates that were not read yet.
+        process: runs the target's processors between graphs; `None` if the graphs contain all processors.
+        made: number of rounds so far.
+        unread: placeholder for candidates that the host has not read yet.
     """
 
     def __init__(self, texts: Sequence[OutputText], rounds: CapturedRounds, rules: RoundRules, tiers: Tiers) -> None:
@@ -58,7 +58,7 @@ class GraphDrafts(Drafts):
             self.rates = self.generator.learned_rates(trees=True)
 
     def begin_texts(self) -> None:
-        """The draft reads the prompts; what rounds take is measured where it is not known."""
+        """Called before the first round: pass the prompts to the draft, and time rounds with unknown costs."""
         read = [text.generator.begin_captured(text.ids, text.states) for text in self.texts]
         tokens = pad_sequence([own[0] for own, _ in read], batch_first=True, padding_side="left")
         padding = tokens.new_tensor([tokens.shape[1] - own.shape[1] for own, _ in read])
@@ -68,11 +68,11 @@ class GraphDrafts(Drafts):
         self.rounds.begin_texts(shown, tokens, states, padding)
         if isinstance(self.tiers, FastestShapes):
             device = self.rounds.passes.device
-            with keeping_generators(device):  # a seed is for the text alone
+            with keeping_generators(device):  # timing must not change the random numbers of the generation
                 self.tiers.seconds.time(self.tiers.shapes, self.time)
 
     def time(self, shape: RoundShape) -> float:
-        """Seconds of a round, which is forgotten."""
+        """Seconds of a round of this shape, which is then rolled back."""
         return self.rounds.time(shape, self.rules, self.process)
 
     def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
@@ -88,7 +88,7 @@ class GraphDrafts(Drafts):
         self.rounds.propose(self.shape, self.rules, length)
 
     def verify(self) -> list[RoundReport]:
-        """Launch the target's pass over the candidates, and wait for the device's verdicts."""
+        """Launch the target's pass with the verification, and wait for the results."""
         reports = self.rounds.verify(self.shape, self.rules, self.process)
         if isinstance(self.tiers, FastestShapes) and len(self.rounds.graphs) == self._graphs:  # nothing was captured
             self.tiers.seconds.record_round(self.shape, time.perf_counter() - self._launched)
@@ -105,14 +105,14 @@ class GraphDrafts(Drafts):
             generator.record_outcome(tree, path, each.text.before)
 
     def _process(self, place: int, tree: DraftTree, scores: Tensor) -> Tensor:
-        """Process scores of one of the texts, as `CapturedRounds` asks."""
+        """The function `Process` of `CapturedRounds` for the sequence at index `place`."""
         found = self.texts[place].process(TreePass(tree, range(len(tree) + 1)), scores)
         return as_float32(found, self.generator.randomness is None)
 
     def _shape(self, length: int) -> RoundShape:
-        """Of the next round. What does not fit under the longest text is cut off when it is emitted."""
+        """The shape of the next round. Tokens beyond the maximum length are removed by `OutputText.emit`."""
         shape, draft = self.tiers.choose_shape() if length <= self.longest else RoundShape(0), self.rounds.draft
-        if not shape.levels and draft.pending >= draft.width:  # it has to read what was emitted without it
+        if not shape.levels and draft.pending >= draft.width:  # the draft must read tokens of rounds without candidates
             shape = next(each for each in self.tiers.shapes if each.levels)
         if shape.levels:
             draft.calibrate(self.rates)
@@ -120,11 +120,11 @@ class GraphDrafts(Drafts):
 
 
 class GraphTarget(RoundTarget):
-    """The target's part of rounds of the `texts`, which lie in the rooms of captured `passes`, in this order. The
-    passes are busy with them until they `leave`. A pass has room for any number of candidates.
+    """The target in captured rounds. Row i of the caches of `passes` holds sequence i of `texts`; the passes are busy
+    until `leave`. The number of candidates is not limited.
 
     Args:
-        drafts, usual: what makes rounds where nothing is captured.
+        drafts, usual: the drafts and the target without graphs, used after failures.
     """
 
     rounds: Sequence[CapturedRounds] = ()
@@ -145,7 +145,7 @@ class GraphTarget(RoundTarget):
         return self.drafts, self.usual
 
     def warn(self, failure: GraphsFailedError) -> None:
-        """Note why rounds are made in another way, and say so once."""
+        """Record why rounds run without graphs, and warn once."""
         note(self.texts, str(failure), f"step by step: {failure}")
         if failure.why_not_draft is not None:
             self.usual.generator.setup.drafter.give_up(failure.why_not_draft)
@@ -160,7 +160,7 @@ class GraphTarget(RoundTarget):
             self.passes.busy = False
 
     def _count(self, stats: SpeculationStats) -> None:
-        """Note the graphs of these rounds up to now, and what they take."""
+        """Record number, seconds and memory of the graphs in `stats`."""
         passes = self.passes
         made = [passes.graphs, *(rounds.graphs for rounds in self.rounds)]
         stats.graphs, stats.graph_seconds = sum(map(len, made)), sum(each.seconds for each in made)
@@ -173,10 +173,10 @@ class GraphTarget(RoundTarget):
 
 
 class RoundGraphs(GraphTarget):
-    """Rounds that are captured whole: the device has drawn their candidates, and verifies them.
+    """Whole rounds as graphs: the device draws the candidates and verifies them.
 
     Args:
-        own: what launches the draft.
+        own: launches the graph of the draft.
     """
 
     def __init__(self, own: GraphDrafts, passes: CapturedTarget, drafts: Drafts, usual: TargetSide) -> None:
@@ -186,12 +186,12 @@ class RoundGraphs(GraphTarget):
     def read(self, rounds: Sequence[Round]) -> None:
         for each, report in zip(rounds, attempt(self.own.verify), strict=True):
             emitted = [*map(report.tree.tokens.__getitem__, report.path), report.token]
-            # Nobody asks for scores, or rounds would not be captured whole.
+            # No scores: with requested scores rounds are not captured whole.
             each.verdict, each.is_verified = RoundResult(report.path, emitted, NO_SCORES, NO_SCORES), True
             each.tree, each.outputs = report.tree, report
 
     def commit(self, rounds: Sequence[Round]) -> None:
-        """Both models have read everything; the cache that one text gives back ends at what was emitted."""
+        """Count the emitted tokens as cached; the graphs have updated the caches of both models."""
         self.passes.text.held += rounds[0].emitted.kept
 
     def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:
@@ -201,7 +201,7 @@ class RoundGraphs(GraphTarget):
 
     def instead(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
         for text in texts:
-            if failure.is_memory:  # and with it go the caches in which the draft has read the text
+            if failure.is_memory:  # the draft's caches are freed
                 text.generator.stop()
             else:
                 text.generator.begin_again()
@@ -214,8 +214,8 @@ class RoundGraphs(GraphTarget):
 
 
 class DraftsBesideGraphs(Drafts):
-    """Proposes candidates for one text whose target's passes alone are captured. After a pass that failed the same
-    candidates are proposed again, since the draft has taken note of them."""
+    """Proposes candidates on the host for captured target passes of a single sequence. After a failed pass the
+    candidates of the round are proposed again, because the draft's state already includes the round."""
 
     def __init__(self) -> None:
         self.proposed: list[DraftTree] = []
@@ -232,7 +232,7 @@ class DraftsBesideGraphs(Drafts):
 
 
 class PassGraphs(GraphTarget):
-    """Passes of one text that are captured. What a pass wrote is not held before it is kept."""
+    """Captured target passes of a single sequence; the tokens of a pass count as cached only after `commit`."""
 
     usual: SingleTarget
 
@@ -247,7 +247,7 @@ class PassGraphs(GraphTarget):
             candidates, *shape = each.rows.upload(tokens.device, each.width)
             tokens = extend(tokens, candidates)
         each.outputs = self.passes.read(tokens, shape)
-        each.outputs.logits = each.outputs.logits.clone()  # which the next pass would write over
+        each.outputs.logits = each.outputs.logits.clone()  # the next pass overwrites the original
         self.usual.states.give(each.outputs.states)
 
     def commit(self, rounds: Sequence[Round]) -> None:
@@ -258,13 +258,13 @@ class PassGraphs(GraphTarget):
 def with_captured_passes(
     texts: Sequence[OutputText], passes: CapturedTarget, usual: TargetSide
 ) -> tuple[Drafts, RoundTarget]:
-    """The parts of rounds of a text of which passes alone are captured."""
+    """The drafts and the target for captured target passes without captured drafts."""
     drafts = DraftsBesideGraphs()
     return drafts, PassGraphs(texts, passes, drafts, usual)
 
 
 def attempt(part: Callable[[], T], of_draft: bool = False) -> T:
-    """Run a part of a round; `GraphsFailedError` if it cannot be captured, or finds no memory."""
+    """Run `part`; `GraphsFailedError` if it cannot be captured, or memory runs out."""
     why_not_draft = None
     try:
         return part()
@@ -273,33 +273,33 @@ def attempt(part: Callable[[], T], of_draft: bool = False) -> T:
         why_not_draft = str(error) if of_draft and not error.is_passing else None
     except torch.OutOfMemoryError as error:
         reason = memory_ended(error)
-    raise GraphsFailedError(reason, why_not_draft)  # outside of the handlers, which keep what was made last
+    raise GraphsFailedError(reason, why_not_draft)  # after the handlers, whose exceptions keep memory alive
 
 
 def memory_ended(error: torch.OutOfMemoryError) -> str:
-    """The reason why something is not captured."""
+    """The reason to report after running out of memory."""
     return f"{MEMORY} ({str(error).partition('. ')[0]})"
 
 
 def pass_widths(most: int) -> list[int]:
-    """Of passes over up to `most` candidates: 1, 2, 4 and 8 for 5."""
+    """Widths of captured passes over up to `most` candidates. Example: 1, 2, 4 and 8 for 5 candidates."""
     return [1 << power for power in range(width_of(most + 1).bit_length())]
 
 
 def are_captured_whole_alone(usual: TargetSide) -> bool:
-    """Whether passes are captured in whole rounds alone: of a batch, of which one text may be left, and where a draft
-    reads the target's cache."""
+    """Whether target passes are captured only as parts of whole rounds: for batches, even if a single row is left, and
+    for drafts that read the target's cache."""
     return not isinstance(usual, SingleTarget) or usual.generator.setup.drafter.shares_cache
 
 
 def note(texts: Sequence[OutputText], reason: str | None, made: str) -> None:
-    """Why passes are not captured, and how rounds are made."""
+    """Record in the statistics why passes are not captured (`reason`), and how rounds run (`made`)."""
     for text in texts:
         text.stats.uncaptured, text.stats.decided["rounds"] = reason, made
 
 
 def warn(usual: TargetSide, reason: str) -> None:
-    """Say once that passes are not captured, where a user may expect graphs."""
+    """Warn once that passes are not captured, if the device supports CUDA graphs."""
     if graphs.can_capture(usual.device):
         logger.warning_once(
             f"Passes of {type(usual.model).__name__} are not captured as CUDA graphs ({reason}), so they run "

@@ -1,4 +1,4 @@
-"""Captures all that texts up to a length need, before the first of them (`warm_up`): by generating one."""
+"""Captures all CUDA graphs for sequences up to a length, by a generation before the first call (`warm_up`)."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hf_specdecpp.models.cpu.weight_copies import background
 from hf_specdecpp.throughput.memory import Memory
 from hf_specdecpp.throughput.round_shapes import SPARE
 
-PROMPT, ROUNDS = 8, 2  # tokens; of the assistant's own, in each room
+PROMPT, ROUNDS = 8, 2  # tokens of the prompt; ordinary rounds in each room
 USUAL_LENGTH = 2048  # tokens
 
 
 class WarmUp:
-    """An assistant from whose generations nothing is learned (`generation.entry.calls.Assistant`)."""
+    """An `Assistant` for calls (`generation.entry.calls`) whose generations leave memory and statistics unchanged."""
 
     def __init__(self, setup: DraftSetup) -> None:
         self.setup, self.speculation = replace(setup, memory=Memory(setup.memory.calibration)), setup.speculation
@@ -48,12 +48,12 @@ class WarmUp:
 
 
 class WarmUpDecoding(AssistedDecoding):
-    """A text that moves from room to room, and makes in each all passes that may be made there."""
+    """A generation that runs every pass or round that may be captured, in caches of each size ("rooms")."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.text = self.texts[0]
-        self.text.max_length, self.text.eos, self.text.all_simple = float("inf"), set(), True  # nothing ends it
+        self.text.max_length, self.text.eos, self.text.all_simple = float("inf"), set(), True  # the sequence never ends
         self.generator = self.text.generator
         self.most = self.generator.setup.most_tokens
 
@@ -66,7 +66,7 @@ class WarmUpDecoding(AssistedDecoding):
             )
         if isinstance(drafts := self.drafts, GraphDrafts):
             drafts.begin_texts()
-        self.generator.times = None  # these rounds are unlike others
+        self.generator.times = None  # seconds of these rounds are not typical
         further = 2 * width_of(self.most + 1) + SPARE
         room = LEAST_ROOM
         while room <= room_for(self.side.config.max_length + further):
@@ -82,7 +82,7 @@ class WarmUpDecoding(AssistedDecoding):
             drafts.time(shape)
 
     def _read_target(self, passes: CapturedTarget, room: int) -> None:
-        """A pass of each width, of trees a path of each, too; and some rounds."""
+        """Run a pass of each width, for trees also moving rows of a path, then some ordinary rounds."""
         for width in pass_widths(self.most):
             if width <= min(room - passes.text.held, MOST_CANDIDATES + 1):
                 places = torch.arange(width, device=passes.device)
@@ -95,7 +95,7 @@ class WarmUpDecoding(AssistedDecoding):
 
 
 def warm_up(setup: DraftSetup, target: CausalLM, max_length: int | None, options: dict[str, Any]) -> float:
-    """Prepare all that one text of up to `max_length` tokens needs (`SpecDecPPAssistant.warm_up`): seconds it took."""
+    """See `SpecDecPPAssistant.warm_up`; `options` are those of `generate()`. Returns the seconds that it took."""
     longest = longest_text(target)
     if max_length is None:
         max_length = int(min(USUAL_LENGTH, longest))
@@ -128,7 +128,7 @@ def _rehearse(
     generation_config: GenerationConfig,
     **kwargs: Any,
 ) -> Tensor:
-    """In the place of transformers' decoding (`custom_generate`)."""
+    """Replaces transformers' decoding method, as `custom_generate`."""
     check_mode(GenerationMode.ASSISTED_GENERATION, generation_config, kwargs)
     if len(input_ids) > 1:
         raise ValueError(f"A batch of {len(input_ids)} sequences has no captured passes that could be warmed up.")

@@ -1,1 +1,1 @@
-"""How a `generate()` call comes to our loop: assistants are attached, and their calls decided upon."""
+"""The entry of `generate()` calls: attaching assistants, and building the decoding of a call."""

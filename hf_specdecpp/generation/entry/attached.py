@@ -1,15 +1,15 @@
-"""Attach an assistant to a target and detach it: four methods of the target's class ask which assistants it has.
+"""Attach assistants to targets and detach them, by replacing four methods of the target's class.
 
-Why the class: `generate()` looks its decoding method up on the type of the model. The alternatives break more. A class
-of its own for each target changes `type(model)` under calls that are running in other threads (`super()` in them
-fails), has torch.compile compile anew, and has to be hidden from pickle and copy. A `generate` of the instance is a
-further attribute, is in the way of models that bring one along (`custom_generate`), is passed by
-`type(model).generate(model)`, and does not know yet how a call will decode.
+Why the class: `generate()` looks up its decoding method on the type of the model. The alternatives break more. A new
+class for each target would change `type(model)` during calls in other threads (their `super()` fails), trigger
+recompilation by torch.compile, and have to be hidden from pickle and copy. A `generate` attribute of the instance would
+conflict with models that bring one (`custom_generate`), be bypassed by `type(model).generate(model)`, and be called
+before the decoding method is chosen.
 
-So a target is not touched at all. The methods are put on where they are defined: on transformers' `GenerationMixin` as
-long as there are assistants, since a call may name one of a model that has none, and is attached then; on a class with
-methods of its own while its models have assistants. Other models go through these methods to their own; the methods
-keep the originals, so calls that began before they came or went end as they would have.
+So targets themselves are unchanged. A method is replaced on the class that defines it: on transformers'
+`GenerationMixin` while assistants exist, because a call may name an assistant that is not attached yet; on a model
+class with its own methods while one of its models has an assistant. For models without an assistant the replacements
+call the originals. A replacement keeps its original, so running calls are unaffected by attaching and detaching.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ class Attached:
     """The assistants of a target.
 
     Attributes:
-        default: drafts for calls without an assistant. It is held as long as the target lives: an assistant knows parts
-            of its target, never the target.
+        default: drafts for calls that name no assistant. Kept alive by the target: an assistant references parts of its
+            target, never the target itself.
     """
 
     assistants: WeakSet[nn.Module] = field(default_factory=WeakSet)
     default: Any = None
 
 
-# Kept here, so that targets stay as they are. Calls read them without the lock, which whoever changes them holds; while
-# it is held, the garbage collector may call `_take_off` in the same thread.
+# Stored here, so that targets are unchanged. Calls read these without the lock; changes need it. The lock is reentrant,
+# because the garbage collector may call `_take_off` in a thread that holds it.
 _attached: WeakKeyDictionary[CausalLM, Attached] = WeakKeyDictionary()
-NOTHING = Attached()  # to targets that have never had an assistant
-_assistants: WeakSet[Any] = WeakSet()  # all that calls may name
-_changed: set[type[Any]] = set()  # classes that have methods of ours
-_paused: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many `paused` contexts an assistant is in
+NOTHING = Attached()  # of targets without assistants
+_assistants: WeakSet[Any] = WeakSet()  # all that exist
+_changed: set[type[Any]] = set()  # classes with replaced methods
+_paused: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # number of active `paused` contexts by assistant
 _lock = RLock()
-# A target and the default of its calls in this thread, in the place of its own.
+# A target and its default assistant in this thread or task, overriding `Attached.default`.
 _default_here: ContextVar[tuple[CausalLM, Any] | None] = ContextVar("default_here", default=None)
 
 logger = logging.get_logger("hf_specdecpp")
@@ -69,7 +69,7 @@ BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.
 
 
 def answer_calls(assistant: Assistant) -> None:
-    """From now on `generate(assistant_model=assistant)` of a model that it is not attached to attaches it."""
+    """Called once for a new assistant: `generate(assistant_model=assistant)` then attaches it when necessary."""
     with _lock:
         _assistants.add(assistant)
         finalize(assistant, _take_off).atexit = False
@@ -77,7 +77,7 @@ def answer_calls(assistant: Assistant) -> None:
 
 
 def attach(assistant: nn.Module, target: CausalLM) -> None:
-    """Let `target.generate(assistant_model=assistant)` run our loop; `ValueError` if it cannot be assisted."""
+    """Let calls of `target` use the assistant; `ValueError` if the target does not support speculation."""
     check_reading(target)
     with _lock:
         if (found := _attached.get(target)) is None:
@@ -88,14 +88,14 @@ def attach(assistant: nn.Module, target: CausalLM) -> None:
 
 
 def check_reading(target: CausalLM) -> None:
-    """Raise `ValueError` if the target does not read several tokens at once as it reads one after the other."""
+    """Raise `ValueError` if passes over several tokens would differ from passes over one token each."""
     check_target(target, recurrent=True)
     check_windows(target)
     check_states(target)
 
 
 def detach(assistant: nn.Module, target: CausalLM) -> None:
-    """Undo `attach`. The class has its own methods again when the last assistant of its models leaves or is deleted."""
+    """Undo `attach`. Original methods are restored when the last assistant that needs the replacements is gone."""
     with _lock:
         if is_attached(assistant, target):
             set_default(assistant, target, False)
@@ -108,12 +108,12 @@ def is_attached(assistant: Any, target: CausalLM) -> bool:
 
 
 def is_default(assistant: Any, target: CausalLM) -> bool:
-    """Whether calls without an assistant run this one."""
+    """Whether this is the target's default assistant."""
     return assistant is not None and _attached.get(target, NOTHING).default is assistant
 
 
 def set_default(assistant: Any, target: CausalLM, value: bool) -> None:
-    """Whether calls without an assistant run this attached one and no other; if not, any other stays."""
+    """Make an attached assistant the target's default, or with `value=False` no longer; other defaults then stay."""
     with _lock:
         if (value and is_attached(assistant, target)) or is_default(assistant, target):
             _attached[target].default = assistant if value else None
@@ -131,7 +131,7 @@ def assistants_of(target: CausalLM) -> list[Any]:
 
 @contextmanager
 def paused(assistant: nn.Module) -> Iterator[None]:
-    """Within, calls that do not name this default assistant are plain ones, in all threads."""
+    """A context in which this assistant is no default, in all threads; calls may still name it."""
     with _lock:
         _paused[assistant] = _paused.get(assistant, 0) + 1
     try:
@@ -143,8 +143,8 @@ def paused(assistant: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_default(assistant: nn.Module | None, target: CausalLM) -> Iterator[None]:
-    """Within, this thread's calls of `target` without an assistant run this attached one, whatever its default is; or
-    none."""
+    """A context in which `assistant`, or none, is the default of `target` for this thread or asyncio task. It must be
+    attached."""
     token = _default_here.set((target, assistant))
     try:
         yield
@@ -153,7 +153,7 @@ def as_default(assistant: nn.Module | None, target: CausalLM) -> Iterator[None]:
 
 
 def default_of(target: CausalLM) -> Any:
-    """What drafts for this thread's calls without an assistant; `None` if nothing does."""
+    """The assistant of this thread's calls of `target` that name none; `None` if there is no default."""
     here, default = _default_here.get(), _attached.get(target, NOTHING).default
     if here is not None and here[0] is target:
         return here[1]
@@ -168,14 +168,14 @@ class Method:
 
     def __init__(self, kind: type[Any], name: str, ours: Callable[..., Any]) -> None:
         self.kind, self.name, self.ours, self.original = kind, name, ours, vars(kind)[name]
-        # transformers reads its arguments' names; what another `Method` knows is not this one's.
+        # Transformers reads the argument names. `updated=()`: attributes of another `Method` are not copied.
         update_wrapper(self, self.original, updated=())
 
     def __get__(self, target: CausalLM | None, kind: Any = None) -> Any:
         return self if target is None else MethodType(self, target)
 
     def __call__(self, target: CausalLM, *args: Any, **kwargs: Any) -> Any:
-        # Of several, as where a class and a subclass of it have assistants, the first that is met decides.
+        # If both a class and its subclass have replacements, only that of the subclass takes effect.
         first = next((each for each in type(target).__mro__ if isinstance(vars(each).get(self.name), Method)), None)
         if first is not self.kind:
             return self.original(target, *args, **kwargs)
@@ -191,7 +191,7 @@ def _put_on(kind: type[Any]) -> None:
 
 
 def _take_off() -> None:
-    """Give classes their own methods back where no assistant needs ours any more."""
+    """Restore the original methods of classes whose replacements no assistant needs any more."""
     with _lock:
         used: list[type[Any]] = [type(target) for target, found in _attached.items() if list(found.assistants)]
         if list(_assistants):
@@ -217,7 +217,7 @@ def _extract_generation_mode_kwargs(
     *rest: Any,
 ) -> Any:
     if _is_assistant(assistant_model):
-        with torch.inference_mode(False):  # a draft that is made here is used by other calls, too
+        with torch.inference_mode(False):  # later calls also use a draft that is made here
             assistant_model.answer(target)
     return original(custom_generate, kwargs, synced_gpus, assistant_model, *rest)
 
@@ -230,9 +230,9 @@ def _validate_generation_mode(
         check_object(assistant)
     if _is_assistant(assistant):
         _check(target, mode, config, mode_kwargs)
-        # Its text is that of the plain call, and so is the rest of what is checked. Of assisted ones transformers
-        # compares padded vocabulary sizes (tokenizers were compared when attaching), and refuses several sequences and
-        # all models of classes that keep a recurrent state.
+        # The output equals that of the plain call, so transformers checks a plain call. For assisted calls it would
+        # compare padded vocabulary sizes (tokenizers were compared at attach), and refuse batches and models with
+        # recurrent states.
         mode_kwargs = {name: value for name, value in mode_kwargs.items() if name != "assistant_model"}
         mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
     elif mode in BEAMS and (default := default_of(target)) is not None:
@@ -252,7 +252,7 @@ def _sample(
 ) -> Any:
     given = input_ids, logits_processor, stopping_criteria, generation_config
     default = default_of(target)
-    # As another model's draft it has to say how sure it is of each token.
+    # As the draft of another model the target must return its confidence in each token, so it runs plainly.
     if default is None or generation_config.is_assistant:
         return original(*given, **kwargs)
     try:
@@ -305,13 +305,13 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 
 def _check(target: CausalLM, mode: Any, config: GenerationConfig, mode_kwargs: dict[str, Any]) -> None:
-    """Raise `ValueError` if such a call of the target cannot be assisted."""
+    """Raise `ValueError` if the target or the mode of generation does not support speculation."""
     check_reading(target)
     check_mode(mode, config, mode_kwargs)
 
 
 def _leave_out(assistant: Assistant, target: CausalLM, reason: str, streamer: Any, says: bool = True) -> None:
-    """Note that a call is plain though it has an assistant, in its statistics and, once, for its user."""
+    """Record that a call falls back to plain `generate()`: `refusal` in its statistics and, if `says`, one warning."""
     assistant.calls.record_call(SpeculationStats(refusal=reason), streamer)
     if not says:
         return

@@ -1,4 +1,4 @@
-"""What runs a `generate()` call with an assistant (`decoding_of`): for one text, for a batch, on one of many ranks."""
+"""Builds the decoding of a `generate()` call with an assistant (`decoding_of`): one sequence, batch, or processes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from hf_specdecpp.generation.stats import LatestCalls, SpeculationStats
 from hf_specdecpp.models.causal_lm import CausalLM, cache_among, num_processes
 from hf_specdecpp.sampling.processors import Processing, for_row, in_order
 
-# Arguments of transformers' decoding method that are not for the model's forward.
+# Arguments of transformers' decoding methods that are not passed to the model's forward.
 MODE_KWARGS = ("synced_gpus", "tokenizer", "assistant_tokenizer")
 
 
 class Assistant(Protocol):
-    """What a call asks of its assistant, which is a module (`SpecDecPPAssistant`)."""
+    """The attributes of an assistant that a call uses (`SpecDecPPAssistant`)."""
 
     speculation: SpeculationConfig
     calls: LatestCalls
@@ -57,12 +57,12 @@ class Assistant(Protocol):
         rows: int = 1,
         first: SpecDecPPCandidateGenerator | None = None,
     ) -> SpecDecPPCandidateGenerator:
-        """Begin one `generate()` call of `target`, or one of the `rows` of a batch."""
+        """Make the generator of one `generate()` call of `target`, or of one of the `rows` of a batch."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A `generate()` call as transformers prepared it; `model_kwargs` are the forward's other arguments."""
+    """A `generate()` call as prepared by transformers; `model_kwargs` are further arguments of the forward."""
 
     target: CausalLM
     processors: Any
@@ -76,7 +76,7 @@ class Call:
         cls, target: CausalLM, processors: Any, criteria: Any, config: GenerationConfig, streamer: Any = None,
         **kwargs: Any,
     ) -> Call:  # fmt: skip
-        """The arguments are those of transformers' decoding methods."""
+        """From the arguments of transformers' decoding methods."""
         model_kwargs = {name: value for name, value in kwargs.items() if name not in MODE_KWARGS}
         return cls(target, processors, criteria, config, streamer, model_kwargs)
 
@@ -84,8 +84,8 @@ class Call:
 def decoding_of(
     call: Call, assistant: Assistant, input_ids: Tensor, kind: type[AssistedDecoding] = AssistedDecoding
 ) -> Callable[[Tensor], Any]:
-    """What runs a call with an assistant: a function of `input_ids`. All but its run is done here. `ValueError` if the
-    call cannot be assisted. Nothing has been read then, and nothing drawn."""
+    """Prepare a call with an assistant. Returns a function of `input_ids` `[batch, length]` that runs it and gives the
+    output of `generate()`. `ValueError` if the call is not supported, before any forward pass or random number."""
     target, count = call.target, input_ids.shape[0]
     check_inputs(input_ids, call.model_kwargs)
     warn_of_ignored(call.config)
@@ -104,12 +104,12 @@ def decoding_of(
 
 
 def _growing(call: Call, input_ids: Tensor) -> Call:
-    """The call with a cache that grows in the place of a static one; `ValueError` if there can be none."""
+    """Replace a static cache by a growing one; `ValueError` if that is impossible. Other calls are unchanged."""
     if not isinstance(cache := cache_among(call.model_kwargs), StaticCache):
         return call
     mask, config = call.model_kwargs.get("attention_mask"), copy.copy(call.config)
     read = mask.shape[1] if mask is not None else getattr(config, "_mask_length", input_ids.shape[1])
-    # With the text of earlier turns, of which perhaps nothing but the rows in the cache is left.
+    # Including earlier turns, of which possibly only cache rows are left.
     longest = config.max_length + read - input_ids.shape[1]
     growing, config.cache_implementation = as_growing(call.target, cache, len(input_ids), longest), None
     kwargs = {name: growing if each is cache else each for name, each in call.model_kwargs.items()}
@@ -117,11 +117,11 @@ def _growing(call: Call, input_ids: Tensor) -> Call:
 
 
 def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[AssistedDecoding]) -> AssistedDecoding:
-    """The decoding of one sequence whose prompt has so many tokens."""
+    """The decoding of a single sequence with a prompt of `length` tokens."""
     target, config, model_kwargs = call.target, call.config, call.model_kwargs
     foreign = check_foreign(target, cache_among(model_kwargs), 1)
     processors = call.processors
-    if not all(ends_as_told(each, config) for each in call.criteria):  # the draft may go on behind the end
+    if not all(ends_as_told(each, config) for each in call.criteria):  # a criterion that the draft cannot foresee
         processors = in_order(processors, call.criteria)
     try:
         generator = assistant.start_generation(target, config, processors, model_kwargs.get("attention_mask"))
@@ -142,13 +142,13 @@ def _text_decoding(call: Call, assistant: Assistant, length: int, kind: type[Ass
 
 
 def _unused_layers(cache: Cache) -> list[Any] | None:
-    """Copies of the layers of a cache that nothing has been read into."""
+    """Copies of the layers of an empty cache; `None` if the cache has tokens."""
     is_used = num_rows(cache) or any(isinstance(each, CacheLayerMixin) and each.is_initialized for each in cache.layers)
     return None if is_used else copy.deepcopy(cache.layers)
 
 
 def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None, input_ids: Tensor) -> Any:
-    """Generate; an empty cache is given back as it was, for whoever generates without an assistant then."""
+    """Generate. On `LateRefusalError` a cache that was empty is emptied again, for the plain call that follows."""
     try:
         return decode(input_ids)
     except LateRefusalError:
@@ -158,10 +158,10 @@ def _run(decode: Callable[[Tensor], Any], cache: Cache, unused: list[Any] | None
 
 
 def _run_static(run: Callable[[Tensor], Any], static: StaticCache, growing: DynamicCache, input_ids: Tensor) -> Any:
-    """The same, after which a static cache holds the text of a growing one, also after an exception."""
+    """Generate, and copy the growing cache to the user's static one, also after an exception."""
     try:
         found = run(input_ids)
-    except LateRefusalError:  # a plain call follows
+    except LateRefusalError:  # a plain call with the static cache follows
         raise
     except BaseException:
         with suppress(IndexError):
@@ -172,7 +172,7 @@ def _run_static(run: Callable[[Tensor], Any], static: StaticCache, growing: Dyna
 
 
 def _batch_decoding(call: Call, assistant: Assistant, count: int) -> Callable[[Tensor], Any]:
-    """What runs a call for `count` sequences."""
+    """A function of `input_ids` that decodes a batch of `count` sequences and records its statistics."""
     mask = call.model_kwargs.get("attention_mask")
     generators: list[SpecDecPPCandidateGenerator] = []
     for row, own in enumerate([None] * count if mask is None else mask.split(1)):
