@@ -232,7 +232,7 @@ class CapturedDraft:
         self.count.copy_(self._count(shape, levels, rules))
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
-        """Draw the level below m nodes, with `step.scores` `[texts, m, vocab]` after them and `values` `[texts, m]`."""
+        """Draw the level below m nodes, with `DraftStep.scores` `[texts, m, vocab]` and `values` `[texts, m]`."""
         q = step.scores if rules.greedy else step.q
         times = None if rules.greedy else exponential(*q.shape, device=self.device)
         if width == 1:
