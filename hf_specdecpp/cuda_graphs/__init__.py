@@ -1,1 +1,1 @@
-"""Passes and whole rounds that a GPU runs as one launch: CUDA graphs, over texts in caches of fixed rooms."""
+"""CUDA graphs of target passes, draft steps and whole rounds, with caches of fixed size."""

@@ -1,4 +1,4 @@
-"""A draft's side of captured rounds (`CapturedDraft`): candidates of all levels, drawn as one function of tensors."""
+"""The draft in captured rounds (`CapturedDraft`): draws the candidates of all levels in one function of tensors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hf_specdecpp.estimation.estimators import EDGES, AcceptanceRates, DraftStep
 from hf_specdecpp.sampling.processors import Processing
 from hf_specdecpp.trees.verification import Verification
 
-READ_AT_ONCE = 2048  # tokens of a prompt, whose mask is a matrix
+READ_AT_ONCE = 2048  # tokens of a prompt per pass: the mask is quadratic
 
 
 class RoundShape(NamedTuple):
-    """Of the candidates of a round: levels of so many nodes each. A chain has one node at each level."""
+    """Shape of a round's candidates: `levels` of `width` nodes each. Chains have width 1."""
 
     levels: int
     width: int = 1
@@ -38,14 +38,14 @@ class RoundShape(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundRules:
-    """How candidates are drawn, judged and verified in the rounds of a text.
+    """How candidates of a sequence are drawn, estimated and verified.
 
     Attributes:
-        greedy: whether likeliest tokens are taken.
-        draft_processing, processing: what makes q and p of logits.
-        estimator: judges candidates, if anything looks at that.
-        threshold, min_tokens: of SpecDec++'s rule; `None` where all candidates are submitted.
-        verification: of candidates that were drawn.
+        greedy: whether draft and target choose their likeliest tokens.
+        draft_processing, processing: compute q and p from logits.
+        estimator: estimates acceptance; `None` if estimates are not used.
+        threshold, min_tokens: of SpecDec++'s stopping rule; threshold `None` if all candidates are submitted.
+        verification: method for sampled candidates.
     """
 
     greedy: bool
@@ -58,21 +58,21 @@ class RoundRules:
 
     @property
     def asks_for_text(self) -> bool:
-        """Whether a processor asks which tokens there were."""
+        """Whether a processor depends on the prefix."""
         return not (self.draft_processing.prefix_free and self.processing.prefix_free)
 
     @property
     def head_of_slots(self) -> AcceptanceHead | None:
-        """What values the slots of trees; the draft's own probability does, where that is `None`."""
+        """The head that values slots of trees; `None` if q does."""
         return self.estimator if isinstance(self.estimator, AcceptanceHead) and not lag_of(self.estimator) else None
 
     def num_judged(self, count: int) -> int:
-        """Estimates of a chain of so many candidates: a head that judges late has none of the last."""
+        """Number of estimates of a chain of `count` candidates; with `inputs="after"` the last has none."""
         return 0 if self.estimator is None else max(count - lag_of(self.estimator), 0)
 
-    @cached_property  # asked for in every round, and numbers that lie on the device are read for it
+    @cached_property  # needed in every round, and computing it reads numbers from the device
     def key(self) -> Hashable:
-        """All of this that a graph has in it."""
+        """Everything here that a graph depends on."""
         processors = self.draft_processing.processors, self.processing.processors
         described = (*identity(*processors, by_value=True), *identity(self.estimator))
         return self.greedy, described, self.threshold, self.min_tokens, self.verification
@@ -82,11 +82,10 @@ class Drawn(NamedTuple):
     """A level of candidates.
 
     Attributes:
-        tokens, parents: `[texts, width]`, the latter as places in the level above.
-        values: `[texts, width]`, chances that they stand, as far as is known; in chains 0 where nothing could be drawn.
-        q: `[texts, m, vocab]` of the m nodes above, that the first of their children were drawn from, where they were
-            drawn.
-        judged: `[texts, width]`, what an estimator says of them; `None` where nothing looks at it.
+        tokens, parents: `[texts, width]`, the latter as indices in the level above.
+        values: `[texts, width]`, estimated survival; in chains 1, or 0 if no token could be drawn.
+        q: `[texts, m, vocab]`, the distributions of the first children of the m nodes above; `None` if greedy.
+        judged: `[texts, width]`, uncalibrated estimates; `None` if not used.
     """
 
     tokens: Tensor
@@ -97,34 +96,34 @@ class Drawn(NamedTuple):
 
 
 class CapturedDraft:
-    """A draft's side of the rounds of one text, or of the rows of a batch, where all steps are taken at once.
+    """The draft in the rounds of one sequence, or of the rows of a batch, with all draft steps in one graph.
 
-    At the beginning of a round the draft reads a window: `last + 1` of the `tokens`, with what it is told of the
-    target's states there; the others are dummies. These are all tokens that the last round emitted, and `steps.again`
-    before them: what the draft has read of candidates is forgotten.
+    At the beginning of a round the draft reads a window of `width` tokens: the first `last + 1` of `tokens`, with the
+    target's states for drafts that read them, then dummies. These are the tokens emitted by the last round, and
+    `steps.again` tokens before them. Candidates in the draft's cache are dropped.
 
-    Example: the text ends with 6, and a round of three candidates 7 8 9 emits 7 8 4. The next window is 7 8 4 and a
-    dummy, for a draft that reads states with the target's at 6, 7, 8 and 9.
+    Example: the sequence ends with 6, and a round of three candidates 7 8 9 emits 7 8 4. The next window is 7 8 4 and
+    a dummy, and the target's states in it are those at 6, 7, 8 and 9.
 
     Args:
-        steps: that have read nothing of the text yet.
-        shapes: that rounds may have.
-        texts: rows of the batch.
-        greedy: whether no q is needed.
-        spare: tokens of rounds without candidates that the window has room for.
+        steps: the draft's steps.
+        shapes: all shapes that rounds may have.
+        texts: number of rows of the batch.
+        greedy: if true, q is not stored.
+        spare: room in the window for tokens of rounds without candidates.
 
     Attributes:
-        candidates, parents: `[texts, nodes]`, of the latest round, the root being number 0.
-        ancestors: `[texts, nodes + 1, nodes + 1]` bool, of the root and of these.
-        q: `[texts, nodes, vocab]`, what the first child of the root and of each node above the last level was drawn
-            from, where candidates are drawn; of a chain what each of them was.
-        count: `[texts]`, how many of them are submitted.
-        estimates: `[texts, nodes]`, of the candidates.
-        shift: `[bins]`, what calibration adds to the log-odds of estimates.
-        alive: `[texts]` int64, 0 for those that have ended.
-        pending: the largest `last + 1`, on the host; with `width` the window is full.
-        rooms: its caches.
-        source: the text that the steps read after: this draft's, or the target's for a draft that shares its cache.
+        candidates, parents: `[texts, nodes]`, of the latest round; the root is node 0, the first candidate node 1.
+        ancestors: `[texts, nodes + 1, nodes + 1]` bool, ancestors of each node, itself included.
+        q: `[texts, nodes, vocab]`, distributions of the first child of the root and of each node above the last level:
+            in chains, of each candidate; `None` if greedy.
+        count: `[texts]`, number of submitted candidates.
+        estimates: `[texts, nodes]`, uncalibrated.
+        shift: `[bins]`, the numbers that calibration adds to log-odds.
+        alive: `[texts]` int64, 0 for sequences that have ended.
+        pending: the largest `last + 1`, on the host; the window is full at `width`.
+        rooms: the draft's caches.
+        source: the sequence that the steps read: the draft's, or the target's if the draft shares its cache.
     """
 
     def __init__(self, steps: RoundSteps, shapes: Sequence[RoundShape], texts: int, greedy: bool, spare: int) -> None:
@@ -144,7 +143,7 @@ class CapturedDraft:
             self.q = None if greedy else torch.zeros((texts, self.nodes, steps.vocab_size), device=self.device)
             self.shift = torch.zeros(len(EDGES) + 1, device=self.device)
             self.edges = torch.tensor(EDGES, device=self.device)
-        # Graphs read and write its caches, so they are kept from text to text.
+        # Kept between sequences, because graphs read and write these caches.
         self.rooms = FixedCaches(steps.num_layers, self.device)
         self._positions = torch.Size((texts, 1)) if texts > 1 else None
         self.text = self.source = FixedContext(self.rooms, self._positions)
@@ -153,13 +152,15 @@ class CapturedDraft:
 
     @property
     def changes(self) -> list[Tensor]:
-        """Tensors that a round reads and then changes."""
+        """Tensors that a round first reads and then changes."""
         found = [self.tokens, self.last, self.text.cache.length]
         return found if self.states is None else [*found, self.states]
 
     def begin_texts(self, tokens: Tensor, states: Tensor | None, padding: Tensor, of_target: FixedContext) -> None:
-        """Read new texts but for what the first round reads: `tokens` `[texts, n]` after `padding` `[texts]` others,
-        and `states` `[texts, n, size]` before each token; `of_target` are the texts as the target has read them."""
+        """Read new sequences except their last tokens, which remain for the first window.
+
+        `tokens`: `[texts, n]`, the first `padding` `[texts]` of them hidden; `states`: `[texts, n, size]`, the target's
+        before each token; `of_target`: the sequences in the target's cache."""
         count, again = tokens.shape[1], self.steps.again
         self.text = FixedContext(self.rooms, self._positions)
         self.source = of_target if self.steps.shares_cache else self.text
@@ -182,20 +183,20 @@ class CapturedDraft:
         self.pending = count - end
 
     def close(self) -> None:
-        """Free the caches. What was read of the text at hand is lost."""
+        """Free the caches, including that of the current sequence."""
         self.rooms.clear()
         self.text = self.source = FixedContext(self.rooms, self._positions)
 
     def record_lengths(self, emitted: int, drafted: bool) -> None:
-        """On the host, how many tokens `take` added to a text at most, and whether the window was read."""
+        """Update `pending` after a round with at most `emitted` tokens. `drafted`: whether the window was read."""
         self.pending = emitted + (min(self.pending, self.steps.again) if drafted else self.pending)
 
     def continue_with(self, active: Sequence[int]) -> None:
-        """Only these texts go on."""
+        """Mark all other sequences as ended."""
         self.alive.copy_(torch.tensor([int(text in active) for text in range(len(self.alive))]))
 
     def calibrate(self, rates: AcceptanceRates | None) -> None:
-        """Judge by what rounds have said of estimates; `None` takes them as they are."""
+        """Calibrate estimates by these rates; `None`: not at all."""
         shift = None if rates is None else rates.shift
         if shift is not self._shift:
             self._shift = shift
@@ -204,7 +205,7 @@ class CapturedDraft:
     # What is captured ------------------------------------------------------------------------------------------------
 
     def propose(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
-        """Draw all levels of candidates, and find where the rule stops; `text` `[texts, n]` is for processors."""
+        """Draw all levels, and find where the rule stops. `text`: `[texts, n]`, the prefixes for processors."""
         cache, nodes, width = self.text.cache, shape.nodes, shape.width
         before, span = cache.length.clone(), torch.arange(nodes, device=self.device)
         steps = self.steps.unroll(self.source.cache, Window(self.tokens, self.states, self.last), span // width)
@@ -231,19 +232,19 @@ class CapturedDraft:
         self.count.copy_(self._count(shape, levels, rules))
 
     def _draw(self, step: DraftStep, values: Tensor, rules: RoundRules, width: int) -> Drawn:
-        """Draw a level below nodes: after them `step` has scores `[texts, m, vocab]`; their `values` `[texts, m]`."""
+        """Draw the level below m nodes, with `DraftStep.scores` `[texts, m, vocab]` and `values` `[texts, m]`."""
         q = step.scores if rules.greedy else step.q
         times = None if rules.greedy else exponential(*q.shape, device=self.device)
         if width == 1:
             step.token = q.argmax(-1) if times is None else race(q, times)
             judged = None if rules.estimator is None else rules.estimator.estimate(step)
-            # Nothing is drawn from nan, nor where nothing is allowed.
+            # Value 0 if q is NaN or all tokens are excluded.
             values = values * (q.gather(-1, step.token[..., None])[..., 0] > (-math.inf if rules.greedy else 0.0))
             return Drawn(step.token, torch.zeros_like(step.token), values, None if times is None else q, judged)
         tokens = (q if times is None else q / times).topk(width).indices  # [texts, m, width], in order
         head = rules.head_of_slots
         probs = step.q.gather(-1, tokens)
-        mass = functional.pad(probs[..., :-1].cumsum(-1), (1, 0))  # of earlier siblings
+        mass = functional.pad(probs[..., :-1].cumsum(-1), (1, 0))  # total q of earlier siblings
         if head is None:
             chances = (probs / (1.0 - mass).clamp_min(torch.finfo(probs.dtype).tiny)).clamp_max(1.0)
         else:
@@ -256,7 +257,7 @@ class CapturedDraft:
         return Drawn(tokens, chosen // width, values, None if times is None else q, judged)
 
     def _count(self, shape: RoundShape, levels: list[Drawn], rules: RoundRules) -> Tensor:
-        """How many candidates are submitted: the one at which the rule stops is."""
+        """`[texts]`, number of submitted candidates, including the one at which the rule stops."""
         known = [each.judged for each in levels if each.judged is not None]
         if known:
             together = torch.cat(known, dim=1)
@@ -267,25 +268,25 @@ class CapturedDraft:
         if rules.threshold is None:
             return drawn
         survival = self._calibrated(self.estimates[:, : len(known)]).cumprod(-1)
-        if len(known) < shape.levels:  # verdicts come one candidate late, so there is none on the first
+        if len(known) < shape.levels:  # estimates are one candidate late: none after the first candidate
             survival = functional.pad(survival, (1, 0), value=1.0)
         places = torch.arange(1, shape.levels + 1, device=self.device)
         return count_until((1.0 - survival > rules.threshold) & (places >= rules.min_tokens)).minimum(drawn)
 
     def _calibrated(self, estimates: Tensor) -> Tensor:
-        """As `AcceptanceRates.calibrated`."""
+        """`AcceptanceRates.calibrated` for tensors."""
         shift = self.shift[torch.bucketize(estimates.contiguous(), self.edges, right=True)]
         return (estimates.clamp(1e-4, 1.0 - 1e-4).logit() + shift).sigmoid()
 
     def settle(self, accepted: Tensor, token: Tensor, candidates: Tensor, states: Tensor | None, drafted: bool) -> None:
-        """Leave the window where the next round begins, once the target has read candidates.
+        """Add emitted tokens to the window, and drop those that the draft has read. Called after verification.
 
         Args:
-            accepted, token: `[texts]`, how many stand and what follows them.
-            candidates: `[texts, k]`, those that stand first.
-            states: `[texts, k + 1, size]` of the target, for a draft that reads them: at the text's last token and at
-                the candidates.
-            drafted: whether the window was read.
+            accepted, token: `[texts]`, the number of accepted candidates, and the next token.
+            candidates: `[texts, k]`, accepted candidates first.
+            states: `[texts, k + 1, size]`, the target's at the sequence's last token and at the candidates, for a draft
+                that reads them.
+            drafted: whether the draft has read the window.
         """
         new = functional.pad(candidates, (0, 1)).scatter(1, accepted[:, None], token[:, None])
         places = self.last[:, None] + 1 + torch.arange(new.shape[1], device=self.device)
@@ -299,10 +300,10 @@ class CapturedDraft:
         self.last.add_((accepted + 1) * self.alive)
 
     def _forget(self, read: Tensor, tokens: Tensor, states: Tensor | None) -> None:
-        """Let the window begin after the first `read` `[texts]` of these tokens; for texts that go on."""
+        """Drop the first `read` `[texts]` tokens of the window, in sequences that have not ended."""
         read = read * self.alive
         places = torch.arange(self.width, device=self.device) + read[:, None]
-        places = places.clamp_max(tokens.shape[1] - 1)  # what lies further back are dummies
+        places = places.clamp_max(tokens.shape[1] - 1)  # the rest are dummies
         self.tokens.copy_(tokens.gather(1, places))
         if self.states is not None and states is not None:
             self.states.copy_(states.gather(1, places[..., None].expand(-1, -1, states.shape[2])))
@@ -310,8 +311,8 @@ class CapturedDraft:
 
 
 def with_paths(text: Tensor, candidates: Tensor, seen: Tensor) -> Tensor:
-    """What m nodes follow, `[texts, m, length + n]`, for processors that ask which tokens there were: of the candidates
-    `[texts, n]` those that are `seen` `[texts, m, n]`. For the others stands the last of the text."""
+    """Prefixes `[texts, m, length + n]` of m nodes, for processors: `text` `[texts, length]`, then the candidates
+    `[texts, n]` that a node has `seen` `[texts, m, n]`, and the last token of `text` instead of all others."""
     count = seen.shape[1]
     path = torch.where(seen, candidates[:, None], text[:, -1:, None])
     return torch.cat((text[:, None].expand(-1, count, -1), path), dim=2)

@@ -1,9 +1,9 @@
-"""Rounds that a GPU runs as two launches and one read (`CapturedRounds`): the draft's steps, and the target's pass with
-acceptance, the next token and all that the next round reads; for chains and trees, one text or the rows of a batch.
-Where logits processors cannot be captured, pass and acceptance are a launch each, and the host calls them in between.
+"""Rounds as two launches of CUDA graphs and one read of the result (`CapturedRounds`), for chains, trees and batches.
 
-The functions are those that every round consists of, on tensors alone; what decides a round on the host elsewhere, such
-as where the stopping rule ends the draft, is computed on the device (`on_device`).
+The first graph contains the draft's steps, the second the target's pass, the verification and the input of the next
+round. If logits processors of the target cannot be captured, pass and verification are separate graphs, and the host
+calls the processors in between. Decisions of the host in other rounds, such as where the stopping rule ends the draft,
+are computed on the device (`on_device`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hf_specdecpp.sampling.randomness import NothingToDrawError
 from hf_specdecpp.trees.tree import Chain, DraftTree
 from hf_specdecpp.trees.verification import outcomes
 
-TIMED_ROUNDS = 3  # of a shape, of which the fastest counts
-TOLD = 4  # numbers of a report before the candidates
-# Processes a text's scores `[n + 1, vocab]` float32 after the root and after the n candidates of a tree.
+TIMED_ROUNDS = 3  # of a shape; the fastest one counts
+TOLD = 4  # numbers in a report before the candidates
+# Processes the scores `[n + 1, vocab]` float32 of a sequence, after the root and after the n candidates of a tree.
 Process: TypeAlias = Callable[[int, DraftTree, Tensor], Tensor]
 
 
 class Accepted(NamedTuple):
-    """What stands of the candidates, by text: how many, which `token` follows (-1: none can be drawn), the `last` one
-    (0 is the root), and `path` `[texts, levels]`: those that stand, counted from 0, and any others behind them."""
+    """A verification's result: number `accepted` `[texts]`, next `token` `[texts]` (-1: none can be drawn), `last`
+    accepted node `[texts]` (0: the root), `path` `[texts, levels]` (accepted candidates, from 0, then any others)."""
 
     accepted: Tensor
     token: Tensor
@@ -41,7 +41,7 @@ class Accepted(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """What the host reads of a round of a text: what was submitted, what stands and follows, and estimates."""
+    """A sequence's round, as read by the host: submitted candidates, accepted nodes, next token, estimates."""
 
     tree: DraftTree
     path: list[int]
@@ -50,11 +50,11 @@ class RoundReport(NamedTuple):
 
 
 class CapturedRounds:
-    """The rounds of one target and one draft, for one text at a time or for the rows of one batch.
+    """The rounds of one target and one draft, for one sequence at a time or for the rows of one batch.
 
-    Example: the text ends with 6. The first graph drafts 7 8 9 and says that all three are submitted; the second reads
-    6 7 8 9, finds that 7 and 8 stand and that 4 follows, and leaves both models where 4 is the text's last token. The
-    host reads 2, 3, 4 and 7 8 9, and emits 7 8 4.
+    Example: the sequence ends with 6. The first graph drafts 7 8 9 and submits all three. The second reads 6 7 8 9,
+    accepts 7 and 8, draws 4, and prepares both models for the next round, which begins with 4. The host reads the
+    report (2 accepted, next token 4, last node 2, 3 submitted, 7 8 9) and emits 7 8 4.
     """
 
     def __init__(self, passes: CapturedTarget, draft: CapturedDraft) -> None:
@@ -68,38 +68,38 @@ class CapturedRounds:
             self.read = torch.zeros_like(self.report, device="cpu")
             if passes.device.type == "cuda":
                 self.read = self.read.pin_memory()
-        self._outputs: dict[RoundShape, list[Tensor]] = {}  # scores and states of passes that are graphs of their own
-        self._texts: dict[int, Tensor] = {}  # by room: all tokens of each, for processors that ask which there were
+        self._outputs: dict[RoundShape, list[Tensor]] = {}  # scores and states of passes in separate graphs
+        self._texts: dict[int, Tensor] = {}  # by cache size: prefixes, for processors that read them
 
     @property
     def changes(self) -> list[Tensor]:
         return [self.token, self._text, self.passes.text.cache.length, *self.draft.changes]
 
     def begin_texts(self, texts: Tensor, tokens: Tensor, states: Tensor | None, padding: Tensor) -> None:
-        """The rounds that follow are of other texts `[texts, length]`, as processors see them, whose last tokens the
-        target has not read; the rest is as `CapturedDraft.begin_texts` takes it."""
+        """Begin other sequences. `texts`: `[texts, length]`, prefixes for processors; the target has not read the last
+        tokens. Other arguments as in `CapturedDraft.begin_texts`."""
         self.graphs.begin_text()
         self.token.copy_(texts[:, -1:])
         self._text, self._has_begun, self._active = texts, False, list(range(len(texts)))
-        # Tokens of the longest text that the target has read, and how many more there are.
+        # Number of tokens in the target's cache, and number of further ones in the prefixes for processors.
         self._held, self._ahead = (held := self.passes.text.held), texts.shape[1] - held
         self.draft.begin_texts(tokens, states, padding, self.passes.text)
 
     def continue_with(self, active: Sequence[int]) -> None:
-        """Only these texts go on: of the others nothing changes any more."""
+        """Continue with these sequences only; the others no longer change."""
         if list(active) != self._active:
             self._active = list(active)
             self.draft.continue_with(self._active)
 
     def propose(self, shape: RoundShape, rules: RoundRules, length: int) -> None:
-        """Launch the draft, if there are to be candidates, of texts whose longest has so many tokens."""
+        """Launch the draft, unless the shape has no candidates. `length`: tokens of the longest sequence."""
         self._held = length - self._ahead
         self._make_room(shape, rules)
         self._launch_draft(shape, rules)
 
     def verify(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> list[RoundReport]:
-        """Launch the target's pass and the verification. Returns a report of each unfinished text, ordered as in
-        `continue_with`. `process`: processors of the target that the `rules` leave out."""
+        """Launch the target's pass and the verification. Returns a report for each active sequence, in the order of
+        `continue_with`. `process`: processors of the target that are not captured in `rules`."""
         self._launch_target(shape, rules, process)
         self._has_begun = True
         rows = self._read_report()
@@ -114,7 +114,7 @@ class CapturedRounds:
         return found
 
     def time(self, shape: RoundShape, rules: RoundRules, process: Process | None = None) -> float:
-        """Seconds of a round, which is forgotten."""
+        """Seconds of a round, which is rolled back."""
         self._make_room(shape, rules)
         before, taken = [each.clone() for each in self.changes], []
 
@@ -135,7 +135,7 @@ class CapturedRounds:
     def _make_room(self, shape: RoundShape, rules: RoundRules) -> None:
         most = self._held + max(shape.nodes + 1, self._ahead + self.draft.width + self.draft.nodes)
         room = self.passes.text.with_room(most).room
-        self.draft.text.with_room(room)  # the same: otherwise there would be graphs for each pair of rooms
+        self.draft.text.with_room(room)  # equal sizes: otherwise each pair of sizes needs graphs
         if rules.asks_for_text and self._text is not self._texts.get(room):
             known = self._text
             if room not in self._texts:
@@ -143,7 +143,7 @@ class CapturedRounds:
                     self._texts[room] = known.new_zeros((len(known), room + self.draft.nodes + 2))
             self._text = self._texts[room]
             self._text[:, : known.shape[1]] = known
-            self._text[:, known.shape[1] :] = known[:, -1:]  # which is in each text anyway
+            self._text[:, known.shape[1] :] = known[:, -1:]  # a token that is in the prefix anyway
 
     def _launch_draft(self, shape: RoundShape, rules: RoundRules) -> None:
         self._place = *self.passes.text.place, shape, rules.key
@@ -166,9 +166,9 @@ class CapturedRounds:
         self._run(("settle", *place), lambda: self._settle(found, shape, rules, text))
 
     def _run(self, key: tuple[Any, ...], function: Callable[[], None]) -> None:
-        """Run a function by its graph; in the middle of a text one that cannot be captured runs as it is."""
+        """Run a function by its graph; without one, after a sequence's first round, directly."""
         changes = [] if key in self.graphs else self.changes
-        if changes and key[0] == "settle":  # rows of a tree, which each run before a capture moves
+        if changes and key[0] == "settle":  # rows of a tree, which warm-ups would move several times
             changes += self.passes.text.cache.rows(self._held, self._held + self.draft.nodes + 1)
         self.graphs.run(key, function, changes, falls_back=self._has_begun)
 
@@ -179,7 +179,7 @@ class CapturedRounds:
     # What is captured ------------------------------------------------------------------------------------------------
 
     def _pass(self, shape: RoundShape) -> list[Tensor]:
-        """The target's pass: scores `[texts, nodes + 1, vocab]`, then the states that are watched."""
+        """The target's pass: logits `[texts, nodes + 1, vocab]`, then the watched states. Also fills the report."""
         draft, passes, nodes = self.draft, self.passes, shape.nodes
         seen = draft.ancestors[:, : nodes + 1, : nodes + 1]
         depths = functional.pad(torch.arange(nodes, device=passes.device) // shape.width + 1, (1, 0))
@@ -190,7 +190,7 @@ class CapturedRounds:
         return [logits.float(), *states]
 
     def _settle(self, found: list[Tensor], shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
-        """Acceptance, by what `_pass` found, and all that the next round reads."""
+        """Verify by the outputs of `_pass`, and prepare the next round."""
         draft, passes, nodes = self.draft, self.passes, shape.nodes
         scores, *states = found
         candidates, seen = draft.candidates[:, :nodes], draft.ancestors[:, : nodes + 1, 1 : nodes + 1]
@@ -205,7 +205,7 @@ class CapturedRounds:
         chosen = candidates.gather(1, stands.path)
         told = torch.stack((stands.accepted, stands.token, stands.last), dim=1)
         self.report[:, : TOLD - 1] = told.to(self.report)
-        # A text with no token to draw ends, but its row of a batch is read on.
+        # A sequence without a next token ends, but its row of the batch remains.
         stands = stands._replace(token=stands.token.clamp_min(0))
         draft.settle(stands.accepted, stands.token, chosen, together, drafted=nodes > 0)
         if text is not None:
@@ -214,13 +214,13 @@ class CapturedRounds:
         passes.text.cache.length.add_((stands.accepted + 1) * draft.alive)
 
     def _write(self, text: Tensor, candidates: Tensor, stands: Accepted) -> None:
-        """Add what is emitted to a text; behind it stands its last token once more."""
+        """Write the emitted tokens into `text`, and copies of the last one after them."""
         count, places = stands.accepted[:, None], torch.arange(candidates.shape[1] + 1, device=text.device)
         new = torch.where(places < count, functional.pad(candidates, (0, 1)), stands.token[:, None])
         text.scatter_(1, self.passes.text.cache.length[:, None] + 1 + places, new)
 
     def _accept(self, scores: Tensor, shape: RoundShape, rules: RoundRules) -> Accepted:
-        """What stands, by the target's processed scores `[texts, nodes + 1, vocab]`."""
+        """Verify by the target's processed scores `[texts, nodes + 1, vocab]`."""
         draft, (levels, width), nodes = self.draft, shape, shape.nodes
         candidates, parents = draft.candidates[:, :nodes], draft.parents[:, :nodes]
         count, steps = draft.count.clamp_max(nodes), torch.arange(levels, device=scores.device)
@@ -242,14 +242,14 @@ class CapturedRounds:
         token = choices.gather(1, last[:, None])[:, 0] if draft.q is None else on_device.follows(weights, last)
         return Accepted(on_path.sum(-1) - 1, token, last, path)
 
-    # What the host makes of it ---------------------------------------------------------------------------------------
+    # On the host -----------------------------------------------------------------------------------------------------
 
     def _tree(self, row: list[float], shape: RoundShape) -> DraftTree:
-        """What is submitted of a text, by its row of the report."""
+        """The submitted candidates in a sequence's row of the report."""
         nodes, count = self.draft.nodes, min(int(row[TOLD - 1]), shape.nodes)
         candidates = list(map(int, row[TOLD : TOLD + count]))
         tree: DraftTree
-        if shape.width == 1:  # their scores stay on the device, where nobody needs them any more
+        if shape.width == 1:  # scores stay on the device and are not needed
             tree = Chain(candidates, [NO_SCORES] * count)
         else:
             tree = DraftTree()

@@ -1,4 +1,4 @@
-"""A target's passes, captured for each width and room (`CapturedTarget`), and kept with the target."""
+"""A target's captured passes, for each width and cache size (`CapturedTarget`), kept as long as the target."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device
 from hf_specdecpp.models.target_states import StateReader, read_modules, state_of
 from hf_specdecpp.trees.attention import HALF_TREE_TOLERANCE, TREE_TOLERANCE
 
-# Of each target: what its passes were captured of, and the passes.
+# For each target its identity at the capture, and the captured passes.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], CapturedTarget]] = WeakKeyDictionary()
 
 
 @dataclass
 class Slot:
-    """What passes of one width read and write, where it stays: `tokens` `[1, width]`, who sees whom (as in
-    `inputs_in_place`), and as outputs logits `[1, width, vocab]`, then the chosen states `[1, width, size]` each; none
-    before a pass."""
+    """Inputs and outputs of passes of one width, at fixed addresses: `tokens` `[1, width]`; `ancestors` and `depths` as
+    in `inputs_in_place`; `outputs`: logits `[1, width, vocab]`, then watched states `[1, width, size]` each, empty
+    before the first pass."""
 
     tokens: Tensor
     ancestors: Tensor
@@ -38,24 +38,24 @@ class Slot:
 
 
 class CapturedTarget:
-    """The captured passes of one target, for one text at a time, or for the rows of one batch.
+    """The captured passes of one target, for one sequence at a time, or for the rows of one batch.
 
-    A pass over n tokens has the next power of two of them as its width: the tokens, and after them dummies, which no
-    token sees and which are forgotten. Its graph is made when that width is first met in a room.
+    `read` pads n tokens with dummies to a width of the next power of two; no token attends to dummies, and their rows
+    are not committed. A graph is captured with the first pass of a width and cache size.
 
-    Example: 300 tokens are in a room of 512. A pass over the last token and 4 candidates is 8 wide and writes rows 300
-    to 307; if 2 candidates stand, `keep(3)` leaves 303 rows.
+    Example: 300 tokens are in a cache of 512. A pass over the last token and 4 candidates has width 8 and writes rows
+    300 to 307. If 2 candidates are accepted, `commit(3)` leaves 303 rows.
 
     Args:
-        target: whose passes. It is not kept alive by this: its tensors are, until it goes.
-        fuse: compile small pieces, as `for_capture`.
+        target: the target. Its tensors are kept alive, but not the target itself; when it is deleted, all is freed.
+        fuse: compile small pieces, as in `for_capture`.
 
     Attributes:
-        busy: whether a text is using it.
-        why_not: why its passes are never captured, once that was seen.
-        checked: widths of passes that were compared with one of the target's own, of one text and of several.
-        longest (tokens): a text that the target has positions for.
-        text: the one at hand.
+        busy: whether a generation uses the passes.
+        why_not: the reason if the target's passes are never captured.
+        checked: compared widths, as (is a batch, width).
+        longest (tokens): the longest sequence that the target has positions for.
+        text: the current sequence, or the rows of the current batch.
     """
 
     def __init__(self, target: CausalLM, fuse: bool = False) -> None:
@@ -67,21 +67,20 @@ class CapturedTarget:
         self.rooms = FixedCaches(num_room_layers(target.config.get_text_config(decoder=True)) or 0, self.device)
         self.text = FixedContext(self.rooms, None)
         self._slots: dict[tuple[int, bool, tuple[int, ...]], Slot] = {}
-        self._reads: tuple[int, ...] = ()  # whether the final state is watched, then numbers of layers
-        self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # states of the latest pass, by what is watched
-        self._paths: dict[int, Tensor] = {}  # where rows of a path are written, by their number
-        # What is kept of whole rounds from text to text, by draft and ways of drawing (`generation.captured`).
+        self._reads: tuple[int, ...] = ()  # `StateReader.reads` of the watched states
+        self._watched: dict[tuple[int, ...], dict[int, Tensor]] = {}  # by `_reads`, states of the latest pass
+        self._paths: dict[int, Tensor] = {}  # by width, rows of a path at a fixed address
+        # Whole rounds, kept between sequences, by draft and way of drawing (`generation.captured`).
         self.rounds: dict[Any, Any] = {}
 
     def compare(self, texts: Sequence[Tensor], widths: Iterable[int], own: Callable[[Tensor], Tensor]) -> str | None:
-        """What is wrong with captured passes of these widths, beside a pass of the target's own over the same tokens:
-        what its forward does beside attention, positions and masks is not known, and with some widths it may do
-        something else.
+        """Compare captured passes of `widths` with a pass of the target itself, because its forward method may do
+        anything with some widths. Returns the reason if logits differ, else `None`. Checked widths are skipped.
 
         Args:
-            texts: `[1, length]` each, which have begun here.
-            own: makes a pass over the last token of each text and further tokens, `[texts, n]`, and forgets it; its
-                logits `[texts, n, vocab]`.
+            texts: `[1, length]` each: the sequences of `begin_texts`, with the unread last tokens.
+            own: a function that runs the target itself over the last token of each sequence and further tokens
+                `[texts, n]`, rolls back, and returns logits `[texts, n, vocab]`.
         """
         several = len(texts) > 1
         widths = sorted(width for width in widths if (several, width) not in self.checked)
@@ -104,8 +103,8 @@ class CapturedTarget:
         return None
 
     def begin_texts(self, cache: Any, num_tokens: int, shown: Tensor | None, position: Tensor) -> None:
-        """Go on with texts of `num_tokens` in a growing cache, of whose rows the target sees those `shown` `[texts,
-        num_tokens]` (`None`: all); `position` `[..., texts, 1]` is of the next token of each."""
+        """Copy sequences of `num_tokens` tokens from a growing cache. `shown`: `[texts, num_tokens]`, false for hidden
+        tokens (`None`: all shown); `position`: `[..., texts, 1]`, position ids of the next tokens."""
         self.text = FixedContext(self.rooms, position.shape)
         room = self.text.with_room(num_tokens + 1)
         room.read(cache, num_tokens)
@@ -116,7 +115,7 @@ class CapturedTarget:
             room.prompt.offset.copy_(position - num_tokens)
 
     def watch(self, reader: StateReader | None) -> None:
-        """Return the states that a draft reads, with the passes of the text that begins."""
+        """Called before a sequence: its passes return the states of `reader`, for a draft that reads them."""
         self._reads = () if reader is None else tuple(reader.reads)
         if reader is not None and self._reads not in self._watched:
             seen: dict[int, Tensor] = {}
@@ -129,11 +128,11 @@ class CapturedTarget:
             self._watched[self._reads] = seen
 
     def read(self, tokens: Tensor, tree: Sequence[Tensor] | None = None) -> Any:
-        """A pass over `tokens` `[1, n]`, a chain, or a tree with its `ancestors` `[width, width]` and `depths`
+        """A captured pass over `tokens` `[1, n]`: a chain, or a `tree` of `ancestors` `[width, width]` and `depths`
         `[width]`.
 
-        Returns logits `[1, n, vocab]`, and the states `[1, n, size]` that are watched; the next pass writes over them.
-        `CannotCaptureError` of the first pass; nothing has been read then.
+        Returns `logits` `[1, n, vocab]` and watched `states` `[1, n, size]`, which the next pass overwrites. Raises
+        `CannotCaptureError` if the first pass cannot be captured; then no token has been read.
         """
         count = tokens.shape[1]
         key = width, is_tree, _ = width_of(count), tree is not None, self._reads
@@ -151,15 +150,15 @@ class CapturedTarget:
         def run() -> None:
             write_lasting(slot.outputs, self.forward(cache, slot.tokens, slot.ancestors, slot.depths))
 
-        # In the middle of a text one that cannot be captured runs as it is.
+        # After a successful comparison, a pass that cannot be captured runs directly.
         self.graphs.run(("read", *self.text.place, *key), run, falls_back=bool(self.checked))
         logits, *states = (each[:, :count] for each in slot.outputs)
         return SimpleNamespace(logits=logits, states=states)
 
     def forward(self, cache: FixedCache, tokens: Tensor, ancestors: Tensor, depths: Tensor) -> list[Tensor]:
-        """What is captured: a pass of the model over `tokens` `[texts, width]` after the texts, with arguments as in
-        `Slot`; the ancestors are `[texts, width, width]` where texts have trees of their own. Logits `[texts, width,
-        vocab]`, then the states that are watched."""
+        """The captured function: a pass over `tokens` `[texts, width]` after the sequences in `cache`. Ancestors and
+        depths as in `Slot`, or ancestors `[texts, width, width]`, a tree for each sequence. Returns logits `[texts,
+        width, vocab]`, then the watched states."""
         inputs = inputs_in_place(self.model, cache, ancestors, depths, depths, cache.length)
         inputs = prepared(inputs, self.model, cache, tokens, self.longest) | {self._cache_argument: cache}
         outputs = self.model(input_ids=tokens, use_cache=True, return_dict=True, **inputs)
@@ -167,7 +166,7 @@ class CapturedTarget:
         return [outputs.logits, *(seen[place] for place in range(len(seen)))]
 
     def commit(self, count: int, path: PathRows | None = None) -> None:
-        """Keep the first `count` tokens of the pass, of a tree those of a path."""
+        """Commit the first `count` tokens of the latest pass, or in a tree of its accepted `path`."""
         if path is not None and num_in_place(path.rows[:count]) < count:
             self.move(path.on_device[:count])
         if count:
@@ -175,7 +174,7 @@ class CapturedTarget:
             self.text.held += count
 
     def move(self, path: Tensor) -> None:
-        """Move these rows of the pass `[n]`, ascending, up to the text."""
+        """Move the latest pass's rows `path` `[n]`, ascending, to the first rows after the sequence."""
         cache, width, held = self.text.cache, width_of(len(path)), self.text.held
         if width not in self._paths:
             with lasting():
@@ -184,31 +183,31 @@ class CapturedTarget:
 
         def run() -> None:
             cache.move(rows[None])
-            rows.zero_()  # of another path, which is shorter, they might lie behind the end of the room
+            rows.zero_()  # after a shorter path, old rows could be beyond the cache's end
 
         rows[: len(path)] = path
         changes = [] if key in self.graphs else [rows, *cache.rows(held, held + width)]
         self.graphs.run(key, run, changes, falls_back=True)
 
     def close(self) -> None:
-        """Free all graphs and rooms but that of the text at hand. Later texts are captured anew."""
-        if any(self.graphs.family.members):  # else nothing is running
+        """Free all graphs, and all caches but that of the current sequence. Later passes are captured again."""
+        if any(self.graphs.family.members):  # otherwise nothing is running
             self.graphs.family.clear()
         self.rounds.clear()
         self.rooms.clear()
 
 
 def some_tokens(ids: Tensor, count: int) -> Tensor:
-    """The last token of a text `[1, length]` and others after it, `[1, count]`: of those before the last, few, since
-    further back there may be an image."""
+    """`[1, count]` tokens for a comparison: the last four of a sequence `[1, length]`, the last one first, repeated.
+    Earlier ones may be of an image."""
     latest = ids[:, -4:].flip(1)
     return latest.repeat(1, -(-count // latest.shape[1]))[:, :count]
 
 
 def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """What is wrong with the logits `[..., vocab]` of a captured pass, beside those of the target's own.
+    """The difference between the logits `[..., vocab]` of a captured pass and the expected ones, if above tolerance.
 
-    In half precision half of the tokens have to be off: at single tokens a router may choose other experts."""
+    In half precision the median over tokens counts, because a router may choose other experts at single tokens."""
     expected = expected.double()
     errors = (found.double() - expected).norm(dim=-1) / (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
     exact = TREE_TOLERANCE.get(dtype)
@@ -219,7 +218,7 @@ def differs(found: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:
-    """The captured passes of a target; new ones if it was changed since."""
+    """The captured passes of a target; new ones if there are none or the target was changed (`identity`)."""
     now = [fuse, *identity(target)]
     with capture_lock:
         known = _known.get(target)
@@ -230,6 +229,6 @@ def captured_target(target: CausalLM, fuse: bool = False) -> CapturedTarget:
 
 
 def _close(passes: Any) -> None:
-    """Free the memory of passes whose target has gone: their graphs hold them in a circle."""
+    """Free the memory of a deleted target's passes, which are part of a reference cycle with their graphs."""
     if (left := passes()) is not None:
         left.close()

@@ -1,4 +1,4 @@
-"""A draft's steps in captured rounds, as functions of tensors (`RoundSteps`)."""
+"""The interface of a draft's steps in captured rounds, as functions of tensors (`RoundSteps`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hf_specdecpp.cuda_graphs.fixed_cache import FixedCache
 
 
 class Window(NamedTuple):
-    """What a draft reads at the beginning of a round: the last tokens of each text, then dummies, `[texts, n]`;
-    `states` `[texts, n, size]` of the target before each, for a draft that reads any; and the place of each text's
-    `last` token."""
+    """Input of a draft at the beginning of a round: `tokens` `[texts, n]`, the last ones of each sequence, then
+    dummies; `states` `[texts, n, size]`, the target's before each token, or `None`; `last` `[texts]`, the index of each
+    sequence's last token."""
 
     tokens: Tensor
     states: Tensor | None
@@ -23,30 +23,30 @@ class Window(NamedTuple):
 
 
 class DrawnLevel(NamedTuple):
-    """Nodes that were drawn after a step, and are read in the next: `tokens` `[texts, width]`, their parents' places in
-    the level above, and which of the n nodes of a round each of them sees, `[texts, width, n]` bool."""
+    """A level drawn after a step and read in the next: `tokens` and `parents` (indices in the level above) `[texts,
+    width]`; `seen` `[texts, width, n]` bool, the round's nodes that each node attends to."""
 
     tokens: Tensor
     parents: Tensor
     seen: Tensor
 
 
-# After the window and after each level: logits `[texts, m, vocab]` and hidden states `[texts, m, size]` of its m nodes.
+# Yields logits `[texts, m, vocab]` and hidden states `[texts, m, size]`, after the window and after each level.
 Unrolled = Generator[tuple[Tensor, Tensor], DrawnLevel, None]
 
 
 class RoundSteps(ABC):
-    """What drafts in captured rounds. It keeps nothing of a text: its caches are given to it.
+    """Steps of a draft in captured rounds. They have no state of a sequence: caches are arguments.
 
     Args:
-        drafter: whose model is captured; `key` says what is, for those who keep graphs.
-        size: of the target's states, for a draft that reads any.
+        drafter, key: the drafter whose model is captured, and the identity of the captured steps, to reuse graphs.
+        size: size of the target's states in `Window`; `None` if the draft reads none.
 
     Attributes:
-        again: tokens of the text that are read a second time in the next round.
-        least, most: steps that each round has to take, so that all caches hold the window, and of the deepest one.
+        again: number of the sequence's tokens that the next round reads again.
+        least, most: fewest steps of a round, with which all caches contain the window, and most steps.
         draws_trees: whether levels may have several nodes.
-        shares_cache: whether the draft reads its target's KV cache and has none of its own.
+        shares_cache: whether the draft reads the target's KV cache and has none itself.
     """
 
     again, least, most = 0, 1, float("inf")
@@ -62,11 +62,11 @@ class RoundSteps(ABC):
 
     @abstractmethod
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
-        """Read the window, then each level that is sent; `depths` `[n]`, from 0 on, are levels of nodes that there may
-        be. The cache holds the text before the window. What its length is afterwards does not matter."""
+        """Read the window, then each level that is sent. `depths`: `[n]`, the level of each node of the round, from 0.
+        `cache` contains the sequence before the window; the caller restores its length."""
 
     def read(self, cache: FixedCache, window: Window) -> None:
-        """Read a window alone, after which the cache holds all of it but the last `again` tokens."""
+        """Read a window without drafting and commit it to the cache, except the last `again` tokens."""
         before = cache.length.clone()
         steps = self.unroll(cache, window, window.last.new_zeros(1))
         logits, _ = next(steps)
@@ -77,5 +77,5 @@ class RoundSteps(ABC):
 
 
 def at_last(hidden: Tensor, last: Tensor) -> Tensor:
-    """`[texts, size]`, those of `hidden` `[texts, n, size]` at the places `last` `[texts]`."""
+    """`[texts, size]`: the rows of `hidden` `[texts, n, size]` at the indices `last` `[texts]`."""
     return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]

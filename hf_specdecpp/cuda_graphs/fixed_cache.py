@@ -1,4 +1,4 @@
-"""A key-value cache of fixed rooms, as captured passes need it (`FixedCache`), and a text that grows in it."""
+"""The KV cache of fixed size that captured passes need (`FixedCache`), and a sequence in it (`FixedContext`)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LEAST_ROOM = 256  # tokens
 
 
 class FixedLayer(CacheLayerMixin):
-    """Keys and values of one layer. It keeps every token, also where the layer has a window: the mask hides the rest.
+    """Keys and values of one layer. Stores all tokens, also those outside a sliding window: the mask excludes them.
 
     Args:
-        length: `[texts]` int64, tokens that the cache holds: one tensor for all of its layers.
-        rows: holds the rows `[texts, n]` that the pass at hand writes, for all layers.
-        room (tokens): the most that the layer can hold.
+        length: `[texts]` int64, tokens in the cache; shared by all layers.
+        rows: a list whose only item is `[texts, n]`, the rows that the current pass writes; shared by all layers.
+        room (tokens): the capacity.
     """
 
     keys: Tensor
@@ -47,7 +47,7 @@ class FixedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write where the pass writes (`FixedCache.begin_pass`); all rows, those that hold nothing yet included."""
+        """Write the pass's rows (`FixedCache.begin_pass`), and return all `room` rows, unused ones included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         (rows,) = self.rows
@@ -59,7 +59,7 @@ class FixedLayer(CacheLayerMixin):
         return self.room, 0
 
     def get_seq_length(self) -> Any:
-        """0-d int64, on the device, as in transformers' static layers."""
+        """The first sequence's length, 0-d int64 on the device, as in transformers' static layers."""
         return self.length[0]
 
     def get_max_length(self) -> int:
@@ -67,21 +67,21 @@ class FixedLayer(CacheLayerMixin):
 
 
 class FixedCache(Cache):
-    """A cache with room for a number of tokens of each text, in which nothing depends on numbers of the host.
+    """A KV cache of fixed size, whose lengths are on the device only, so that graphs can commit and roll back.
 
-    Example: 3 tokens are held, and a pass over 2 writes rows 3 and 4. `length.add_(2)` keeps both, `length.add_(1)` the
-    first; the next pass writes over what was not kept. `length.sub_(1)` takes one back.
+    Example: after 3 tokens, a pass over 2 writes rows 3 and 4. `length.add_(2)` commits both, `length.add_(1)` the
+    first; the next pass overwrites all others. `length.sub_(1)` rolls back one token.
 
     Args:
-        num_layers: of the model.
-        room (tokens): the most that it can hold of a text, what is written and not kept included.
-        device: of the model.
-        positions: shape of a token's position in each text, `[..., texts, 1]`, where prompts may be padded or have
-            positions of their own; by default there is one text without either.
+        num_layers: number of the model's layers.
+        room (tokens): capacity for each sequence, including tokens that are not committed.
+        device: the model's device.
+        positions: shape `[..., texts, 1]` of the position ids of a token, if prompts may be padded or have special
+            position ids; by default one sequence without these.
 
     Attributes:
-        length: int64 `[texts]`, on the device: how many tokens are held of each.
-        prompt: what of the prompts is hidden, and where they stand, where `positions` are given.
+        length: int64 `[texts]`, on the device: committed tokens.
+        prompt: the hidden tokens of prompts and the offset of positions; `None` without `positions`.
     """
 
     def __init__(self, num_layers: int, room: int, device: torch.device, positions: torch.Size | None = None) -> None:
@@ -97,17 +97,17 @@ class FixedCache(Cache):
         self.room = room
 
     def begin_pass(self, num_tokens: int) -> None:
-        """The next pass writes so many rows after the tokens that are held."""
+        """Called before a pass, which writes `num_tokens` rows after the committed ones."""
         self._rows[:] = [torch.arange(num_tokens, device=self.length.device) + self.length[:, None]]
 
     def part(self, first: int, count: int) -> FixedCache:
-        """The cache of `count` of the layers: what is held of them is held of all."""
+        """A cache of `count` layers from `first` on, with shared tensors and lengths."""
         part = copy(self)
         part.layers = self.layers[first : first + count]
         return part
 
     def move(self, rows: Tensor) -> None:
-        """Of what the last pass has written after each text move these rows up to the text, `[texts, n]`, ascending."""
+        """Move the latest pass's rows `rows` `[texts, n]`, ascending, to the first rows after the committed tokens."""
         begin = self.length[:, None]
         goal, source = torch.arange(rows.shape[1], device=rows.device) + begin, rows + begin
         for held in self.tensors:
@@ -115,17 +115,17 @@ class FixedCache(Cache):
             held.scatter_(2, _of_heads(goal, held), moved)
 
     def rows(self, first: int, last: int) -> list[Tensor]:
-        """Keys and values of the rows from `first` up to `last` in all layers, to be written to."""
+        """Views of keys and values of all layers, from row `first` to before row `last`."""
         return [held[:, :, first:last] for held in self.tensors]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The keys and the values of each layer that has any, one after the other."""
+        """Keys and values, alternating, of each initialised layer: `[texts, heads, room, size]`."""
         layers: list[Any] = self.layers
         return [held for layer in layers if layer.is_initialized for held in (layer.keys, layer.values)]
 
     def clear(self) -> None:
-        """Hold nothing. What was written is overwritten, since even a hidden row must not be infinite or NaN."""
+        """Empty the cache, and set all rows to zero, because even hidden rows must not be infinite or NaN."""
         self.length.zero_()
         if self.prompt is not None:
             self.prompt.shown.fill_(True)
@@ -133,7 +133,7 @@ class FixedCache(Cache):
             held.zero_()
 
     def copy_from(self, smaller: FixedCache) -> None:
-        """Hold what a smaller cache holds."""
+        """Copy a smaller cache."""
         self.read(smaller, smaller.room)
         self.length.copy_(smaller.length)
         if self.prompt is not None and smaller.prompt is not None:
@@ -141,9 +141,9 @@ class FixedCache(Cache):
             self.prompt.offset.copy_(smaller.prompt.offset)
 
     def read(self, cache: Cache, num_tokens: int) -> None:
-        """Hold the `num_tokens` tokens that a growing cache holds. Rows that have left a window stay zero.
+        """Copy the `num_tokens` tokens of a growing cache. Rows outside of a layer's window stay zero.
 
-        Example: of 10 tokens a layer with a window of 4 has the last 3, which go to rows 7, 8 and 9.
+        Example: after 10 tokens a layer with a window of 4 has the last 3, which are copied to rows 7, 8 and 9.
         """
         self.length.fill_(num_tokens)
         theirs: list[Any] = cache.layers
@@ -157,13 +157,13 @@ class FixedCache(Cache):
                 ours.values[:, :, first:num_tokens] = layer.values
 
     def held_of(self, text: int, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """In each layer keys and values `[heads, n, size]` of the first tokens of a text; hidden ones are left out."""
+        """For each layer keys and values `[heads, n, size]` of a sequence's first tokens, without hidden ones."""
         shown = slice(None) if self.prompt is None else self.prompt.shown[text, :num_tokens]
         found = [held[text, :, :num_tokens][:, shown] for held in self.tensors]
         return list(zip(found[::2], found[1::2], strict=True))
 
     def write(self, cache: DynamicCache, num_tokens: int) -> None:
-        """Leave the first `num_tokens` tokens in a growing cache, with which transformers' own passes can go on."""
+        """Copy the first `num_tokens` tokens to a growing cache, for passes that are not captured."""
         theirs: list[Any] = cache.layers
         layers: list[Any] = self.layers
         for ours, layer in zip(layers, theirs, strict=True):
@@ -176,19 +176,19 @@ class FixedCache(Cache):
 
 
 def _of_heads(rows: Tensor, states: Tensor) -> Tensor:
-    """`[texts, n]` rows for all heads and numbers of keys or values `[texts, heads, ..., size]`."""
+    """`[texts, n]` rows expanded to `[texts, heads, n, size]`, for `states` `[texts, heads, ..., size]`."""
     return rows[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
 
 
 class FixedCaches:
-    """Caches for one text or batch at a time, each of its room, kept from call to call: graphs read and write them."""
+    """Caches of different sizes for one sequence or batch at a time, kept between calls because graphs use them."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self.num_layers, self.device = num_layers, device
         self._made: dict[Hashable, FixedCache] = {}
 
     def empty(self, num_tokens: int, positions: torch.Size | None) -> FixedCache:
-        """The one for so many tokens, emptied."""
+        """The smallest cache for `num_tokens` tokens, emptied; made if missing."""
         key = room_for(num_tokens), positions
         if key not in self._made:
             self._made[key] = FixedCache(self.num_layers, key[0], self.device, positions)
@@ -197,18 +197,19 @@ class FixedCaches:
         return self._made[key]
 
     def clear(self) -> None:
-        """Keep none; texts keep theirs."""
+        """Drop all caches, except those that a `FixedContext` still refers to."""
         self._made.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Memory that they take."""
+        """Bytes of all keys and values."""
         return sum(held.nbytes for cache in self._made.values() for held in cache.tensors)
 
 
 class FixedContext:
-    """A text in one of the `rooms`. As it grows, it goes on in a larger one that holds the same. `held` is
-    `cache.length`, on the host; `positions` are of a `FixedCache`."""
+    """A sequence, or the rows of a batch, in one of the caches of `rooms`, copied to a larger one when necessary.
+
+    `held`: `cache.length`, on the host; `positions`: as for `FixedCache`."""
 
     cache: Any = None
 
@@ -217,16 +218,16 @@ class FixedContext:
 
     @property
     def place(self) -> tuple[int, torch.Size | None]:
-        """Which cache the text is in, for the keys of graphs."""
+        """Identifies the current cache in keys of graphs."""
         return self.cache.room, self.positions
 
     def with_room(self, num_tokens: int) -> FixedCache:
-        """The cache, which has room for so many tokens."""
+        """The cache, copied to a larger one if it has no room for `num_tokens` tokens."""
         if (smaller := self.cache) is None or smaller.room < num_tokens:
             larger = self.rooms.empty(num_tokens, self.positions)
             if smaller is not None:
                 larger.copy_from(smaller)
-            self.cache = larger  # not before all of it has found memory
+            self.cache = larger  # only after all allocations succeeded
         cache: FixedCache = self.cache
         return cache
 
@@ -234,27 +235,27 @@ class FixedContext:
 def prepared(
     inputs: dict[str, Any], model: CausalLM, cache: FixedCache, tokens: Tensor, longest: float
 ) -> dict[str, Any]:
-    """Masks and positions `inputs` of a captured pass over `tokens` `[texts, n]`, which begins."""
+    """Begin a captured pass over `tokens` `[texts, n]`: `inputs` with masks and position ids adapted to the model."""
     cache.begin_pass(tokens.shape[1])
     positions = inputs["position_ids"]
-    if longest < float("inf"):  # of dummies, which may stand behind the last position that there is
+    if longest < float("inf"):  # dummies may be beyond the last position
         positions = positions.clamp_max(int(longest) - 1)
     return inputs | {"attention_mask": for_groups(inputs["attention_mask"], model), "position_ids": positions}
 
 
 def room_for(num_tokens: int) -> int:
-    """The room to make for so many tokens: 256, 512, 1024 and so on, so that there are few sizes to capture for."""
+    """The capacity for `num_tokens` tokens: 256, 512, 1024, ..., so that few sizes are captured."""
     return max(LEAST_ROOM, width_of(num_tokens))
 
 
 def num_room_layers(text_config: Any) -> int | None:
-    """How many layers a `FixedCache` of a model needs; `None` where some of them are not attention."""
+    """Number of layers of a model's `FixedCache`; `None` if some layers are not attention."""
     layers = DynamicCache(config=text_config).layers
     return None if other_layers(layers) else len(layers)
 
 
 def why_not_in_place(model: CausalLM) -> str | None:
-    """Why passes of a model cannot be told by `caches.masks.inputs_in_place` who sees whom, and where."""
+    """Why a model's passes cannot use the masks and positions of `caches.masks.inputs_in_place`; `None` if they can."""
     config = model.config.get_text_config(decoder=True)
     if (implementation := config._attn_implementation) not in MASKED:
         return f"attn_implementation={implementation!r} takes no mask of ours"
@@ -264,7 +265,7 @@ def why_not_in_place(model: CausalLM) -> str | None:
 
 
 def why_not_rooms(cache: object) -> str | None:
-    """Why what a cache holds, once it has read a prompt, cannot go on in rooms."""
+    """Why the tokens of a cache, after the prompt, cannot be copied to a `FixedCache`; `None` if they can."""
     if type(cache) is not DynamicCache:
         return f"the text is in a {type(cache).__name__}"
     layers: list[Any] = cache.layers

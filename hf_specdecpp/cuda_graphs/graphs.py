@@ -1,4 +1,4 @@
-"""Functions of tensors that a device runs as one launch each: CUDA graphs, captured once and replayed (`Graphs`)."""
+"""CUDA graphs of functions of tensors, captured once and replayed with one launch (`Graphs`)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 capture_lock = RLock()  # PyTorch allows one capture at a time in a process
-MOST_GRAPHS = 96  # of one object; before another one all of the family go
-MOST_TRIES = 3  # of captures that failed beside other captures
-WARM_UPS = 2  # runs before a capture: libraries allocate their workspaces in the first, kernels are chosen by then
-# Operations that read the device, or whose results have shapes that are read from it.
+MOST_GRAPHS = 96  # of one `Graphs`; before a further one all graphs of the family are destroyed
+MOST_TRIES = 3  # failed attempts while another capture runs, before giving up
+WARM_UPS = 2  # runs before a capture, in which libraries allocate workspaces and choose kernels
+# Operations that wait for the device: to read a value, or the shape of a result.
 WAITS = {
     "item", "_local_scalar_dense", "nonzero", "masked_select", "unique2", "_unique2", "repeat_interleave.Tensor",
     "is_nonzero", "equal", "bincount",
@@ -30,10 +30,10 @@ WAITS = {
 
 
 class CannotCaptureError(RuntimeError):
-    """A function waits for its device, or does something else that no graph can repeat.
+    """A function cannot be captured: it waits for its device, or does something else that no graph can repeat.
 
     Attributes:
-        is_passing: whether that may be over with the next text: memory ended, or another capture was under way.
+        is_passing: whether the next sequence may try again: out of memory, or another capture was running.
     """
 
     def __init__(self, reason: str, is_passing: bool = False) -> None:
@@ -46,18 +46,19 @@ def can_capture(device: torch.device) -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether what runs is being captured, or warmed up for that; from then on only its graph runs."""
+    """Whether this thread or task captures a function, or runs it as a warm-up for a capture."""
     return _capturing.get()
 
 
 class Family:
-    """What graphs have in common that live and die together: a pool of memory, and the stream of their warm-ups and
-    captures. Libraries keep a workspace for each stream, which is baked into graphs, and which PyTorch frees with the
-    first graph of the stream that goes: so all of them go, or none.
+    """Graphs with one memory pool and one stream for warm-ups and captures, which are destroyed together.
+
+    Graphs contain the addresses of library workspaces of their stream, and PyTorch frees these with the first graph of
+    the stream that is destroyed.
 
     Attributes:
-        pool, stream: `None` where the device is not CUDA.
-        members: the graphs of each `Graphs`.
+        pool, stream: `None` if the device is not CUDA.
+        members: the graphs of each `Graphs`, by key.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +69,7 @@ class Family:
         self.clear()
 
     def clear(self) -> None:
-        """Destroy all graphs, once none of them is running."""
+        """Wait for the device, then destroy all graphs of the family."""
         if self.stream is not None:
             torch.cuda.synchronize(self.device)
             self.pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
@@ -77,21 +78,21 @@ class Family:
 
 
 class Graphs:
-    """Graphs of functions, each captured when it is first run, in one pool of memory.
+    """Graphs of functions, by key, each captured when first run.
 
-    A function reads and writes tensors that stay where they are, and returns nothing: memory that a graph allocates is
-    written over by the next graph of the pool. Numbers, shapes and branches of Python stay as they were at the capture,
-    so all that decides them is part of the key.
+    A function reads and writes tensors at fixed addresses and returns nothing, because the next graph of the pool
+    overwrites memory that a graph allocates. Python numbers, shapes and branches are fixed at the capture, so the key
+    must contain everything that decides them.
 
-    Example: `run(("pass", 4), read, [length])` runs `read` four times, then a graph of `read`; `length` is as
-    if only the graph had run. From then on only the graph runs.
+    Example: `run(("pass", 4), read, [length])` first runs `read` three times, captures and replays it, and restores
+    `length`; then, and in all later calls, it replays the graph.
 
     Args:
-        beside: others of the same device, whose family these belong to: no two graphs of both run at once.
+        beside: other graphs of this device, whose family is shared; never run graphs of both at a time.
 
     Attributes:
-        seconds, num_bytes: that captures have taken, and memory of the device.
-        why_not: why a function that `falls_back` was not captured; from then on no other is captured.
+        seconds, num_bytes: time of all captures, and device memory reserved by them.
+        why_not: why a function with `falls_back` was not captured; then no further functions are captured.
     """
 
     def __init__(self, device: torch.device, beside: Graphs | None = None) -> None:
@@ -99,7 +100,7 @@ class Graphs:
         self.why_not: str | None = None
         self._is_passing, self._failed = False, 0
         self.family: Family = Family(device) if beside is None else beside.family
-        # With their functions, which keep the tensors alive that the graphs read and write.
+        # With their functions, which keep tensors alive that the graphs read and write.
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Callable[[], None]]] = {}
         self.family.members.append(self._graphs)
 
@@ -110,15 +111,15 @@ class Graphs:
         return key in self._graphs
 
     def begin_text(self) -> None:
-        """Try again, in another text, what could not be captured for a while."""
+        """Called before a sequence: allows captures again if the last failure was `is_passing`."""
         if self._is_passing:
             self.why_not, self._is_passing = None, False
 
     def run(
         self, key: Hashable, function: Callable[[], None], changes: Sequence[Tensor] = (), falls_back: bool = False
     ) -> None:
-        """Run a function, by its graph if there is one for `key`. It may read and then change the tensors `changes`,
-        which are as before where there is a `CannotCaptureError`. `falls_back`: then it runs as it is instead."""
+        """Replay the graph of `key`, captured first if missing. `changes`: tensors that the function reads and then
+        changes; restored after a failed capture. `CannotCaptureError`, or with `falls_back` runs the function."""
         if key not in self._graphs:
             if self.why_not is not None:
                 return function()
@@ -157,15 +158,15 @@ class Graphs:
             ran.add_(1)
 
         is_cuda, collects = self.device.type == "cuda", gc.isenabled()
-        gc.disable()  # a tensor that is freed during a capture may end it
+        gc.disable()  # freeing a tensor can make a capture fail
         on_device = torch.cuda.device(self.device) if is_cuda else nullcontext()
         try:
             with on_device, torch.random.fork_rng([self.device] if is_cuda else []):
-                with NoReads(self.device), NoWaits(self.device):  # a capture that fails damages PyTorch's allocator
+                with NoReads(self.device), NoWaits(self.device):  # a failed capture damages the allocator
                     function()
                 restore()
                 return self._recorded(counted, restore, ran)
-        except Exception as error:  # a foreign forward may do anything
+        except Exception as error:  # a model's forward method may raise anything
             raise self.cannot(error) from error
         finally:
             if collects:
@@ -173,24 +174,24 @@ class Graphs:
             restore()
 
     def _recorded(self, counted: Callable[[], None], restore: Callable[[], None], ran: Tensor) -> torch.cuda.CUDAGraph:
-        """A graph of `counted`, of which one replay adds one to `ran`."""
+        """A graph of `counted`, checked by one replay, which must add one to `ran`."""
         token = _capturing.set(True)
         try:
             graph = captured(counted, restore, self.family)
             restore()
             ran.zero_()
             graph.replay()
-            if int(ran) != 1:  # kernels on another stream than the captured one have run, and are in no graph
+            if int(ran) != 1:  # kernels ran on another stream than the captured one
                 raise CannotCaptureError("its graph is empty")
             return graph
         except Exception:
-            self.family.clear()  # whose workspace may have gone with what was captured
+            self.family.clear()  # the failed graph may have freed their workspace
             raise
         finally:
             _capturing.reset(token)
 
     def cannot(self, error: Exception) -> CannotCaptureError:
-        """What to say of a capture that failed, and whether it may be tried again."""
+        """The `CannotCaptureError` of an exception during a capture."""
         if isinstance(error, CannotCaptureError):
             return error
         lines = str(error).strip().splitlines() or [""]
@@ -202,14 +203,14 @@ class Graphs:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device had no more memory, whichever library says so."""
+    """Whether PyTorch or another library reports that device memory is exhausted."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         each in str(error) for each in ("out of memory", "ALLOC_FAILED")
     )
 
 
 def captured(function: Callable[[], None], restore: Callable[[], None], family: Family) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of a function, which has run some times; `restore` takes back what a run has changed."""
+    """Warm up a function and capture it as a CUDA graph; `restore` undoes the changes of a run."""
     stream: Any = family.stream
     before = torch.cuda.current_stream(family.device)
     stream.wait_stream(before)
@@ -220,17 +221,17 @@ def captured(function: Callable[[], None], restore: Callable[[], None], family: 
                 function()
                 restore()
         before.wait_stream(stream)
-        # Of this thread only: what another thread does meanwhile is not captured and does not end the capture. Not on
-        # PyTorch's own stream for captures, which is of the device on which the process captured first.
+        # "thread_local": other threads neither end up in the capture nor make it fail. Not on PyTorch's default stream
+        # for captures, which belongs to the first device on which the process captured.
         with torch.cuda.graph(graph, pool=family.pool, stream=stream, capture_error_mode="thread_local"):
             function()
     finally:
-        torch.cuda.set_stream(before)  # where a capture fails, PyTorch stays on its stream
+        torch.cuda.set_stream(before)  # after a failed capture PyTorch stays on the capture's stream
     return graph
 
 
 class NoWaits(TorchDispatchMode):
-    """Refuses operations that wait for a device of this type: `CannotCaptureError`."""
+    """Raises `CannotCaptureError` for operations that wait for a device of this type."""
 
     supports_higher_order_operators = True
 
@@ -241,13 +242,13 @@ class NoWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = kwargs or {}
         names = (func._opname, f"{func._opname}.{func._overloadname}") if isinstance(func, OpOverload) else ()
-        if not WAITS.isdisjoint(names) and given.get("output_size") is None:  # with which the shape is known
+        if not WAITS.isdisjoint(names) and given.get("output_size") is None:  # given, so the shape is known
             _refuse(self.device, func, (args, given))
         return func(*args, **given)
 
 
 class NoReads(TorchFunctionMode):
-    """The same for what reads a tensor past the dispatcher."""
+    """`NoWaits` for methods that read a tensor without PyTorch's dispatcher."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -265,7 +266,7 @@ def _refuse(device: torch.device, func: Any, arguments: Any) -> None:
 
 
 def write_lasting(outputs: list[Tensor], found: Sequence[Tensor]) -> None:
-    """Write what a function has found to `outputs`, where later runs write it too; an empty list is filled first."""
+    """Copy tensors into `outputs`, at fixed addresses for graphs; an empty list is filled with new tensors first."""
     if not outputs:
         with lasting():
             outputs.extend(torch.empty_like(each, memory_format=torch.contiguous_format) for each in found)
@@ -275,6 +276,6 @@ def write_lasting(outputs: list[Tensor], found: Sequence[Tensor]) -> None:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Tensors that are made within can be written to in and outside of inference mode."""
+    """Context for making tensors that may be written to both in and outside of inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,4 +1,4 @@
-"""Whether a graph of a model still fits: all that its passes read beside the numbers in tensors (`identity`)."""
+"""Whether a model's graph is still valid: a description of all that a pass depends on (`identity`)."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from torch.nn.modules import module as torch_module
 from hf_specdecpp.models.foreign import KNOWN, OURS, package_of
 
 PLAIN = {bool, int, str, bytes, range, type(None), torch.dtype, torch.device, torch.Size}  # compared by value
-# Attributes of transformers' models that decide nothing of a pass; models of users may read the first.
+# Attributes of transformers' models that no pass depends on; users' models may read the first.
 NOTES = "generation_config", "_previous_max_cache_length"
 BUILTIN = {dict, list, tuple, set, frozenset}
 EMPTY = {dict, OrderedDict, list, set}
 HOOKS = {"_forward_hooks", "_forward_pre_hooks"}
-# Of Python's own: their objects hold what was put into them. Others know their process, a logger all loggers.
+# Standard modules whose objects are described by their attributes. Others are too connected: a logger has all loggers.
 HOLDERS = {"argparse", "collections", "functools", "types"}
-MOST = 100_000  # objects, and items of one
+MOST = 100_000  # objects, and items of one object, that are described
 
 
 def identity(*parts: object, by_value: bool = False) -> list[Hashable]:
-    """What decides which operations passes of models, or calls of other objects, consist of: their attributes and those
-    of all that they refer to, hooks and configs, where tensors lie and what they are, what functions close over and
-    which global variables they read. Two that are equal mean that a graph of one is right for the other.
+    """A description of all that the operations of a model's pass, or of another object's call, depend on: attributes
+    of all objects that it refers to, hooks, configs, addresses and shapes of tensors, closures and global variables of
+    functions, settings of PyTorch. If two descriptions are equal, a graph of one is valid for the other.
 
     Args:
-        by_value: compare tensors by their numbers: those of two objects lie at different addresses.
+        by_value: describe tensors by their numbers, not by their addresses, to compare two objects.
     """
     walk = ObjectWalk(by_value)
     walk.go((torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks, *parts))
@@ -42,7 +42,7 @@ def identity(*parts: object, by_value: bool = False) -> list[Hashable]:
 
 
 def _kernels() -> Iterator[Hashable]:
-    """Settings of PyTorch that decide how it computes, but for cuDNN's attention, which our own passes switch off."""
+    """Settings of PyTorch that computations depend on, except cuDNN's attention, which our passes switch off."""
     backends: Any = torch.backends
     cuda, cudnn = backends.cuda, backends.cudnn
     yield from (torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), cudnn.enabled)
@@ -60,8 +60,8 @@ def tensors_of(*parts: object) -> list[Tensor]:
 
 
 class SameObject:
-    """One object; equal to another that stands for the very same. This keeps no object alive that can be referred to
-    weakly; others are small, like a memory format."""
+    """A reference to an object that equals other references to this object only. Weak if possible; other objects are
+    small, like a memory format."""
 
     def __init__(self, each: Any) -> None:
         self.ref = ref(each) if type(each).__weakrefoffset__ else each
@@ -74,35 +74,35 @@ class SameObject:
 
 
 class ObjectWalk:
-    """A walk through objects and all that they refer to. Each is described once, and named by its number after that.
-    Functions and classes of installed packages are what they are; of a user's, and of transformers' models, which users
-    patch, all that they refer to counts, too.
+    """A walk through objects and all that they refer to. Each object is described once, and later named by a number.
+    Functions and classes of installed packages are compared by identity; those of users and of transformers' models,
+    which users patch, are also described.
 
     Attributes:
-        found: the description, which keeps no part of a model alive.
-        tensors: those that were met.
+        found: the description; keeps no part of a model alive.
+        tensors: the tensors that were found.
     """
 
     def __init__(self, by_value: bool = False) -> None:
         self.by_value = by_value
         self.found: list[Hashable] = []
         self.tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}  # by `id`, which stays theirs as long as `_objects` has them
+        self._numbers: dict[int, int] = {}  # by `id`, which is unique as long as `_objects` contains the objects
         self._objects: list[Any] = []
         self._slots: dict[type, list[str]] = {}
 
     def go(self, parts: tuple[object, ...]) -> None:
         self._note("parts", parts)
-        for place, each in enumerate(self._objects):  # which grows meanwhile
+        for place, each in enumerate(self._objects):  # the list grows meanwhile
             if place < MOST:
                 self._describe(each)
 
     def _note(self, name: Hashable, each: Any) -> None:
-        """Something under a name: its value, or the number under which it is described later."""
+        """Add a named value to the description: itself, or the number of an object that is described later."""
         kind: Any = type(each)
-        if name in HOOKS and each:  # ours are there while another text is read
+        if name in HOOKS and each:  # without ours, which exist while another sequence is read
             each = {key: hook for key, hook in list(each.items()) if package_of(hook) != OURS}
-        if kind in EMPTY and not each:  # most are
+        if kind in EMPTY and not each:  # most are empty
             return
         if kind in PLAIN:
             self.found += name, kind, each
@@ -129,7 +129,7 @@ class ObjectWalk:
             self.found += each.data_ptr() or SameObject(each), each.stride()
         else:
             self.found.append(SameObject(each))
-        # What was put on it, and the parts of tensors of a class of their own; torch.compile leaves marks of its own.
+        # Users' attributes and the parts of tensor subclasses, without the marks of torch.compile.
         if own := {name: value for name, value in vars(each).items() if not name.startswith("_dynamo")}:
             self._all(own.items())
 
@@ -168,10 +168,10 @@ class ObjectWalk:
         elif fields or has_content or package_of(kind) == OURS:
             self._all(fields.items())
         else:
-            self.found.append(SameObject(each))  # nothing is known of what it holds
+            self.found.append(SameObject(each))  # its content is unknown
 
     def _content(self, each: Any) -> bool:
-        """Describe what an object holds by itself, if it is a container, a number or a text."""
+        """Describe the content of a container, number or string. Returns whether the object is one of these."""
         if isinstance(each, dict | Mapping):
             names, values = list(each), list(each.values())
             self.found.append(len(names))
@@ -224,7 +224,7 @@ class ObjectWalk:
             elif type(value) in (FunctionType, float, *PLAIN) or is_users and value is not known:
                 self._note(name, value)
             if is_users and isinstance(value, ModuleType) and _is_users(value.__name__):
-                known = vars(value) | known  # whose variables are read as attributes
+                known = vars(value) | known  # variables of this module may be read as attributes
 
 
 def _held(cell: Any) -> Any:
@@ -235,7 +235,7 @@ def _held(cell: Any) -> Any:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The global variables, and attributes, that a function and those within it read."""
+    """Names of global variables and attributes in a function's code, nested functions included."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -243,7 +243,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _home(code: Any) -> str:
-    """The module that a function or a class is written in."""
+    """The name of the module that defines a function or a class."""
     return str(code.__globals__.get("__name__", "") if isinstance(code, FunctionType) else code.__module__)
 
 
@@ -252,7 +252,7 @@ def _is_open(module: str) -> bool:
 
 
 def _is_users(module: str) -> bool:
-    """Whether a module or package is a user's, and not installed."""
+    """Whether a module or package belongs to the user: not to an installed package or the standard library."""
     package = module.partition(".")[0]
     if package in KNOWN or package in sys.stdlib_module_names:
         return False

@@ -1,4 +1,4 @@
-"""The model that captured passes run: a copy of a model's modules that shares its tensors, with our own attention."""
+"""The model of captured passes: a copy of a model's modules that shares its tensors but not its attention function."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hf_specdecpp.models.cpu.faster_products import UNUSUAL
 from hf_specdecpp.models.early_exit import copy_sharing
 
 GROUPED = "specdecpp_grouped"
-PIECES = ("RMSNorm", "MLP")  # ends of the names of modules that are compiled
-ROTARY = "apply_rotary_pos_emb"  # what the modules of transformers call this function
+PIECES = ("RMSNorm", "MLP")  # ends of class names of modules that are compiled
+ROTARY = "apply_rotary_pos_emb"  # its name in transformers' modules
 
 
 def grouped_attention(
@@ -33,13 +33,13 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """As `faster_products.grouped_attention`, without copies of keys and values for the heads that share them.
+    """Attention for grouped queries, as `faster_products.grouped_attention`, without copies of keys and values.
 
-    The query heads of a group become further queries. On CUDA PyTorch's own sharing (`enable_gqa`) has no fast kernel
-    for passes under a mask, and transformers copies all rows of a fixed cache for each layer.
+    The query heads of a group become further queries of a head. On CUDA, PyTorch's `enable_gqa` has no fast kernel for
+    passes with a mask, and transformers copies all rows of a fixed cache in each layer.
 
     Example: 12 query heads share 2 heads of keys and values. Four tokens are read as 24 queries of each of these heads.
-    The mask `[batch, 1, tokens, cached tokens]` is boolean, or as `for_groups` makes it.
+    The mask is boolean `[batch, 1, tokens, cached tokens]`, or from `for_groups`.
     """
     if any(kwargs.get(name) is not None for name in UNUSUAL):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -56,8 +56,8 @@ def grouped_attention(
 
 
 def for_groups(mask: Any, model: CausalLM) -> Any:
-    """A mask, or several by kind of layer, in the form `[batch, 1, group * tokens, cached tokens]`, to be added, that
-    `grouped_attention` uses without changing it: made once for all layers of a pass."""
+    """The additive mask `[batch, 1, group * tokens, cached tokens]` of `grouped_attention`, made once for all layers of
+    a pass from a boolean one `[batch, 1, tokens, cached tokens]`, or a dictionary with one for each kind of layer."""
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != GROUPED:
         return mask
@@ -72,14 +72,14 @@ AttentionInterface.register(GROUPED, grouped_attention)
 
 
 def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
-    """A copy of a model's structure for captured passes; all tensors that it refers to are the model's own.
+    """A copy of a model's modules for captured passes, which shares all tensors with the model.
 
-    The original keeps its attention and its modules as they are, also while another thread uses it.
+    The original is not changed, so that other threads may use it.
 
     Args:
-        others: that the model refers to without having registered them, as in `copy_sharing`.
-        fuse: compile its norms, its MLPs and its rotary embedding where they are captured, each once for all layers:
-            half of the kernels of a pass are theirs. Takes some seconds, when a width is first met.
+        others: modules that the model refers to without having registered them, as in `copy_sharing`.
+        fuse: compile norms, MLPs and rotary embedding in captures, each once for all layers: they launch half of a
+            pass's kernels. Takes some seconds for each new width.
     """
     copied = copy_sharing(model, *others, tensors=tensors_of(model, *others)).eval()
     parts = [copied, *(copied.model for _ in others)]
@@ -93,14 +93,14 @@ def for_capture(model: Any, *others: Any, fuse: bool = False) -> Any:
 
 
 def _fuse(module: nn.Module) -> None:
-    """Let one module of a copy run compiled pieces where it is captured; other passes have any number of tokens."""
+    """Let a module of a copy run compiled pieces, in captures only: other passes have any number of tokens."""
     forward = type(module).forward
-    if "forward" in vars(module):  # somebody has replaced it
+    if "forward" in vars(module):  # replaced by other code
         return
     if type(module).__name__.endswith(PIECES):
         module.forward = MethodType(_compiling(forward, 1), module)
         return
-    code: Any = inspect.unwrap(forward)  # without what transformers warns of old arguments with
+    code: Any = inspect.unwrap(forward)  # without the decorators of transformers
     if isinstance(code, FunctionType) and ROTARY in code.__code__.co_names:
         rotary = code.__globals__.get(ROTARY)
         if not isinstance(rotary, FunctionType):  # a kernel of the Hub
@@ -112,7 +112,7 @@ def _fuse(module: nn.Module) -> None:
 
 
 def _compiling(function: Any, place: int) -> Any:
-    """A function that is compiled, for the shape of its argument at this place, where it is captured."""
+    """A function that in captures runs compiled, for the shape of argument `place` without its first axis."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return (_compiled(function, args[place].shape[1:]) if is_capturing() else function)(*args, **kwargs)
@@ -122,8 +122,8 @@ def _compiling(function: Any, place: int) -> Any:
 
 @cache
 def _compiled(function: Any, shape: torch.Size) -> Any:
-    """A function compiled for one shape of its argument, under a name of its own: torch.compile counts by its code how
-    often it was compiled, and gives up after eight times, which other shapes and other models may have used up."""
+    """A function compiled for one shape of its argument, as a copy with its own code object: torch.compile stops after
+    eight compilations of one code object, which other shapes and models may have used up."""
     code = function.__code__.replace(co_name=f"{function.__name__}_{'_'.join(map(str, shape))}")
     own = FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
     return torch.compile(own, dynamic=False)

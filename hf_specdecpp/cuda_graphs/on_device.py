@@ -1,9 +1,8 @@
-"""Drawing, and the verification of trees, as functions of tensors alone: nothing is read, so that a device can run them
-in one graph.
+"""Drawing, and the verification of trees, as functions of tensors that never wait for the device, for CUDA graphs.
 
-All functions work on several texts at once. A text has n nodes, level by level and as many at each level; a chain has
-one. Of a chain only the first `count` nodes are candidates that were drafted before a stopping rule ended the draft:
-what stands in the others was drawn and is never looked at. `verification.outcomes` has the tests of chains.
+All functions take several sequences (`texts`). Each has n nodes, ordered by level, with an equal number in each level,
+one in chains. Of a chain only the first `count` nodes, up to the stop of the rule, are candidates; the others are
+ignored. `verification.outcomes` contains the tests of chains.
 """
 
 from __future__ import annotations
@@ -16,29 +15,29 @@ from hf_specdecpp.trees.verification import Verification, acceptance_of, or_p, s
 
 
 def race(weights: Tensor, times: Tensor) -> Tensor:
-    """An index of `weights` `[..., n]`, drawn by them: the first to fire, at the time E_i / w_i. `times`: `[..., n]`,
-    the E_i, independent exponential numbers above 0."""
+    """Indices `[...]` drawn in proportion to `weights` w `[..., n]`, each with the smallest E_i / w_i. `times`: the E_i
+    `[..., n]`, independent exponential numbers above 0."""
     return (weights / times).argmax(-1)
 
 
 def follows(weights: Tensor, last: Tensor) -> Tensor:
-    """A token `[texts]` after the nodes `last`, drawn by `weights` `[texts, nodes + 1, vocab]`; -1 where these are nan
-    or all 0, so that there is none."""
+    """Tokens `[texts]` after the nodes `last` `[texts]`, drawn in proportion to `weights` `[texts, nodes + 1, vocab]`;
+    -1 if the weights are NaN or all 0."""
     of_last = weights.gather(1, last[:, None, None].expand(-1, 1, weights.shape[-1]))[:, 0]
     first = (of_last / exponential(*of_last.shape, device=weights.device)).max(-1)
     return torch.where(first.values > 0.0, first.indices, -1)
 
 
 def exponential(*shape: int, device: torch.device) -> Tensor:
-    """Times for `race`."""
+    """Random `times` for `race`."""
     times = torch.empty(shape, device=device).exponential_()
     return times.clamp_min_(torch.finfo(times.dtype).tiny)
 
 
 def count_until(fires: Tensor) -> Tensor:
-    """How many candidates a round has whose rule stops after the first place `[..., k]` that fires: from 1 to k.
+    """Number `[...]` of candidates up to the first true position of `fires` `[..., k]`, included; k if there is none.
 
-    Example: [0, 1, 0, 1] stops after the second candidate, [0, 0] after the last.
+    Example: 2 for [0, 1, 0, 1], and 2 for [0, 0].
     """
     return ((fires.cumsum(-1) == 0).sum(-1) + 1).clamp_max(fires.shape[-1])
 
@@ -47,8 +46,8 @@ def count_until(fires: Tensor) -> Tensor:
 
 
 def remaining(q: Tensor, tokens: Tensor) -> Tensor:
-    """What each of several siblings is drawn from, `[..., c, vocab]`: q `[..., vocab]` without those before it.
-    `tokens`: `[..., c]`, in the order in which they were drawn."""
+    """Distributions `[..., c, vocab]` of c siblings: q `[..., vocab]` without the earlier siblings, normalised.
+    `tokens`: `[..., c]`, the siblings in the order of drawing."""
     rows = [q]
     for place in range(tokens.shape[-1] - 1):
         q = q.scatter(-1, tokens[..., place : place + 1], 0.0)
@@ -58,47 +57,46 @@ def remaining(q: Tensor, tokens: Tensor) -> Tensor:
 
 
 def slot_values(values: Tensor, chances: Tensor) -> Tensor:
-    """The values `[texts, m, c]` of the slots below the nodes of a level: a node's, times the chance that the earlier
-    siblings fail.
+    """Values `[texts, m, c]` of the slots below m nodes: the node's value, times the probability that all earlier
+    siblings are rejected.
 
-    Example: nodes of the values 0.9 and 0.1 with first children of 0.8 and 0.3. The slots are 0.9, 0.18, 0.1 and 0.07.
+    Example: nodes of values 0.9 and 0.1, whose first children have chances 0.8 and 0.3: 0.9, 0.18, 0.1 and 0.07.
 
     Args:
-        values: `[texts, m]`, the chance that a node stands, as far as is known.
-        chances: `[texts, m, c]`, that each child stands if those drawn before it fail.
+        values: `[texts, m]`, estimated survival of the nodes.
+        chances: `[texts, m, c]`, acceptance of each child if all earlier siblings are rejected.
     """
     return values[..., None] * functional.pad((1.0 - chances[..., :-1]).cumprod(-1), (1, 0), value=1.0)
 
 
 def best_slots(values: Tensor, chances: Tensor, width: int, greedy: bool = False) -> Tensor:
-    """The most valuable slots below the nodes of a level, `[texts, width]`: slot j of node i is number i * c + j.
+    """The slots of highest value below the nodes of a level, `[texts, width]`: slot j of node i has index i * c + j.
 
-    The value of a slot is known before its own token is drawn, and no other slot's value that depends on this token is
-    larger. So whether the slot is among the best does not depend on what is drawn there (invariant of DySpec, section
-    4.1). For a greedy target nothing is drawn, and the chance of the slot's own token counts, too.
+    The value of a slot does not depend on the slot's own token, and values that do depend on this token are not larger.
+    So the choice of a slot does not depend on its token (invariant of DySpec, section 4.1). For a greedy target, where
+    nothing is drawn, the acceptance of the slot's own token counts too. Arguments as in `slot_values`.
 
-    Example: in that of `slot_values` two of the best three slots are below the first node.
+    Example: with the values 0.9, 0.18, 0.1 and 0.07 of `slot_values` and width 3, returns 0, 1 and 2.
     """
     slots = slot_values(values, chances)
-    if greedy:  # a sibling is taken after those before it
+    if greedy:  # siblings are chosen in order
         slots = (slots * chances).cummin(-1).values
     return slots.flatten(1).sort(descending=True, stable=True).indices[:, :width]
 
 
 def stands_greedily(tokens: Tensor, parents: Tensor, drawn: Tensor, choices: Tensor) -> Tensor:
-    """Which nodes `[texts, n]` are what the target would have chosen after their parents.
+    """Whether each node `[texts, n]` is `drawn` and equals the target's choice after its parent.
 
     Args:
-        tokens, parents, drawn: `[texts, n]`; the root is number 0, the first node 1. Of those that are not `drawn`
-            nothing is looked at.
+        tokens, parents, drawn: `[texts, n]`; in `parents` the root is number 0, the first node 1.
         choices: `[texts, n + 1]`, the target's likeliest tokens after the root and after each node.
     """
     return (tokens == choices.gather(1, parents)) & drawn
 
 
 def last_on_path(stands: Tensor, ancestors: Tensor) -> Tensor:
-    """The deepest node all of whose ancestors stand `[texts]`. At most one child of each node `stands`; `ancestors`
-    `[texts, n + 1, n + 1]` have the root and each node itself."""
+    """The deepest node `[texts]` that passes with all its ancestors; 0 is the root. `stands`: `[texts, n]`, the nodes
+    that pass, at most one child of each node; `ancestors`: `[texts, n + 1, n + 1]`, each node itself included."""
     fails = functional.pad(~stands, (1, 0), value=False)
     on_path = ~(ancestors & fails[:, None]).any(-1)
     return (on_path * torch.arange(on_path.shape[1], device=stands.device)).amax(-1)
@@ -107,26 +105,26 @@ def last_on_path(stands: Tensor, ancestors: Tensor) -> Tensor:
 def tree_tests(
     tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, width: int, verification: Verification
 ) -> tuple[Tensor, Tensor]:
-    """The tests of nodes (`sibling_tests`), and what follows each node if it is the last one that is accepted.
+    """Probabilities of the nodes' tests (`sibling_tests`), and weights of the next token after each node.
 
-    As a block the chance with which a node has to be accepted depends on its parent's, so levels are tested one after
-    another; token by token all parents are tested together.
+    With `verification="block"` the tests of a level depend on the level above; with `"token"` all parents are computed
+    together.
 
     Args:
-        tokens, parents: `[texts, n]`, as in `stands_greedily`, `width` nodes at each level. Siblings are in the order
-            in which they were drawn.
+        tokens, parents: `[texts, n]`, as in `stands_greedily`, `width` nodes in each level, siblings in the order of
+            drawing.
         p: `[texts, n + 1, vocab]`, the target's probabilities after the root and after each node.
-        q: `[texts, m, vocab]`, what the first child was drawn from, of the root and of each node above the last level;
-            further rows are not looked at. A node to which q gives 0 could not be drawn, and is not accepted.
+        q: `[texts, m, vocab]`, distributions of the first child of the root and of each node above the last level;
+            further rows are ignored. A node of q = 0 is never accepted.
 
     Returns:
-        As a block `[texts, n + 1]`, the chance that the root and each node passes once all nodes below it have failed;
-        token by token `[texts, n]`, the chance that each node is accepted once its parent was and its earlier siblings
-        were not. And `[texts, n + 1, vocab]` weights.
+        For `"block"` `[texts, n + 1]`, the probability that the root and each node passes if all nodes below have
+        failed; for `"token"` `[texts, n]`, that a node is accepted if its parent is accepted and its earlier siblings
+        are rejected. And weights `[texts, n + 1, vocab]` of the next token if a node is the last accepted one.
     """
     texts, nodes = tokens.shape
     inner = nodes + 1 - width
-    q, slots = q[:, :inner].nan_to_num(0.0), parents * width + sibling_ranks(parents)  # as many for each parent
+    q, slots = q[:, :inner].nan_to_num(0.0), parents * width + sibling_ranks(parents)  # `width` slots for each parent
     children = tokens.new_zeros((texts, inner * width)).scatter(1, slots, tokens).unflatten(1, (inner, width))
     exist = torch.zeros_like(children, dtype=torch.bool).flatten(1).scatter(1, slots, True).view_as(children)
     of_q = q.gather(-1, children)
@@ -155,13 +153,13 @@ def tree_tests(
 
 
 def sibling_ranks(parents: Tensor) -> Tensor:
-    """How many siblings before each node there are, `[texts, n]`. For [0, 0, 1, 0]: [0, 1, 0, 2]."""
+    """Number `[texts, n]` of earlier siblings of each node. For parents [0, 0, 1, 0]: [0, 1, 0, 2]."""
     return (parents[:, :, None] == parents[:, None]).tril(-1).sum(-1)
 
 
 def stands_sampled(parents: Tensor, chances: Tensor, uniform: Tensor) -> Tensor:
-    """Token by token: which nodes `[texts, n]` are accepted if their parents are, the first of siblings that passes.
-    `chances` are of `tree_tests`, `uniform` numbers `[texts, n]`."""
+    """Token by token: whether each node `[texts, n]` is the first of its siblings that passes, and so accepted if its
+    parent is. `chances`: from `tree_tests`; `uniform`: random numbers `[texts, n]`."""
     passes = uniform < chances
     are_siblings = parents[:, :, None] == parents[:, None]
     earlier = torch.ones_like(are_siblings).tril(-1)
@@ -169,14 +167,14 @@ def stands_sampled(parents: Tensor, chances: Tensor, uniform: Tensor) -> Tensor:
 
 
 def accepted_node(parents: Tensor, ancestors: Tensor, tests: Tensor, uniform: Tensor, width: int) -> Tensor:
-    """The last node that is accepted, `[texts]`, by what `tree_tests` returned and as many numbers `uniform`;
-    `ancestors` as in `last_on_path`. As a block it is the first node that passes, if all nodes below another one are
-    asked before it, and those below an earlier sibling before a later sibling; the root passes."""
+    """The last accepted node `[texts]`, from the `tests` of `tree_tests` and uniform random numbers of the same shape;
+    `ancestors` as in `last_on_path`. For `"block"` it is the first node that passes in an order in which all nodes
+    below a node precede it, and an earlier sibling's subtree precedes a later sibling's; the root passes."""
     nodes = parents.shape[1]
     if tests.shape[1] == nodes:
         return last_on_path(stands_sampled(parents, tests, uniform), ancestors)
     heights = (nodes - 1 - torch.arange(nodes, device=parents.device)) // width
-    # Ranks along a path are the digits of a number, and below a node there are the largest digits.
+    # The order has the digits rank - width along a path, and then 0, larger than the digits of nodes below.
     digits = (sibling_ranks(parents) - width) * (width + 1) ** heights
     order = (ancestors[:, :, 1:] * digits[:, None]).sum(-1)
     return torch.where(uniform < tests, order, 1).argmin(-1)
@@ -186,5 +184,5 @@ def accepted_node(parents: Tensor, ancestors: Tensor, tests: Tensor, uniform: Te
 
 
 def first_passing(tests: Tensor, chances: Tensor) -> Tensor:
-    """The last of `tests` `[..., n]` that passes, `[...]`: 0 where none does. `chances`: `[..., n]`, uniform."""
-    return (chances < tests).cumsum(-1).argmax(-1)  # the sum grows for the last time there
+    """Index `[...]` of the last of `tests` `[..., n]` that passes; 0 if none. `chances`: `[..., n]`, uniform."""
+    return (chances < tests).cumsum(-1).argmax(-1)  # the running sum first reaches its maximum there

@@ -1,1 +1,1 @@
-"""How likely is the target to accept a candidate?"""
+"""Estimates of acceptance: how likely the target is to accept a candidate."""

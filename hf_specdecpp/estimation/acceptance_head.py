@@ -1,4 +1,4 @@
-"""The acceptance head: a small network that learns how likely the target is to accept a candidate."""
+"""The acceptance head: a small network, trained to predict whether the target accepts a candidate."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hf_specdecpp.estimation.estimators import (
     scalar_features,
 )
 
-# A head is a small part of a draft step. Sizes come from a repository's config, so they have bounds.
+# Bounds, because sizes come from the config of a downloaded repository.
 MOST_BLOCKS, MOST_POSITIONS = 64, 1024
 
 
 @dataclass
 class Calibration:
-    """log-odds -> (log-odds + bias) / temperature of the candidate's position; `ValueError` if a temperature is not
-    positive, there is none or too many, or a value is not a finite number.
+    """Calibration of log-odds: (log-odds + bias) / temperature of the candidate's position in the round.
+
+    Raises `ValueError` unless there are 1 to 1024 temperatures, positive and finite, and the bias is finite.
 
     Args:
-        bias: added first.
-        temperatures: one a position in the round; the last one holds for all later positions.
+        temperatures: one for each position; later positions use the last one.
     """
 
     bias: float = 0.0
@@ -47,7 +47,7 @@ class Calibration:
             raise ValueError(f"bias={self.bias!r} must be a finite number: it is added to the log-odds.")
 
     def apply(self, log_odds: Tensor, index: int | Tensor) -> Tensor:
-        """Calibrated log-odds; `index` is the position of all of `log_odds` `[...]`, or of each."""
+        """Calibrated log-odds. `index`: one position for all `log_odds` `[...]`, or a tensor with one for each."""
         if isinstance(index, int):
             return (log_odds + self.bias) / self.temperatures[min(index, len(self.temperatures) - 1)]
         temperatures = torch.tensor(self.temperatures, dtype=log_odds.dtype, device=log_odds.device)
@@ -55,7 +55,7 @@ class Calibration:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(Linear(x)), the paper's block."""
+    """x + SiLU(Linear(x)), the block of the SpecDec++ paper."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -66,30 +66,28 @@ class ResidualBlock(nn.Module):
 
 
 class AcceptanceHead(nn.Module):
-    """Predicts whether the target will accept a candidate; `ValueError` if a size is out of range, or `inputs` or
-    `calibration` make no sense.
+    """Predicts whether the target will accept a candidate. `ValueError` if an argument is out of range.
 
     `inputs="after"` is SpecDec++'s head (section 3.2): `num_blocks` residual blocks and a linear layer with two logits
     (0 reject, 1 accept) on the draft's last hidden state at the candidate.
 
-    `inputs="before"` needs no forward over the candidate. Its log-odds are those of q(y), plus a small network on
-    scalars (log q(y), entropy of q, margin between the two likeliest tokens, mass and number of the siblings drawn
-    earlier, greedy or not), plus a correction from the hidden state that produced q and the candidate's embedding,
-    through a projection of `rank` and `num_blocks` residual blocks. Both additions start at zero, so an untrained head
-    says q(y).
+    `inputs="before"` needs no forward pass over the candidate. Its log-odds are those of q(y), plus the output of a
+    small network on six scalars (`scalar_features`), plus a correction from the candidate's embedding and the hidden
+    state that produced q, through a projection to `rank` and `num_blocks` residual blocks. Both additions are
+    initialised to zero, so an untrained head predicts q(y).
 
-    Parameters stay in float32 whatever the model is cast to: only the device follows `.to()`.
+    Parameters stay in float32 when the model is cast; `.to()` changes only their device.
 
     Args:
         hidden_size: size of the draft's hidden states.
-        num_blocks: residual blocks, 0 for none. The paper's choice is 3.
+        num_blocks: number of residual blocks, from 0 to 64; 3 in the paper.
         tied: whether the blocks share one weight matrix, as in the released SpecDec++ code.
-        inputs: `"after"` or `"before"`, see above.
+        inputs: `"after"` or `"before"`: whether the draft has read the candidate.
         embedding_size: size of the draft's input embeddings (`"before"`), by default `hidden_size`.
         rank: width of the correction (`"before"`).
-        siblings: how many siblings of a position it was fitted on (`"before"`). Further ones, in wide trees, are judged
-            like the last of these: what a network says beyond all that it has seen is arbitrary. `None`: not known.
-        calibration: keyword arguments of `Calibration`, one set for `"sampled"` and one for `"greedy"` targets.
+        siblings: number of siblings per node in the training data (`"before"`), `None` if unknown. In wider trees the
+            sibling scalars of further siblings are capped there, because the network does not extrapolate.
+        calibration: keyword arguments of `Calibration`, for `"sampled"` and for `"greedy"` targets.
     """
 
     most: Tensor
@@ -131,7 +129,7 @@ class AcceptanceHead(nn.Module):
             self.from_embedding = nn.Linear(self.embedding_size, rank, bias=False)
             from_scalars = nn.Linear(32, 1)
             self.from_scalars = nn.Sequential(nn.Linear(NUM_SCALARS, 32), nn.SiLU(), from_scalars)
-            most = torch.full((NUM_SCALARS,), math.inf)  # that it has seen of the earlier siblings
+            most = torch.full((NUM_SCALARS,), math.inf)  # upper bounds of the scalars
             if siblings is not None:
                 most[SIBLING_MASS], most[NUM_SIBLINGS] = float(siblings > 1), siblings - 1
             self.register_buffer("most", most, persistent=False)
@@ -140,21 +138,22 @@ class AcceptanceHead(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def to_config(self) -> dict[str, Any]:
-        """The constructor's arguments, as stored in `config.json`."""
+        """The constructor's arguments, for `config.json`."""
         names = ("hidden_size", "num_blocks", "tied", "inputs", "embedding_size", "rank", "siblings")
         calibration = {mode: asdict(values) for mode, values in self.calibration.items()}
         return {**{name: getattr(self, name) for name in names}, "calibration": calibration}
 
     def forward(self, hidden: Tensor, embedding: Tensor | None = None, scalars: Tensor | None = None) -> Tensor:
-        """Log-odds of acceptance, on the head's device. The draft's last layers may lie on another one.
+        """Uncalibrated log-odds of acceptance; inputs may be on another device than the head.
 
         Args:
-            hidden: `[..., hidden_size]`, at the candidate (`"after"`) or where q came from (`"before"`).
+            hidden: `[..., hidden_size]`, the draft's state at the candidate (`"after"`), or that produced q
+                (`"before"`).
             embedding: `[..., embedding_size]` of the candidate (`"before"`).
             scalars: `[..., 6]` from `scalar_features` (`"before"`).
 
         Returns:
-            `[...]` float32.
+            `[...]` float32, on the head's device.
         """
         own = self.output.weight  # its device and float32
         if self.inputs == "after":
@@ -172,25 +171,25 @@ class AcceptanceHead(nn.Module):
         return self.output(x)
 
     def estimate(self, step: DraftStep) -> Tensor | None:
-        """Calibrated acceptance probability: of the candidate (`"before"`) or of the previous one (`"after"`)."""
+        """Calibrated acceptance probability of the candidate (`"before"`) or of the previous one (`"after"`)."""
         if self.inputs == "before":
             position = step.index
             log_odds = self.forward(step.hidden, step.embed(step.token), step.scalars)
         elif step.index == 0:
-            return None  # no candidate has been fed yet
+            return None  # the draft has not read a candidate yet
         else:
             position = step.index - 1
             log_odds = self.forward(step.hidden)
         return self.probability(log_odds, position, step.greedy)
 
     def estimate_siblings(self, step: DraftStep, tokens: Tensor, left: Tensor, mass: Tensor) -> Tensor:
-        """`[..., c]`, how likely each of the siblings `tokens` `[..., c]` is accepted if those before it are not
-        (`"before"`).
+        """Acceptance probabilities `[..., c]` of siblings, each given that all earlier siblings are rejected.
 
         Args:
-            step: `[...]`, the nodes that they are drawn after.
-            left: `[..., c, vocab]`, what each is drawn from: q without those before it.
-            mass: `[..., c]`, q of these together.
+            step: the draft step of the parents `[...]`.
+            tokens: `[..., c]`, the siblings.
+            left: `[..., c, vocab]`, the distribution of each sibling: q without the earlier siblings.
+            mass: `[..., c]`, total q of the earlier siblings.
         """
         numbers = torch.arange(tokens.shape[-1], device=tokens.device).expand_as(tokens)
         scalars = scalar_features(left, tokens, step.greedy, mass, numbers)
@@ -198,10 +197,9 @@ class AcceptanceHead(nn.Module):
         return self.probability(log_odds, step.index, step.greedy)
 
     def probability(self, log_odds: Tensor, position: int | Tensor, greedy: bool) -> Tensor:
-        """Calibrated probability of log-odds `[...]` at a position or several; 0 where they are not a number.
+        """Calibrated probabilities of log-odds `[...]` at one position or at one position each; NaN becomes 0.
 
-        Weights and states may be so large that the forward overflows. Nothing that compares estimates, such as the
-        growth of a tree, would come to an end with NaN.
+        Large weights or states can overflow in the forward pass, and with NaN the growth of a tree would not end.
         """
         calibration = self.calibration.get(MODES[greedy])
         position = position.to(log_odds.device) if isinstance(position, Tensor) else position
@@ -209,7 +207,7 @@ class AcceptanceHead(nn.Module):
         return calibrated.sigmoid().nan_to_num(0.0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AcceptanceHead:
-        # `.to(dtype)`, `.half()` and pipelines cast whole models; a head in half precision is a worse judge.
+        # `.to(dtype)`, `.half()` and pipelines cast whole models, but in half precision the head's estimates are worse.
         device = fn(torch.empty(0, device=self.output.weight.device)).device
         return super()._apply(lambda tensor: tensor.to(device), recurse)
 

@@ -1,13 +1,12 @@
-"""How likely is the target to accept a candidate? `acceptance_head` learns it, `DraftProbability` asks the draft.
+"""Estimators of the probability that the target accepts a candidate, and their calibration.
 
-An estimator is called once for each drafted token, with the `DraftStep` that drew it, and answers a probability. Its
-`inputs` says which token that answer judges: `"before"` the candidate just drawn, from what is known without feeding
-it to the draft; `"after"` the candidate before it, whose hidden state has only now been computed (SpecDec++). See
-`docs/specdecpp.md`, and `docs/dyspec.md` for trees.
+An estimator is called once for each drafted candidate, with the `DraftStep` that drew the candidate, and returns a
+probability: with `inputs="before"` for this candidate, which the draft has not read; with `inputs="after"` for the
+previous candidate, whose hidden state the step computed (SpecDec++). `DraftProbability` returns q, `acceptance_head`
+contains a trained network. See `docs/specdecpp.md`, and `docs/dyspec.md` for trees.
 
-The verifier tells the truth about a few candidates in every round, so estimates are calibrated while a text is
-generated (`AcceptanceRates`). What a candidate is judged by is known before that candidate is verified, so the output
-stays exact.
+Each verification shows whether a few estimates were right, so estimates are calibrated during generation
+(`AcceptanceRates`). An estimate uses only values from before the candidate's verification, so the output is exact.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 from hf_specdecpp.figures import Floats
 
 NUM_SCALARS = 6
-SIBLING_MASS, NUM_SIBLINGS = 3, 4  # their places among the scalars
+SIBLING_MASS, NUM_SIBLINGS = 3, 4  # indices in the scalars
 
 
 def scalar_features(
@@ -36,14 +35,14 @@ def scalar_features(
     sibling_mass: Tensor | None = None,
     num_siblings: Tensor | None = None,
 ) -> Tensor:
-    """Scalars of candidates for a head with `inputs="before"`.
+    """Scalar inputs of a head with `inputs="before"`, for each candidate.
 
     Args:
-        q: `[..., vocab]`, what they were drawn from.
+        q: `[..., vocab]`, the distributions that the candidates were drawn from.
         token: `[...]`, the candidates.
         greedy: whether the target decodes greedily.
-        sibling_mass, num_siblings: `[...]`, total draft probability and number of the siblings drawn before each in a
-            tree; zero by default.
+        sibling_mass, num_siblings: `[...]`, in trees: total q and number of the siblings drawn before each candidate;
+            zero by default.
 
     Returns:
         `[..., 6]` float32: log q(y), entropy in nats, margin q1 - q2, sibling mass, number of siblings, 1 if greedy.
@@ -62,21 +61,21 @@ def scalar_features(
     return torch.stack(scalars, dim=-1).float()
 
 
-MODES = ("sampled", "greedy")  # indexed by whether the target is greedy
+MODES = ("sampled", "greedy")  # index: whether the target is greedy
 
 
 @dataclass
 class DraftStep:
-    """One draft forward and the candidate drawn from it.
+    """One forward pass of the draft and the candidate drawn from it.
 
     Attributes:
         index: 0 for the first candidate of a round.
-        scores: `[..., vocab]` float32, the draft's logits after all processors: q is their softmax.
-        hidden: `[..., hidden_size]`, the draft's last hidden state (after the final norm) that `scores` were computed
-            from.
-        embed: maps a token id to its input embedding `[embedding_size]` in the draft.
-        greedy: whether the target decodes greedily, so that the candidate is accepted if it is the target's choice.
-        token: `[...]` int64, the candidate; unset until it is drawn.
+        scores: `[..., vocab]` float32, the draft's logits after all processors; q is their softmax.
+        hidden: `[..., hidden_size]`, the draft's last hidden state (after the final norm), from which `scores` were
+            computed.
+        embed: maps token ids `[...]` to the draft's input embeddings `[..., embedding_size]`.
+        greedy: whether the target decodes greedily: a candidate is accepted if it is the target's likeliest token.
+        token: `[...]` int64, the candidate; set when drawn.
     """
 
     index: int
@@ -88,22 +87,22 @@ class DraftStep:
 
     @cached_property
     def q(self) -> Tensor:
-        """`[..., vocab]`, what the candidate is drawn from (in greedy decoding: the draft's confidence)."""
+        """`[..., vocab]`, the distribution of the candidate (in greedy decoding: the draft's confidence)."""
         return self.scores.softmax(dim=-1)
 
     @property
     def q_of_token(self) -> Tensor:
-        """`[...]`, q(y) of the candidate."""
-        return self.q.gather(-1, self.token[..., None])[..., 0]  # an index of a device would be read
+        """`[...]`, q(y) of the candidate y."""
+        return self.q.gather(-1, self.token[..., None])[..., 0]  # gather does not wait for the device
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of q in nats."""
+        """`[...]`, entropy of q in nats."""
         return torch.special.entr(self.q).sum(-1)
 
     @cached_property
     def scalars(self) -> Tensor:
-        """`[..., 6]`, `scalar_features` of the candidate."""
+        """`[..., 6]` float32, `scalar_features` of the candidate."""
         return scalar_features(self.q, self.token, self.greedy)
 
 
@@ -111,11 +110,11 @@ class Estimator(Protocol):
     inputs: str
 
     def estimate(self, step: DraftStep) -> Tensor | None:
-        """A probability (0-d), or `None` where there is no token to judge yet."""
+        """The probability `[...]` that a candidate is accepted; `None` if no candidate can be judged yet."""
 
 
 class DraftProbability:
-    """q(y): the draft's own probability of the candidate. Needs no training; usually overconfident."""
+    """Estimates acceptance by q(y), the draft's probability of the candidate: untrained, and usually overconfident."""
 
     inputs = "before"
 
@@ -124,51 +123,52 @@ class DraftProbability:
 
 
 def lag_of(estimator: Estimator) -> int:
-    """How many candidates late its answers come."""
+    """By how many candidates estimates are late: 1 with `inputs="after"`, else 0."""
     return int(estimator.inputs == "after")
 
 
-# What rounds say about estimates: how often each came true, and which follows which. --------------------------------
+# Calibration: how often candidates with an estimate are accepted, and which estimates follow each other. -------------
 
 
-# Bins of estimates: narrow where they are many and where survival after a few candidates depends on them.
+# Bins of estimates are narrow near 1, where most estimates lie and where survival after a few candidates is decided.
 EDGES = (0.1, 0.25, 0.45, 0.65, 0.8, 0.9, 0.96, 0.99)
 bin_of: Callable[[float], int] = partial(bisect_right, EDGES)
 CENTRES = np.array([0.05, 0.175, 0.35, 0.55, 0.725, 0.85, 0.93, 0.975, 0.995])
-NO_VERDICT = len(CENTRES)  # the row of a round whose first verdict is still to come
+NO_VERDICT = len(CENTRES)  # index of the row for a round without an estimate so far
 
-# Before anything is observed: the estimates are right, and mostly high. Each prior counts as so many candidates. How
-# high they are counts as fewer in chains, where a useless draft shows by its low estimates; in trees, which see many
-# candidates a round, the fewer cost up to 5 % where costs have a dip.
+# Priors: estimates are right (counts as 8 candidates) and mostly high (as 3 in chains, so that the low estimates of a
+# useless draft have an effect soon; as 8 in trees, which observe many candidates per round: with 3, trees lost up to
+# 5 % where costs had a dip).
 PRIOR_PROBS = np.array([0.05, 0.05, 0.08, 0.10, 0.10, 0.10, 0.12, 0.15, 0.25])
 PRIOR_COUNT, BIN_COUNT = 8.0, 3.0
-UNCHANGED = (0.0, 1.0)  # the line that leaves log-odds as they are: intercept and slope
-LINE_PRIOR = (2.0, 0.5)  # standard deviations of both
-CONVERGED = 1e-9  # a step of Newton's method that is smaller than this one is the last
+UNCHANGED = (0.0, 1.0)  # intercept and slope of the identity
+LINE_PRIOR = (2.0, 0.5)  # prior standard deviations of intercept and slope
+CONVERGED = 1e-9  # Newton's method stops after a smaller step
 
 FIT_EVERY = 64  # rounds
 FIRST_FITS = (2, 4, 8, 16, 32)
-REMEMBERED = 0.9  # of all counts every FIT_EVERY rounds, so that they follow the text: a memory of some 600 rounds
+REMEMBERED = 0.9  # factor of all counts every FIT_EVERY rounds: a memory of about 600 rounds
 
 
 class AcceptanceRates:
-    """What the rounds so far say about estimates: how often each came true, and which follows which.
+    """Acceptance rates by bin of estimates, and transition probabilities between bins, learned from rounds.
 
-    Only candidates that the target got to count: in a chain those whose predecessors were accepted, among siblings
-    those whose predecessors were rejected. It has judged no others, and what drafting gains depends on no others.
+    Only tested candidates count: in a chain, candidates whose predecessors were all accepted; among siblings, those
+    whose earlier siblings were all rejected. The gain of drafting depends on these only.
 
     Args:
-        line: intercept and slope of the calibration before anything is observed.
-        bin_count (candidates): that the prior of how high estimates are counts as.
+        line: prior of intercept and slope of the calibration.
+        bin_count (candidates): weight of the prior of transitions, `PRIOR_PROBS`.
 
     Attributes:
-        rounds: how many were observed.
-        judged: how many candidates; old ones fade.
-        line: the intercept and the slope now: log-odds are calibrated to intercept + slope * log-odds, before what is
-            learned of each bin is added.
-        shift: by bin, what calibration adds to the log-odds of an estimate.
-        acceptance: `[bins]`, chance that a candidate in each bin is accepted once the target got to it.
-        following: `[bins + 1, bins]`, probabilities of the next bin given the last. The last row: of a first verdict.
+        rounds: number of rounds observed.
+        judged: number of tested candidates; older ones have less weight.
+        line: the fitted intercept and slope: log-odds of estimates become intercept + slope * log-odds, before the
+            correction of each bin.
+        shift: for each bin, the number that calibration adds to log-odds.
+        acceptance: `[bins]`, the probability that a tested candidate is accepted.
+        following: `[bins + 1, bins]`, probabilities of the next estimate's bin given the last one; in the last row, of
+            the first estimate's.
     """
 
     def __init__(self, line: Sequence[float] = UNCHANGED, bin_count: float = BIN_COUNT) -> None:
@@ -183,17 +183,17 @@ class AcceptanceRates:
         return float(self.transitions.sum())
 
     def record_chain(self, estimates: list[float], num_drafted: int, num_accepted: int) -> bool:
-        """Count a round of a chain, and now and then learn from the counts.
+        """Count the tested candidates of a chain. After rounds 2, 4, 8, 16, 32 and every 64, `fit` again.
 
-        Example: the estimates 0.5, 0.97, 0.3 and one accepted candidate. The first counts as accepted in the bin of
-        0.5, the second as rejected in the bin of 0.97 after one of 0.5; the target never got to the third.
+        Example: the estimates are 0.5, 0.97, 0.3 and one candidate is accepted. The first counts as accepted in the bin
+        of 0.5, the second as rejected in the bin of 0.97 after the bin of 0.5; the third was not tested.
 
         Args:
-            estimates: of its candidates, in order; an estimate that comes late is missing for the last.
-            num_drafted, num_accepted: candidates.
+            estimates: estimates of the candidates, in order; with `inputs="after"` the last candidate has none.
+            num_drafted, num_accepted: numbers of candidates.
 
         Returns:
-            Whether the calibration is another one now.
+            Whether the calibration was fitted again.
         """
         row = NO_VERDICT
         for position in range(min(num_drafted, num_accepted + 1)):
@@ -202,7 +202,7 @@ class AcceptanceRates:
                 following = bin_of(estimates[position])
                 share = np.eye(len(CENTRES))[following]
                 self.estimated += share * estimates[position]
-            else:  # its bin is unknown: shares by the probability of each, given the last bin and the outcome
+            else:  # without an estimate: divide the count by the bins' probabilities given the last bin and the outcome
                 following = NO_VERDICT
                 share = self.following[row] * (self.acceptance if was_accepted else 1.0 - self.acceptance)
                 share = share / share.sum()
@@ -213,7 +213,7 @@ class AcceptanceRates:
         return self._end_round()
 
     def observe_tree(self, families: Iterable[tuple[list[float], int | None]]) -> bool:
-        """The same for a tree: of each node reached the estimates of its children, and the rank of the accepted one."""
+        """`record_chain` for a tree: for each reached node its children's estimates and the accepted child's rank."""
         for estimates, accepted in families:
             row = NO_VERDICT
             for rank, estimate in enumerate(estimates if accepted is None else estimates[: accepted + 1]):
@@ -236,14 +236,14 @@ class AcceptanceRates:
         return False
 
     def calibrated(self, estimate: float) -> float:
-        """The chance that a candidate with this estimate is accepted."""
+        """The calibrated probability that a candidate with this estimate is accepted."""
         estimate = min(max(estimate, 1e-4), 1.0 - 1e-4)
         return 1.0 / (1.0 + (1.0 - estimate) / estimate * math.exp(-self.shift[bin_of(estimate)]))
 
     def expected_tokens(self, most: int) -> Floats:
-        """`[most + 1]` tokens of rounds with always 0, 1, ... candidates.
+        """`[most + 1]`, expected tokens of rounds with chains of 0, 1, ... candidates.
 
-        Example: with an acceptance of 0.5 whatever the estimates say, 1, 1.5, 1.75, 1.875, ...
+        Example: if each candidate is accepted with probability 0.5, returns 1, 1.5, 1.75, 1.875, ...
         """
         tokens = [1.0]
         survives = self.following[NO_VERDICT] * self.acceptance
@@ -253,14 +253,13 @@ class AcceptanceRates:
         return np.array(tokens)
 
     def fit(self) -> None:
-        """Turn counts into probabilities; where counts are small, they are shrunk towards those of all bins."""
+        """Compute probabilities from counts; bins with small counts are shrunk towards the average of all bins."""
         judged = self.transitions.sum(0)
         estimated = _log_odds((self.estimated + CENTRES) / (judged + 1.0))
-        # All bins together first: a useless draft shows after a few candidates, whichever bins they are in.
+        # First all bins together, so that a useless draft is recognised after a few candidates in any bins.
         self.line = _line(estimated, judged, self.accepted, self.prior)
         expected = _sigmoid(self.line[0] + self.line[1] * estimated)
         self.acceptance = (self.accepted + PRIOR_COUNT * expected) / (judged + PRIOR_COUNT)
-        # What to add to the log-odds of an estimate, by bin.
         self.shift: list[float] = (_log_odds(self.acceptance) - estimated).tolist()
         usual = (judged + self.bin_count * PRIOR_PROBS) / (judged.sum() + self.bin_count)
         rows = self.transitions.sum(1, keepdims=True)
@@ -268,14 +267,14 @@ class AcceptanceRates:
 
 
 def _line(log_odds: Floats, judged: Floats, accepted: Floats, prior: Floats) -> Floats:
-    """Intercept and slope of a logistic regression on mean log-odds by bin (Newton's method); `prior`: their means."""
+    """Intercept and slope of a logistic regression on mean log-odds by bin (Newton's method); `prior`: prior means."""
     if not judged.any():
         return prior
     inputs = np.stack((np.ones_like(log_odds), log_odds), axis=1)
     precision, line = np.diag(1.0 / np.square(LINE_PRIOR)), prior
     for _ in range(20):
         expected = _sigmoid(inputs @ line)
-        weight = np.maximum(judged * expected * (1.0 - expected), 0.05 * judged)  # no wild steps where it is flat
+        weight = np.maximum(judged * expected * (1.0 - expected), 0.05 * judged)  # bounds steps where the loss is flat
         slope = inputs.T @ (accepted - judged * expected) - precision @ (line - prior)
         step = np.linalg.solve(inputs.T @ (weight[:, None] * inputs) + precision, slope)
         line = line + step

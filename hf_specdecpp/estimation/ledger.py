@@ -1,5 +1,5 @@
-"""What rounds have brought and taken (`Ledger`): of chains, of trees, of drafting beside lookups. Whether speculation
-pays, and what faster passes do (`verdict`): in statistics, reports and cards."""
+"""Tokens per second of rounds (`Ledger`), for decisions; sentences on the measured speed (`verdict`), for statistics,
+reports and cards."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import numpy as np
 
 from hf_specdecpp.figures import Floats
 
-LEAST_GAIN = 1.02  # over plain decoding that candidates must promise: measured costs are not more exact
-LASTING, RECENT = 0.995, 0.98  # what is left of a round one round later: of all rounds of a draft; of a passage
-PAYS, LOSES = 1.03, 0.97  # times the speed of plain `generate()`: between them speeds count as equal
-TRUSTED = 8.0  # plain rounds that a promise counts for, before anything has been seen
+LEAST_GAIN = 1.02  # least expected gain of candidates over plain decoding: costs are not more exact
+LASTING, RECENT = 0.995, 0.98  # weight of a round relative to the next: over all rounds of a draft; over a passage
+PAYS, LOSES = 1.03, 0.97  # relative to plain `generate()`; speeds between them count as equal
+TRUSTED = 8.0  # weight of the promise before the first round, in plain rounds
 
 
 class Ledger:
-    """Tokens and seconds of rounds. Older rounds count less, and a promise counts for the rounds that are to come.
+    """Tokens per second of rounds: an average with less weight on older rounds, and with a prior.
 
-    Example: a plain round takes 1 s, and 2 tokens a second are promised. A round then brings 3 tokens in 2 s. The
-    promise still counts for 8 * 0.98 = 7.84 rounds, so the rate is (3 + 7.84 * 2) / (2 + 7.84) = 1.9 tokens a second.
+    Example: memory is 0.98, a plain round takes 1 s, the promise is 2. After a round of 3 tokens in 2 s the promise
+    counts as 8 * 0.98 = 7.84 plain rounds: the rate is (3 + 7.84 * 2) / (2 + 7.84) = 1.9 tokens per second.
 
     Args:
-        memory: what is left of a round one round later.
-        promise (tokens a second): expected before anything is seen.
-        plain (seconds): of a round without candidates.
-        trusted (rounds): plain rounds that the promise counts for.
+        memory: weight of a round relative to the next.
+        promise (tokens per second): the prior.
+        plain (seconds): time of a round without candidates.
+        trusted: weight of the prior, in plain rounds.
 
     Attributes:
-        prices (seconds): of each thing that rounds may take; `1.0` where rounds are noted in seconds.
+        prices (seconds): price of each unit that `record_round` counts; `1.0` if rounds are recorded in seconds.
     """
 
     def __init__(self, memory: float, promise: float = 0.0, plain: float = 1.0, trusted: float = TRUSTED) -> None:
@@ -37,14 +37,14 @@ class Ledger:
         self._tokens, self._taken = 0.0, np.zeros(())
 
     def record_round(self, tokens: float, taken: Any) -> None:
-        """Take note of a round: its tokens, and its seconds or how many of each thing in `prices` the round took."""
+        """Add a round: its tokens, and its seconds, or an array with its number of each unit in `prices`."""
         self.trusted *= self.memory
         self._tokens = self.memory * self._tokens + tokens
         self._taken = self.memory * self._taken + taken
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second, at the current `prices`."""
         tokens = self._tokens + self.trusted * self.promise * self.plain
         return tokens / (float((self._taken * self.prices).sum()) + self.trusted * self.plain)
 
@@ -58,7 +58,7 @@ SAID = {
 
 
 class Speed(NamedTuple):
-    """Relative to plain `generate()`, with the ends of its 95 % interval: the same, where it was measured once."""
+    """Speed relative to plain `generate()`, with its 95 % interval; after one measurement all three are equal."""
 
     value: float
     low: float
@@ -69,8 +69,8 @@ class Speed(NamedTuple):
 
 
 def effect(plain: Speed, same: Speed) -> Literal["gain", "loss", "none", "unclear"]:
-    """What speculation does: a gain is faster than plain generation as it is and with the same passes, by more than
-    chance."""
+    """The effect of speculation, from the smaller of two speeds over plain generation: as it is (`plain`), and with
+    the same faster matrix multiplications (`same`). "unclear" if its interval contains 1."""
     value, low, high = min(plain, same)
     if LOSES < value < PAYS:
         return "none"
@@ -78,14 +78,14 @@ def effect(plain: Speed, same: Speed) -> Literal["gain", "loss", "none", "unclea
 
 
 def verdict(plain: Speed, same: Speed, passes: Speed | None, of: str = "") -> str:
-    """Sentences on speeds over plain generation as it is, and with the same passes.
+    """One or two sentences on speeds as in `effect`, for statistics, reports and cards.
 
     Example: "Speculation pays here: fixed 3 runs at 2.10 times the speed of plain generate() and at 1.30 times that
     with the same passes. These passes alone take plain generate() to 1.60, so most of the speed comes from them."
 
     Args:
-        passes: what the passes alone bring to plain generation; `None` where they are plain generation's own.
-        of: what was measured, such as "fixed 3 runs at ".
+        passes: how much the faster matrix multiplications alone speed up plain generation; `None` if none are used.
+        of: beginning of the sentence, such as "fixed 3 runs at ".
     """
     said = f"{SAID[effect(plain, same)]}: {of}{plain} times the speed of plain generate()"
     if passes is None:

@@ -1,7 +1,7 @@
-"""How good are acceptance estimates? Exact expectations, no sampling.
+"""Metrics of acceptance estimates, as exact expectations without sampling.
 
-Labels are acceptance probabilities. A candidate with label P counts as accepted with weight P and as rejected with
-weight 1 - P, so no coin needs to be thrown.
+Labels are acceptance probabilities: a candidate with label P counts as accepted with weight P and as rejected with
+weight 1 - P.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SMALLEST = 1e-6  # a probability of exactly 0 or 1 would make the divergence infinite
+SMALLEST = 1e-6  # at an estimate of exactly 0 or 1 the divergence may be infinite
 
 
 def auc(estimate: Tensor, label: Tensor, weight: Tensor | None = None) -> float:
-    """Chance that an accepted candidate has a higher estimate than a rejected one, ties counting half. All `[n]`."""
+    """Probability that an accepted candidate has a higher estimate than a rejected one; ties count half. All `[n]`."""
     weight = torch.ones_like(label) if weight is None else weight
     accepted, rejected = (weight * label).double(), (weight * (1.0 - label)).double()
     _, group = estimate.unique(return_inverse=True)  # sorted; equal estimates share a group
@@ -25,14 +25,14 @@ def auc(estimate: Tensor, label: Tensor, weight: Tensor | None = None) -> float:
 
 
 def ece(estimate: Tensor, label: Tensor, bins: int = 15) -> float:
-    """Expected calibration error: mean |estimate - label| over equally wide bins, by their share. Both `[n]`."""
+    """Expected calibration error: |mean estimate - mean label| of equal-width bins, weighted by size. Both `[n]`."""
     which = (estimate.double() * bins).long().clamp(0, bins - 1)
     difference = torch.zeros(bins, dtype=torch.float64).index_add_(0, which, estimate.double() - label.double())
     return float(difference.abs().sum() / len(which))
 
 
 def binary_kl(estimate: Tensor, label: Tensor, weight: Tensor | None = None) -> float:
-    """Mean of KL(Bernoulli(label) || Bernoulli(estimate)) in nats, the paper's metric. All `[n]`."""
+    """Mean of KL(Bernoulli(label) || Bernoulli(estimate)) in nats, SpecDec++'s metric. All `[n]`."""
     weight = torch.ones_like(label) if weight is None else weight
     estimate, label, weight = estimate.double().clamp(SMALLEST, 1.0 - SMALLEST), label.double(), weight.double()
     cross = -(label * estimate.log() + (1.0 - label) * torch.log1p(-estimate))

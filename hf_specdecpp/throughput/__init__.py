@@ -1,1 +1,1 @@
-"""`rule="throughput"`: costs measured, acceptance learned, tokens a second maximised."""
+"""`rule="throughput"`: measures costs, learns acceptance, maximises tokens per second."""

@@ -1,5 +1,5 @@
-"""What rounds cost on this machine: assumed at first (`Rounds`), then as the rounds of this process are timed
-(`RoundTimes`) and say (`KnownCosts`)."""
+"""Costs of rounds on this machine: assumed at first (`Rounds`), then corrected (`KnownCosts`) by the timed rounds of
+this process (`RoundTimes`)."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from hf_specdecpp.models.causal_lm import CausalLM, num_bytes, parameters_of
 from hf_specdecpp.models.checks import keeps_recurrent_state
 from hf_specdecpp.models.cpu.products import ProductTimes
 
-FEW = 5  # texts that are drafted with what follows from an assumption, without trials of its details
-# Assumed, in passes over one token: each further token, on a CPU and elsewhere; the large layers, where their products
-# were measured for several tokens, and what a further token adds beside them; a draft's step beside its share of the
-# target's weights. In steps of the draft: a token that it reads among many, or a further place of its pass.
+FEW = 5  # sequences generated before the first trials of chain lengths
+# Assumed costs, in passes over one token: each further token, on a CPU and elsewhere; large layers whose matrix
+# multiplications were measured, and each further token without these layers; a draft step, apart from the draft's share
+# of the target's weights. In draft steps: a token that the draft reads among many, or a further node of its pass.
 WIDER_ON_CPU, WIDER, LAYERS, BESIDE, LEAST_STEP, AMONG_MANY = 0.1, 0.03, 0.8, 0.015, 0.03, 0.1
-TRUST = 3.0  # rounds of a text that count as much as all that was known of the same costs before
-MOST_CHANGE = 2.0  # times, in one text: capturing or a machine that sleeps is no cost of a round
-MOST_READ = 32  # tokens that a draft reads first, where its drafting tells what a step costs: more are another pass
-EXPECTED = 0.1  # difference from the known cost, as a share of it
-SHORT = 7  # bits of the length of a text that counts as short: up to 127 tokens
+TRUST = 3.0  # rounds of a sequence with the weight of all earlier ones
+MOST_CHANGE = 2.0  # factor per sequence: captures and a sleeping machine are no costs of a round
+MOST_READ = 32  # tokens that the draft reads first; drafting after more of them is not used as a time
+EXPECTED = 0.1  # largest relative difference of a time that confirms a cost (of the logarithms)
+SHORT = 7  # bits of the largest short sequence length, 127 tokens
 
-# In this process, by what they depend on.
+# Costs in this process, by `Rounds.key`.
 _known: dict[tuple[Any, ...], KnownCosts] = {}
 
 
 class KnownCosts:
-    """What rounds cost here.
+    """Costs of rounds, by sequence length, corrected after each sequence.
 
-    A length of text that has not been met costs what the nearest one that has does, until its first text is over.
+    A length class without timed sequences has the costs of the nearest class with some.
 
     Args:
-        first: before any round was timed.
-        form: what a rule reckons with, made of the costs of passes by the tokens that they read: a row's share of a
-            batch, widths of passes that are filled up.
-        is_assumed: nothing was timed: until the first text is over `first` are shares of a pass over one token.
-        follows: whether they follow the rounds.
+        first: costs before any round was timed.
+        form: computes the costs for a rule from those of passes by width: for batches a row's share, for padded passes
+            the padded width (`Rounds.formed`).
+        is_assumed: whether `first` is assumed, in passes over one token. After the first sequence costs are in seconds.
+        follows: whether rounds correct the costs; `False` for given ones.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class KnownCosts:
     ) -> None:
         self.first, self.is_assumed, self.follows = first, is_assumed, follows
         self._form = form
-        self._texts = 0 if is_assumed else FEW  # that have corrected them
-        self._by_length: dict[int, Costs] = {}  # what rounds have made of them (`length_class`)
-        self._formed: dict[int, Costs] = {}  # by class of length, too
+        self._texts = 0 if is_assumed else FEW  # sequences that have corrected the costs
+        self._by_length: dict[int, Costs] = {}  # corrected costs, by `length_class`
+        self._formed: dict[int, Costs] = {}  # results of `form`, by length class
 
     @classmethod
     def given(cls, costs: dict[str, Any] | None) -> KnownCosts:
-        """Those of `SpeculationConfig.costs`, which stay; `ValueError` if there are none, or they are no costs."""
+        """Constant costs from `SpeculationConfig.costs`; `ValueError` if `costs` is `None` or invalid."""
         if costs is None:
             raise ValueError(
                 "rule='throughput' has to know what a round costs, and there is no target here whose rounds could say. "
@@ -77,24 +77,24 @@ class KnownCosts:
 
     @property
     def are_new(self) -> bool:
-        """Whether few texts have corrected what was assumed."""
+        """Whether fewer than five sequences have corrected assumed costs."""
         return self._texts < FEW
 
     def at(self, length: int) -> Costs:
-        """What a rule reckons with at this length of the text: the same object until the next text."""
+        """Costs for a rule at this sequence length: one object per length class until the next `follow`."""
         kind = self._nearest(length_class(length))
         if kind not in self._formed:
             self._formed[kind] = self._form(self._by_length.get(kind, self.first))
         return self._formed[kind]
 
     def follow(self, times: RoundTimes) -> list[tuple[int, int]]:
-        """Follow the rounds of a text: by class of length and width the passes that took what was known of them."""
+        """Correct the costs after a sequence. Returns length class and width of passes that confirmed their cost."""
         taken: list[tuple[int, int]] = []
         if not times.passes or not self.follows:
             return taken
         if self.is_assumed:
             seconds = in_seconds(self.first, times)
-            if seconds is None:  # the clock cannot tell
+            if seconds is None:  # shorter than the clock's resolution
                 return taken
             self.first, self.is_assumed = seconds, False
         self._texts += 1
@@ -106,22 +106,22 @@ class KnownCosts:
         return taken
 
     def _nearest(self, kind: int) -> int:
-        """The class of length that there were texts of; the same where there were none at all."""
+        """The nearest length class with corrected costs; `kind` if there is none."""
         return min(self._by_length, key=lambda known: (abs(known - kind), known), default=kind)
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds whose costs are asked for.
+    """A kind of rounds that have costs in common.
 
     Attributes:
-        most: candidates of the largest.
-        trees: whether these are trees, or chains.
-        rows: of a batch.
-        passes: how the target's are made: `"growing"`, or with widths that are filled up, `"captured"`.
-        mixes: whether the draft's logits are mixed with the target's successors (`Decisions.draft_successors`).
-        products: which matrix products they may take (`DraftSetup.described_products`).
-        times: what the products of the target's large layers take, if that was measured.
+        most: the most candidates of a round.
+        trees: whether rounds have trees; otherwise chains.
+        rows: number of rows of the batch.
+        passes: `"growing"`, or `"captured"` for target passes of padded width.
+        mixes: whether the draft's logits are mixed with the target's latest choices (`Decisions.draft_successors`).
+        products: allowed kinds of matrix multiplication (`DraftSetup.described_products`).
+        times: measured seconds of the matrix multiplications of the target's large layers, if any.
     """
 
     target: CausalLM
@@ -136,26 +136,26 @@ class Rounds:
     times: ProductTimes | None = None
 
     def formed(self) -> Callable[[Costs], Costs]:
-        """Makes costs of passes those that a rule reckons with: of a batch one row's share of passes over all rows."""
-        # Read before: what is known of costs must not keep a target alive.
+        """A function from costs of passes to costs for a rule: for batches one row's share of passes over all rows."""
+        # Read here, because the function must not keep the target alive.
         is_recurrent, is_filled_up = keeps_recurrent_state(self.target), self.passes != "growing"
         most, rows = self.most, self.rows
 
         def form(costs: Costs) -> Costs:
-            # What seems cheaper than a pass over one token was timed in a better moment, or gains little: drafting
-            # that follows from that alone has nothing accepted in it.
+            # No pass is cheaper than one over one token: otherwise rounds could draft for a cheaper pass alone,
+            # without any candidate being accepted.
             costs = replace(costs, verify=tuple(max(seconds, costs.verify[0]) for seconds in costs.verify))
             if is_recurrent:
-                # A token that stands is read again after a rejection, which happens to about each token once.
+                # After a rejection the accepted tokens are read again, each about once.
                 costs = costs.reading(range(1, 2 * most + 2, 2))
-            if is_filled_up:  # with dummies
+            if is_filled_up:  # padded with dummies
                 costs = costs.reading([width_of(tokens) for tokens in range(1, most + 2)])
             return costs if rows == 1 else costs.scaled(1.0 / rows)
 
         return form
 
     def key(self) -> tuple[Any, ...]:
-        """All that their costs depend on."""
+        """Everything that the costs depend on, as a key."""
         head = [self.estimator] if isinstance(self.estimator, nn.Module) else []
         models = [
             (type(each), num_bytes(each), frozenset((part.dtype, part.device) for part in parameters_of(each)))
@@ -166,9 +166,9 @@ class Rounds:
         return *models, attention, self.drafter.block, *rounds, torch.get_num_threads()
 
     def assumed(self) -> Costs:
-        """What they cost before any was timed, in passes of the target over one token.
+        """Assumed costs before the first timed round, in passes of the target over one token.
 
-        A measurement before the first text would take as long as many rounds, and on a busy machine be wrong.
+        Measuring before the first sequence would take as long as many rounds, and be wrong on a busy machine.
         """
         verify = tuple(self._assumed_pass(1 + further) for further in range(self.most + 1))
         if not self.drafter.places:
@@ -177,10 +177,10 @@ class Rounds:
         return Costs(draft, verify, read=AMONG_MANY * draft, branch=AMONG_MANY * draft, block=self.drafter.block)
 
     def _assumed_pass(self, tokens: int) -> float:
-        """A pass over so many tokens of each row, in passes over one.
+        """The assumed cost of a pass over `tokens` tokens of each row, in passes over one token of each row.
 
-        Example: products of 1 and 4 rows of a large layer take 100 and 125 ns, so a pass over 4 tokens is assumed to
-        take 1 + 0.8 * 0.25 + 3 * 0.015 = 1.245 passes over one token.
+        Example: matrix multiplications of large layers take 100 ns for 1 row and 125 ns for 4. A pass over 4 tokens is
+        assumed to cost 1 + 0.8 * 0.25 + 3 * 0.015 = 1.245 passes over one token.
         """
         further = self.rows * (tokens - 1)
         if self.times is None:
@@ -190,20 +190,20 @@ class Rounds:
 
 
 def costs_of(rounds: Rounds) -> KnownCosts:
-    """What is known in this process of the costs of rounds; assumed until the first text has shown it."""
+    """This process's costs of a kind of rounds, assumed before the first sequence."""
     if (key := rounds.key()) not in _known:
         _known[key] = KnownCosts(rounds.assumed(), rounds.formed(), is_assumed=True)
     return _known[key]
 
 
 def forget_costs() -> None:
-    """Forget all costs: rounds say them again."""
+    """Delete all costs; later rounds are timed again."""
     _known.clear()
 
 
 @contextmanager
 def without_known_costs() -> Iterator[None]:
-    """Within, nothing is known of costs; afterwards what was known before."""
+    """Context in which there are no measured costs; at the end the earlier costs are restored."""
     before = dict(_known)
     _known.clear()
     try:
@@ -214,24 +214,24 @@ def without_known_costs() -> Iterator[None]:
 
 
 def _num_multiplied(models: Sequence[nn.Module]) -> int:
-    """Numbers in the weights of linear layers."""
+    """Total number of weights in linear layers, without biases."""
     layers = {layer for model in models for layer in model.modules() if isinstance(layer, nn.Linear)}
     return sum(layer.weight.numel() for layer in layers)
 
 
 def length_class(length: int) -> int:
-    """Texts of lengths that cost alike: up to 127 tokens, 128 to 255, 256 to 511, ..."""
+    """Class of sequence lengths with common costs: 7 up to 127 tokens, 8 up to 255, 9 up to 511, ..."""
     return max(length.bit_length(), SHORT)
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """What was drafted in a round.
+    """The work of the draft in a round.
 
     Attributes:
-        steps: passes of the draft.
-        read: tokens that it read first, after a pause, beside the last one.
-        branches: in trees: nodes that a pass read beside the first.
+        steps: number of draft passes.
+        read: tokens that the draft read first, after rounds without it, not counting the last token.
+        branches: nodes that draft passes read, without the first of each pass.
     """
 
     steps: int = 0
@@ -239,27 +239,25 @@ class Drafting:
     branches: int = 0
 
     def seconds(self, costs: Costs) -> float:
-        """What it should take."""
+        """Expected seconds."""
         return costs.start + self.steps * costs.draft + self.further(costs)
 
     def further(self, costs: Costs) -> float:
-        """What it should take beside its steps."""
+        """Expected seconds of `read` and `branches`."""
         return self.read * costs.read + self.branches * costs.branch
 
 
 @dataclass
 class RoundTimes:
-    """The rounds of one text, timed.
-
-    A round is divided in two: drafting, and all the rest, which belongs to the pass of its width: so what a width costs
-    includes its verification, whatever that is.
+    """Times of the rounds of one sequence, each in two parts: drafting, and the rest, which is the cost of a pass of
+    the round's width. So the cost of a pass includes verification.
 
     Args:
-        clock: reads seconds (`clocks.computing_clock`).
+        clock: returns seconds (`clocks.computing_clock`).
 
     Attributes:
-        passes: by class of length, and there by width: seconds of the rounds without their drafting.
-        drafts: by class of length: what was drafted, and seconds.
+        passes: by length class and width, seconds of rounds without drafting.
+        drafts: by length class, the draft's work and its seconds.
     """
 
     clock: Callable[[], float]
@@ -267,17 +265,17 @@ class RoundTimes:
     drafts: dict[int, list[tuple[Drafting, float]]] = field(default_factory=dict)
 
     def begin_round(self) -> None:
-        """A round begins: with its drafting."""
+        """Called at the beginning of a round, before drafting."""
         self._begin = self._drafted = self.clock()
         self._drafting: Drafting | None = None
 
     def drafted(self, drafting: Drafting | None) -> None:
-        """The draft is there; `None`: how long that took says nothing of the costs."""
+        """Called after drafting; `None` if its time is not typical and must not be used."""
         self._drafted = self.clock()
         self._drafting = drafting if drafting is not None and drafting.read <= MOST_READ else None
 
     def end(self, length: int, width: int) -> None:
-        """The round of a text that had this length is over, whose pass read `width` tokens, dummies included."""
+        """Called after a round. `length`: the sequence's before it; `width`: tokens in the pass, dummies included."""
         kind = length_class(length)
         of_width = self.passes.setdefault(kind, defaultdict(list))
         of_width[width].append(self.clock() - self._drafted)
@@ -287,23 +285,23 @@ class RoundTimes:
 
 
 def as_expected(costs: Costs, passes: Mapping[int, Sequence[float]]) -> list[int]:
-    """The widths whose rounds took what they should, in the median."""
+    """Widths whose median time is within about 10 % of the cost."""
     verify, taken = costs.verify_seconds(max(passes, default=1) - 1), taken_by(passes)
     return [width for width, seconds in taken.items() if abs(math.log(seconds / verify[width - 1])) < EXPECTED]
 
 
 def taken_by(passes: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """What rounds of each width took, as far as the clock can tell (`clocks.typical`)."""
+    """Typical seconds by width (`clocks.typical`), without widths whose times the clock cannot resolve."""
     found = {width: typical(each) for width, each in passes.items()}
     return {width: seconds for width, seconds in found.items() if seconds is not None}
 
 
 def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:
-    """Assumed shares of a pass over one token in seconds, by the first text: one factor for passes, one for drafting.
-    `None` where the clock cannot tell.
+    """Assumed costs converted from passes to seconds by the first sequence, with one factor for passes and one for
+    drafting. `None` if the clock cannot resolve the times.
 
-    Example: passes over 1 and 3 tokens are assumed to take 1 and 1.1. Rounds over 3 tokens took 22 ms in the median, so
-    passes over 1 token are expected to take 20 ms.
+    Example: passes over 1 and 3 tokens are assumed to cost 1 and 1.1. The median of rounds over 3 tokens is 22 ms, so a
+    pass over 1 token is expected to take 20 ms.
     """
     verify = assumed.verify_seconds(max(max(widths) for widths in times.passes.values()) - 1)
     timed = [(width, each) for widths in times.passes.values() for width, of in widths.items() for each in of]
@@ -316,18 +314,18 @@ def in_seconds(assumed: Costs, times: RoundTimes) -> Costs | None:
 
 
 def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Sequence[tuple[Drafting, float]]) -> Costs:
-    """The costs after a text whose rounds took so long: medians of its rounds, weighed against what was known.
+    """Costs corrected by the times of a sequence.
 
-    Logarithms are averaged: the new cost is `old * (median / old) ** (n / (n + 3))` for n rounds. Widths that the text
-    had no rounds of change as the others do on average, and so does drafting of which there was none: a machine that
-    has become slower changes no decision.
+    With n rounds of a width the new cost is `old * (median / old) ** (n / (n + 3))`, changed by at most a factor of 2.
+    Other widths change by the average factor, and so does drafting if there was none: a uniformly slower machine
+    changes no decision.
 
-    Example: passes over 1 and 2 tokens were known to take 10 and 30 ms, and nine rounds over 2 tokens took 20 ms, in
-    the median. n / (n + 3) is 3/4, so 2 tokens cost 30 * (2/3) ** 0.75 = 22 ms now and 1 token 7.4 ms.
+    Example: passes over 1 and 2 tokens cost 10 and 30 ms, and the median of nine rounds over 2 tokens is 20 ms. n /
+    (n + 3) is 3/4, so the new cost is 30 * (2/3) ** 0.75 = 22 ms for 2 tokens and 7.4 ms for 1 token.
 
     Args:
-        passes: seconds of rounds without their drafting, by width.
-        drafts: what was drafted, and seconds.
+        passes: by width, seconds of rounds without drafting.
+        drafts: the draft's work and its seconds, for each round.
     """
     verify = costs.verify_seconds(max(max(passes, default=0), len(costs.verify)) - 1).tolist()
     changes = {width: _log_ratio(seconds, verify[width - 1]) for width, seconds in taken_by(passes).items()}
@@ -341,10 +339,10 @@ def corrected(costs: Costs, passes: Mapping[int, Sequence[float]], drafts: Seque
 
 
 def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[Drafting, float]]) -> Costs:
-    """The price of drafts after a text: first as a whole, then that of a step against that of starting.
+    """Costs with drafting corrected: first by a common factor, then divided between `start` and `draft` (a step).
 
-    Example: starting and a step were known to take 1 and 2 ms. Drafts of 1 and 3 steps took 4 and 8 ms, very often. A
-    line through these has 2 ms a step, and 2 ms for starting.
+    Example: start and step cost 1 and 2 ms. Drafts of 1 and 3 steps took 4 and 8 ms, very often. The line through these
+    has 2 ms per step and 2 ms for the start.
     """
     known = [(seconds, expected) for each, seconds in drafts if (expected := each.seconds(costs)) > 0.0]
     usual_ratio = typical([seconds / expected for seconds, expected in known]) if known else None
@@ -367,7 +365,7 @@ def _corrected_drafting(costs: Costs, drafts: Sequence[tuple[Drafting, float]]) 
 
 
 def _share(rounds: int) -> float:
-    """Of the new in what is known then."""
+    """Weight of so many new rounds."""
     return rounds / (rounds + TRUST)
 
 

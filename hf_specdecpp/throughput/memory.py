@@ -1,4 +1,4 @@
-"""What an assistant has learned of each target, kept between generations."""
+"""Statistics that an assistant keeps between generations, for each target (`Memory`)."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from hf_specdecpp.throughput.plan import BatchPlan, ChainPlan, Plan
 from hf_specdecpp.throughput.tree_plan import TreePlan
 
 T = TypeVar("T")
-MOST_LEARNED = 16  # of a target; that of the way of sampling that was not used for the longest time goes
+MOST_LEARNED = 16  # entries of a target, by way of sampling and more; the least recently used is dropped
 
 
 @dataclass
 class Learned:
-    """What rounds of one kind have taught: how often estimates came true, and the plan of `rule="throughput"`, once it
-    was used, and what it was made for."""
+    """Statistics of one kind of rounds: acceptance rates, and with `rule="throughput"` the plan and the settings that
+    the plan was made for."""
 
     greedy: bool
     rates: AcceptanceRates
@@ -48,25 +48,25 @@ class Learned:
 
 @dataclass
 class LearnedOfLookups:
-    """How often candidates that were looked up were right, and what looking up and drafting have brought, by the kind
-    of tree, the rows of the batch, whether anything drafts, and whether costs are assumed, in passes."""
+    """Statistics of lookups: acceptance rates of candidates, and choices between lookup and draft by kind of tree, rows
+    of the batch, whether there is a draft, and whether costs are assumed (in passes)."""
 
     rates: LookupRates = field(default_factory=LookupRates)
     choices: dict[tuple[str, int, bool, bool], Choice] = field(default_factory=dict)
 
 
 class Memory:
-    """What was learned by target, and there by chains or trees, who estimates, and how the target samples.
+    """Statistics by target, and there by chains or trees, estimator and way of sampling.
 
-    `clear()` forgets what was learned, what targets said lately and earlier answers, `measure_again()` also what rounds
-    have shown of costs and products.
+    `clear()` deletes statistics, the targets' latest choices and earlier answers; `measure_again()` also the process's
+    measured costs and times.
 
     Args:
-        calibration: for `"sampled"` and `"greedy"` targets, the line that `AcceptanceRates` begins with.
+        calibration: for `"sampled"` and `"greedy"` targets the prior `line` of `AcceptanceRates`.
 
     Attributes:
-        answers: earlier ones, in which lookups search (`lookup="history"`).
-        successors: by target what it said lately after each token (`Decisions.draft_successors`).
+        answers: earlier answers, in which lookups search (`lookup="history"`).
+        successors: by target, its latest choices after each token (`Decisions.draft_successors`).
     """
 
     def __init__(self, calibration: Mapping[str, Sequence[float]] | None = None) -> None:
@@ -75,21 +75,21 @@ class Memory:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was learned and said, so that a seeded run can be repeated, and earlier answers."""
+        """Delete statistics, latest choices and earlier answers, so that a seeded run can be repeated."""
         self.successors: WeakKeyDictionary[CausalLM, NgramCorrections] = WeakKeyDictionary()
         self.lookups: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], LearnedOfLookups]] = WeakKeyDictionary()
         self.learned: WeakKeyDictionary[CausalLM, dict[tuple[Any, ...], Learned]] = WeakKeyDictionary()
         self.answers.clear()
 
     def measure_again(self) -> None:
-        """Forget what was learned, and costs and fastest products of this machine: rounds say them again."""
+        """`clear()`, and delete the measured costs, pass times and matrix multiplication times of this process."""
         self.clear()
         forget_costs()
         forget_pass_times()
         forget_product_times()
 
     def calibrations(self) -> dict[str, list[float]]:
-        """For each kind of target the line that rests on most candidates, or what was given."""
+        """By `"sampled"` and `"greedy"`, the fitted line with most tested candidates, else the given `calibration`."""
         found = {mode: list(line) for mode, line in self.calibration.items()}
         everything = [each for of_target in self.learned.values() for each in of_target.values()]
         for each in sorted(everything, key=lambda each: each.rates.judged):
@@ -105,7 +105,7 @@ class Memory:
         how: GenerationConfig,
         trees: bool = False,
     ) -> Learned:
-        """What is known of an `owner`, a target or the draft where none is given, and of one way of drawing."""
+        """Statistics of an `owner` (the target, or without one the draft), for one way of sampling; new if missing."""
         greedy = not how.do_sample
 
         def new() -> Learned:
@@ -117,19 +117,19 @@ class Memory:
         return _latest(self.learned.setdefault(owner, {}), key, new)
 
     def recall_lookups(self, owner: CausalLM, how: GenerationConfig) -> LearnedOfLookups:
-        """The same of candidates that were looked up."""
+        """Statistics of lookups for an `owner` and one way of sampling; new if missing."""
         return _latest(self.lookups.setdefault(owner, {}), _sampling(how), LearnedOfLookups)
 
     def recall_successors(self, target: CausalLM, num_ids: int, device: torch.device) -> NgramCorrections:
-        """What a target said lately after each of its `num_ids` tokens, on the draft's device."""
+        """The target's latest choices after each of `num_ids` token ids, on the draft's device; new if missing."""
         known = self.successors.get(target)
         if known is None or known.made_for != (num_ids, device):
             known = self.successors[target] = NgramCorrections(num_ids, device)
         return known
 
     def plan(self, config: SpeculationConfig, decisions: Decisions, rounds: Rounds, how: GenerationConfig) -> Plan:
-        """What `rule="throughput"` knows of these rounds; `ValueError` if nothing says what they cost. `rounds`: chains
-        of up to `rounds.most` candidates with those that are looked up, or trees."""
+        """The plan of `rule="throughput"` for these rounds, new if costs or settings have changed. `ValueError` if
+        `config.costs` are invalid. `rounds.most` includes looked-up candidates; a chain plan's `most` does not."""
         learned = self.recall(decisions, rounds.target, rounds.estimator, how, rounds.trees)
         known = self._costs(config, rounds)
         most = rounds.most if rounds.trees else int(min(config.max_tokens, rounds.drafter.places))
@@ -144,7 +144,7 @@ class Memory:
         return learned.plan
 
     def _costs(self, config: SpeculationConfig, rounds: Rounds) -> KnownCosts:
-        """What the rounds cost, which is what rounds say but where costs are given or may not follow the clock."""
+        """Measured costs of rounds, or constant ones if they are given or `config.reproducible`."""
         if config.costs is not None:
             given, rows = Costs.from_dict(config.costs), rounds.rows
             return KnownCosts(given if rows == 1 else given.of_row(rows, rounds.most), follows=False)
@@ -158,7 +158,7 @@ def _sampling(how: GenerationConfig) -> tuple[Any, ...]:
 
 
 def _latest(known: dict[tuple[Any, ...], T], key: tuple[Any, ...], new: Callable[[], T]) -> T:
-    """What is known under a key, else `new`; of too many others the one goes that was not used for longest."""
+    """The value of a key, `new()` if missing; drops the least recently used value if there are more than 16."""
     known[key] = known.pop(key) if key in known else new()
     if len(known) > MOST_LEARNED:
         del known[next(iter(known))]

@@ -1,4 +1,4 @@
-"""What a forward pass of a target over one token takes, by the passes that texts make (`PassTimes`)."""
+"""Seconds of a target's forward pass over one token, computed from the passes of rounds (`PassTimes`)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hf_specdecpp.models.causal_lm import CausalLM, cache_among
 from hf_specdecpp.models.cpu.faster_products import FasterProducts
 from hf_specdecpp.models.cpu.weight_copies import background
 
-KEPT = 512  # passes
-ENOUGH = 3  # passes of a width in a text
-WARM, EVERY = 2, 128  # passes beside those of the rounds: at first, and rounds between two of them
-TINY = 1e-6  # seconds; a coarse clock may see none
-LEAST = 0.25  # of a pass, that one over fewer tokens takes at least
+KEPT = 512  # latest passes
+ENOUGH = 3  # passes of a width for a median of its own
+WARM, EVERY = 2, 128  # separate passes over one token: at first, and rounds between two later ones
+TINY = 1e-6  # seconds, the lower bound of a time: coarse clocks return 0
+LEAST = 0.25  # least share of a pass's time for a pass over fewer tokens
 
 
 class Pass(NamedTuple):
-    """One pass.
+    """A timed forward pass.
 
     Attributes:
-        rows: tokens that it read.
-        saved: seconds of the processor that the copies of weights there were then save in a pass over one token.
-        work, clock: its seconds of the processor, and by the clock.
+        rows: tokens in the pass.
+        saved: CPU seconds that the copies of weights of that time save in a pass over one token.
+        work, clock: CPU seconds and wall seconds of the pass.
     """
 
     rows: int
@@ -40,55 +40,55 @@ class Pass(NamedTuple):
 class PassTimes:
     """Seconds of a target's passes over few tokens.
 
-    On a CPU with large layers nothing is measured beside the rounds: a pass over n tokens took what was timed, and the
-    products of its layers were measured once (`FasterProducts.seconds`), so the difference of two widths, and of two
-    kinds of product, is known. Elsewhere a pass over one token is made beside the rounds, twice and then every 128.
+    On a CPU with large layers they are computed from the passes of rounds: matrix multiplications of the layers were
+    measured once (`FasterProducts.seconds`), which gives the difference of two widths, and of two kinds of
+    multiplication. Elsewhere a separate pass over one token is timed, twice and then every 128 rounds.
 
-    Example: passes over 4 tokens took 120 ms, of which large layers take 80 ms with copies of their weights. Over one
-    token these take 70 ms with copies and 95 ms with PyTorch's own products. So a pass over one token takes 110 ms,
-    and 135 ms in plain `generate()`.
+    Example: passes over 4 tokens took 120 ms, of which large layers take 80 ms with copies of their weights. For one
+    token the layers take 70 ms with copies and 95 ms with PyTorch's own multiplications. So a pass over one token takes
+    110 ms, and 135 ms in plain `generate()`.
     """
 
     def __init__(self) -> None:
         self._latest: deque[Pass] = deque(maxlen=KEPT)
         self._beside: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=ENOUGH))  # by rows
-        self._rounds = 0  # since the latest pass beside them
+        self._rounds = 0  # since the latest separate pass
         self._products: Callable[[], FasterProducts | None] = lambda: None  # must not keep a target alive
-        self._copies, self._saved = 0, 0.0  # copies that were made so far, and what they save in a pass over one token
+        self._copies, self._saved = 0, 0.0  # number of copies; CPU seconds saved per pass over one token
 
     def begin_text(self, products: FasterProducts) -> None:
-        """Passes of a text on these products follow."""
+        """Called before the passes of a sequence, which use these matrix multiplications."""
         self._products, self._copies, self._saved = ref(products), background.made, _saved(products, 1)
 
     def record_pass(self, rows: int, work: float, clock: float) -> None:
-        """A pass over so many tokens took so many seconds of the processor, and so many by the clock. Called on a CPU,
-        where a pass is over when its call returns."""
+        """Record a pass over `rows` tokens: CPU seconds `work`, wall seconds `clock`. Called on a CPU only, where a
+        pass ends when its call returns."""
         if self._copies != background.made and (products := self._products()) is not None:
-            self.begin_text(products)  # copies were made while the text is generated
+            self.begin_text(products)  # copies were made during the generation
         self._latest.append(Pass(rows, self._saved, max(work, TINY), max(clock, TINY)))
 
     def is_missing(self, rows: int, products: FasterProducts) -> bool:
-        """Whether a pass over so many tokens should be made now, beside those of the rounds."""
+        """Whether a separate pass over `rows` tokens is due. Called once per round."""
         self._rounds += 1
         return products.seconds(rows) is None and (self._rounds >= EVERY or len(self._beside[rows]) < WARM)
 
     def make(self, rows: int, forward: Callable[..., Any], inputs: dict[str, Any]) -> None:
-        """Time a pass beside those of the rounds, and leave the cache as it was. A forward may be compiled in it."""
+        """Time a separate pass and roll the cache back. The pass may compile the forward method."""
         clock = working_clock() if inputs["input_ids"].device.type == "cpu" else time.perf_counter
         text, begin = text_in(cache_among(inputs)), clock()
-        forward(**inputs, return_dict=True).logits[0, -1, 0].item()  # a read waits for all of it
+        forward(**inputs, return_dict=True).logits[0, -1, 0].item()  # reading a number waits for the pass
         self._beside[rows].append(max(clock() - begin, TINY))
         text.roll_back()
         self._rounds = 0
 
     def seconds(self, rows: int, rounds: int, products: FasterProducts) -> tuple[float | None, float | None]:
-        """Seconds by the clock of a pass over so many tokens (one of each row), as the machine was in the latest
-        `rounds`: in plain `generate()`, and on the products that these had; `None` where they are not known."""
+        """Wall seconds of a pass over `rows` tokens (one of each row) under the load of the latest `rounds`: in plain
+        `generate()`, and with the matrix multiplications of these rounds. `None` if unknown."""
         passes, beside = list(self._latest)[-rounds:], self._beside[rows]
         if products.seconds(rows) is None or not passes:
             if not beside:
                 return None, None
-            # By the clock of the rounds, where these are timed: a busy machine slows them alike.
+            # Scaled to wall time by the rounds, if these are timed: a busy machine delays all passes.
             delay = sum(each.clock for each in passes) / sum(each.work for each in passes) if passes else 1.0
             return median_low(beside) * delay, median_low(beside) * delay
         works: dict[tuple[int, float], list[float]] = defaultdict(list)
@@ -106,14 +106,14 @@ class PassTimes:
 
 
 def _narrower(seconds: float, of: Pass, rows: int, products: FasterProducts) -> float:
-    """What a pass over `rows` tokens takes where one such as `of` takes so many seconds."""
+    """Seconds of a pass over `rows` tokens, if a pass such as `of` takes `seconds`."""
     own = not of.saved  # no layer had a copy of its weight
     further = (products.seconds(of.rows, own) or 0.0) - (products.seconds(rows, own) or 0.0)
     return max(seconds - further, LEAST * seconds)
 
 
 def _saved(products: FasterProducts, rows: int) -> float:
-    """Seconds of the processor that copies of weights save now in a pass over so many tokens."""
+    """CPU seconds that the copies of weights save now in a pass over `rows` tokens."""
     return (products.seconds(rows, own=True) or 0.0) - (products.seconds(rows) or 0.0)
 
 
@@ -121,7 +121,7 @@ _known: WeakKeyDictionary[CausalLM, PassTimes] = WeakKeyDictionary()
 
 
 def pass_times_of(target: CausalLM) -> PassTimes:
-    """What is known of a target's passes."""
+    """The pass times of a target; new if missing."""
     return _known.setdefault(target, PassTimes())
 
 

@@ -1,10 +1,10 @@
-"""What `rule="throughput"` knows of one target and one draft (`Plan`), and how far it drafts chains (`ChainPlan`, and
-the rule that follows it, `Throughput`).
+"""`rule="throughput"` for one target and one draft (`Plan`), and the length of its chains (`ChainPlan` with the
+stopping rule `Throughput`).
 
-A plan learns from the rounds themselves: what rounds cost (`KnownCosts`), how often estimates come true
-(`AcceptanceRates`), and what rounds with candidates have brought (`Ledger`). Costs change between texts only, so within
-a text no decision depends on a clock. Drafting goes on while the tokens that are expected of a further candidate exceed
-the rate, in tokens a second, times the seconds that it adds. Derived in `docs/throughput.md`.
+A plan learns from rounds: their costs (`KnownCosts`), how often candidates are accepted (`AcceptanceRates`), and tokens
+per second of rounds with candidates (`Ledger`). Costs change between sequences only, so within a sequence no decision
+depends on a clock. Drafting continues while the expected tokens of a further candidate exceed the rate, in tokens per
+second, times its seconds. Derived in `docs/throughput.md`.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from hf_specdecpp.estimation.ledger import LASTING, LEAST_GAIN, Ledger
 from hf_specdecpp.throughput.known_costs import KnownCosts, RoundTimes, length_class
 from hf_specdecpp.trees.tree import DraftTree
 
-PROBE_SHARE = 0.005  # of the time without candidates that probes may lose
-MOST_CREDIT = 5.0  # plain passes that probes may lose in a row
-FOLLOWED = 1.5  # plain passes of credit, beside what a probe costs, for which a draft follows a text at all
-TRIED, TRIALS = 2, 2  # lengths of chains that a text tries at most, and rounds of each
-CLEAR_GAIN = 1.3  # over plain decoding, for which it matters little what passes over one token cost
-TRIED_AGAIN = 16  # texts for which costs that rounds have confirmed are not tried
-LEAST_GAIN_IN_BATCHES = 1.1  # there rows end one by one, and those that are left pay for passes alone
+PROBE_SHARE = 0.005  # of the time of rounds without candidates, for probes
+MOST_CREDIT = 5.0  # plain passes, the largest credit for probes
+FOLLOWED = 1.5  # plain passes: credit, above the price of a probe, with which a draft reads a sequence
+TRIED, TRIALS = 2, 2  # lengths of chains that a sequence tries at most, and rounds of each
+CLEAR_GAIN = 1.3  # over plain decoding; above it the cost of a pass over one token matters little
+TRIED_AGAIN = 16  # sequences during which a confirmed cost is not tried
+LEAST_GAIN_IN_BATCHES = 1.1  # larger: rows end one by one, and the remaining rows bear the cost of passes
 LEAST_CRITICAL = 1e-9
-ROUNDS_AHEAD = 64  # of a batch, which have to bring what it takes the draft to read the texts of all rows
+ROUNDS_AHEAD = 64  # of a batch, whose gain must exceed the time in which the draft reads all rows
 
 
 class Plan:
-    """What the rule knows, and what follows from it. Chains and trees differ in how far a round goes.
+    """Costs, acceptance and rate of the rounds of one target and draft, for chains (`ChainPlan`) or trees (`TreePlan`).
 
-    Example of the credit: a plain pass takes 40 ms, so credit begins at 200 ms. Ten probes that lose 20 ms each use it
-    up; then 100 rounds without candidates earn 0.2 ms each, enough for another one.
+    Probes are rounds with candidates while plain decoding is faster. Example of their credit: a plain pass takes 40 ms,
+    so the credit begins at 200 ms. Ten probes that lose 20 ms each use it up; then 100 rounds without candidates earn
+    0.2 ms each, enough for another probe.
 
     Args:
-        known: what rounds cost.
-        most: candidates of the largest round.
-        rates: what is known of the estimates.
+        known: costs of rounds.
+        most: the most candidates of a round.
+        rates: acceptance by estimates.
 
     Attributes:
-        costs: at the length of the text now; `verify`: `[most + 1]` seconds of its passes over 0, 1, ... candidates.
-        seconds: `[most + 1]` of rounds with chains of 0, 1, ... candidates.
-        credit (plain passes): what probes, rounds with candidates while speculation does not pay, may cost now;
-            negative after a probe that cost more than there was.
-        earned: of the rounds with candidates.
-        rounds: with candidates, so far.
-        rate: tokens a second of rounds with candidates.
-        trials: lengths of chains that the next rounds of the text try out; `asked` for, those of the next text.
+        costs: costs at the current sequence length; `verify`: `[most + 1]` seconds of passes over 0, 1, ... candidates.
+        seconds: `[most + 1]`, of rounds with chains of 0, 1, ... candidates.
+        credit (plain passes): that probes may lose now; negative after a probe that lost more than the credit.
+        earned: tokens and time of rounds with candidates.
+        rounds: number of rounds with candidates.
+        rate: tokens per second of rounds with candidates.
+        trials: chain lengths that the next rounds of the sequence try; `asked`: requested trials of the next sequence.
     """
 
     least_gain, tries_to = LEAST_GAIN, MOST_CANDIDATES
@@ -62,11 +62,11 @@ class Plan:
     def __init__(self, known: KnownCosts, most: int, rates: AcceptanceRates | None = None) -> None:
         self.known, self.most, self.rates = known, most, rates or AcceptanceRates()
         self.credit, self.earned, self.rounds = MOST_CREDIT, Ledger(LASTING), 0
-        self._kind = 0  # the class of the length of the text
+        self._kind = 0  # the sequence's length class
         self.asked, self.trials = list[int](), list[int]()
-        self._texts, self._is_new = 0, True  # how many there were, and whether nothing of the one now is known yet
-        self._confirmed: dict[tuple[int, int], int] = {}  # by class and width of passes: in which text
-        self._is_stale = True  # whether there is something new to `_fit`
+        self._texts, self._is_new = 0, True  # number of sequences; whether the current one has had no round
+        self._confirmed: dict[tuple[int, int], int] = {}  # by length class and width: the latest sequence
+        self._is_stale = True  # whether `_fit` has to run
         self._reckon_with(known.at(0))
         self._catch_up()
 
@@ -79,100 +79,100 @@ class Plan:
         self._is_stale = True
 
     def rule(self, estimator: Estimator) -> Any:
-        """What decides the rounds of one text."""
+        """The rule for the rounds of one sequence."""
         raise NotImplementedError
 
     def begin_batch(self, unread: int) -> None:
-        """A round of several rows begins, of which the one with most to read has so many tokens for the draft."""
+        """Called before a round of a batch. `unread`: most tokens that the draft has to read first in any row."""
 
     def tokens(self) -> Floats:
-        """`[most + 1]`, expected of chains of 0, 1, ... candidates."""
+        """`[most + 1]`, expected tokens of rounds with chains of 0, 1, ... candidates."""
         raise NotImplementedError
 
     def begin_text(self) -> None:
-        """The rounds that follow are of another text."""
+        """Called before the first round of a sequence."""
         self._texts, self._is_new, self.trials = self._texts + 1, True, []
 
     def follow(self, length: int) -> None:
-        """Reckon with what rounds cost at this length of the text, where that is known."""
+        """Use the costs at this sequence length; called before each round. The first may begin trials."""
         kind = length_class(length)
         is_new = self._is_new or kind != self._kind
         self._is_new, self._kind = False, kind
         if (costs := self.known.at(length)) is not self.costs:
             self._reckon_with(costs)
-        self._catch_up()  # now, and not when the round is timed: it takes a while
+        self._catch_up()  # here, outside of the timed part of the round, because fitting takes time
         if is_new and self.known.follows:
             self.trials, self.asked = self.asked or self._worth_trying(), []
 
     def _worth_trying(self) -> list[int]:
-        """Lengths whose costs no round has confirmed for long, so that what is known of them may be wrong: none, by
-        which all others are judged, and those that would pay most if their passes cost as little as the cheapest. The
-        first texts, which have enough to learn, try nothing."""
+        """Chain lengths to try: not confirmed in the last 16 sequences, and faster than now if their pass took the time
+        of the cheapest. At most two, the best first, two rounds each; length 0, to which all are compared, comes first
+        unless the gain is clear. Empty for the first five sequences."""
         if self.known.are_new:
             return []
         promise = self.tokens() / (self.seconds - self.verify + self.verify.min())
         promise[0] = math.inf if self.rate * self.plain < CLEAR_GAIN else 0.0
         lengths, least = range(min(self.most, self.tries_to) + 1), self.least_gain * self.price
-        kinds = range(self._kind - 1, self._kind + 2)  # of lengths of texts, whose costs are little different
+        kinds = range(self._kind - 1, self._kind + 2)  # neighbouring length classes have similar costs
         latest = [max(self._confirmed.get((kind, k + 1), -TRIED_AGAIN) for kind in kinds) for k in lengths]
         due = [k for k in lengths if promise[k] > least and self._texts - latest[k] >= TRIED_AGAIN]
         return sorted(due, key=lambda k: -promise[k])[:TRIED] * TRIALS
 
     def next_trial(self) -> int | None:
-        """The number of candidates that the next round has to see what that costs; `None` where the rule decides."""
+        """Remove and return the number of candidates that the next round tries; `None` if the rule decides."""
         return self.trials.pop(0) if self.trials else None
 
     def end_text(self, times: RoundTimes) -> None:
-        """Let the costs follow the rounds of a text that is over."""
+        """Update the costs by the timed rounds of a sequence that has ended."""
         was_assumed = self.known.is_assumed
         self._confirmed |= dict.fromkeys(self.known.follow(times), self._texts)
-        if was_assumed:  # what was reckoned with passes is seconds now
+        if was_assumed:  # costs were in passes and are in seconds now
             self._reckon_with(self.known.at(0))
 
     @property
     def price(self) -> float:
-        """Of a second, in tokens."""
+        """The price of a second in tokens: the rate, or that of plain decoding if larger."""
         return max(self.rate, 1.0 / self.plain)
 
     @property
     def pays(self) -> bool:
-        """Whether speculating beats plain decoding."""
+        """Whether rounds with candidates are faster than plain decoding, by at least `least_gain`."""
         return self.rate * self.plain >= self.least_gain
 
     @property
     def learns(self) -> bool:
-        """Whether a round is to teach something: it is a probe, or what speculation promises has hardly been seen."""
+        """Whether outcomes are needed: while rounds with candidates are probes, and in the first 32 of them."""
         return not self.pays or self.rounds <= FIRST_FITS[-1]
 
     def leaves_to_target(self, length: int) -> bool:
-        """Whether a text of this length, which the draft has not read, is left to the target."""
+        """Whether a sequence of this length, which the draft has not read, is generated without the draft."""
         self.follow(length)
         is_worth_probing = self.credit * self.plain >= self._price(length) + FOLLOWED * self.plain
         return not (self.pays or is_worth_probing or any(self.trials))
 
     def should_draft(self, unread: int) -> bool:
-        """Whether a round drafts at all. `unread`: tokens that the draft has to read first."""
+        """Whether a round has candidates. `unread`: tokens that the draft has to read first."""
         self._catch_up()
         return self.most > 0 and (self.pays or self.credit * self.plain >= self._price(unread))
 
     def _price(self, unread: int) -> float:
-        """Of the next probe."""
+        """Seconds that a probe of one candidate costs more than a plain pass."""
         return (
             self.costs.read * unread + self.costs.tree_seconds(1, 1, float(self.verify[min(1, self.most)])) - self.plain
         )
 
     def pause(self) -> None:
-        """A round without candidates adds to the credit. There is no upper bound here, so dear probes happen too."""
+        """Called after a round without candidates: adds to the credit, without bound, so any probe gets affordable."""
         self.credit += PROBE_SHARE
 
     def _settle(self, tokens: int, candidates: int, passes: int, read: int, unread: int) -> None:
-        """Take note of a round: `read` nodes or places were answered for by passes, after `unread` tokens were read."""
+        """Record a round with candidates: `passes` of the draft over `read` nodes, and over `unread` tokens before."""
         seconds = self.costs.tree_seconds(passes, read, float(self.verify[candidates])) + self.costs.read * unread
-        if self.known.is_assumed:  # and may be far more: a probe is charged a whole pass
+        if self.known.is_assumed:  # and uncertain: a probe is charged at least a whole pass
             seconds = max(seconds, 2.0 * self.plain)
         if self.pays and (tokens > 1 or not self.known.is_assumed):
             saved = MOST_CREDIT if self.known.is_assumed else PROBE_SHARE
-        else:  # in the first text, whether drafting pays is a guess until a candidate has stood
+        else:  # a probe, or without an accepted candidate while costs are assumed
             saved = tokens / self.least_gain - seconds / self.plain
         self.credit = min(self.credit + saved, MOST_CREDIT)
         taken = np.zeros(self.most + 3)
@@ -187,16 +187,16 @@ class Plan:
             self._is_stale = False
 
     def _fit(self) -> None:
-        """Bring what follows from rates and costs up to date."""
-        self.earned.promise = float((self.tokens() / self.seconds).max())  # of the best constant length of chains
+        """Recompute everything that depends on rates and costs."""
+        self.earned.promise = float((self.tokens() / self.seconds).max())  # of the best constant chain length
         self.rate = max(self.earned.rate, self.earned.promise)
 
 
 class ChainPlan(Plan):
-    """What the rule knows of one draft and target in chains.
+    """The plan of chains.
 
     Args:
-        lag: 1 if verdicts come one candidate late (`Estimator.inputs == "after"`).
+        lag: 1 if estimates are one candidate late (`Estimator.inputs == "after"`), else 0.
     """
 
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
@@ -214,7 +214,7 @@ class ChainPlan(Plan):
         return self.rates.expected_tokens(self.most)
 
     def critical(self, drafted: int, last: int) -> float:
-        """The survival at which candidates after so many no longer pay; `last`: bin of the last estimate."""
+        """Drafting stops after `drafted` candidates if survival is at most this; `last`: bin of the last estimate."""
         return self.price * self._ahead[drafted][last]
 
     def record_chain(self, estimates: list[float], unread: int, num_drafted: int, num_accepted: int) -> None:
@@ -227,16 +227,16 @@ class ChainPlan(Plan):
 
 
 class BatchPlan(ChainPlan):
-    """The same for the rows of a batch, which begin together or not at all, since the draft's pass is as wide as the
-    row with most to read.
+    """The plan of chains in a batch: all rows draft in a round or none, because the draft's pass is as wide as the row
+    with most unread tokens.
 
     Attributes:
-        unread, begins, trial: of the round now: tokens that the draft reads first in that row, whether the rows draft,
-            and how many candidates the round tries out, if any.
+        unread, begins, trial: in this round: the most unread tokens of a row, whether the rows draft, and the number of
+            candidates to try, if any.
     """
 
     least_gain = LEAST_GAIN_IN_BATCHES
-    tries_to = 0  # a draft has to read all rows' texts first, and wider passes cost far more
+    tries_to = 0  # the draft would have to read all rows first, and wider passes cost far more
 
     def __init__(self, known: KnownCosts, most: int, lag: int, rates: AcceptanceRates | None = None) -> None:
         super().__init__(known, most, lag, rates)
@@ -247,7 +247,7 @@ class BatchPlan(ChainPlan):
         return BatchThroughput(estimator, self)
 
     def begin_batch(self, unread: int) -> None:
-        """Decide whether the rows draft in the round that begins."""
+        """Decide whether the rows draft in this round. `unread`: the most unread tokens of a row."""
         self.trial, self.unread = self.next_trial(), unread
         gain = self.rate * self.plain**2 - self.plain
         pays = not self.pays or self.costs.read * unread <= ROUNDS_AHEAD * gain
@@ -255,19 +255,19 @@ class BatchPlan(ChainPlan):
 
 
 def seconds_ahead(rates: AcceptanceRates, seconds: Floats, lag: int) -> list[list[float]]:
-    """`[k][b]`: seconds for a token that is expected of drafting on after k candidates that are sure to stand, the last
-    of them in bin b (the last b: no estimate is known yet). Of all numbers of further candidates the best counts, so
-    that a step of the costs is gone beyond where that pays, and a dip is made use of.
+    """Table `[k][b]` of the least seconds per expected token of drafting on after k accepted candidates, the last of
+    them in bin b (last column: no estimate). The minimum is over all numbers of further candidates, so that rounds may
+    cross a step of the costs, or end in a dip. The last row is infinite.
 
-    Example: each candidate is accepted with 0.5 whatever its estimate says. After none a further one takes 0.1 s, two
-    take 0.5 s: 0.1 / 0.5 = 0.2 s a token for one, 0.5 / 0.75 = 0.67 s for both.
+    Example: each candidate is accepted with probability 0.5. A first candidate takes 0.1 s, two take 0.5 s: 0.1 / 0.5 =
+    0.2 s per token for one, 0.5 / 0.75 = 0.67 s for two, so [0][b] is 0.2.
 
     Args:
-        seconds: `[n + 1]` of rounds with 0, 1, ... candidates.
-        lag: 1 if the last candidate's estimate is not known, where there is one.
+        seconds: `[n + 1]`, of rounds with 0, 1, ... candidates.
+        lag: 1 if the last candidate has no estimate yet, else 0.
     """
     most = len(seconds) - 1
-    survives = rates.following * rates.acceptance  # [bins + 1, bins]: the next candidate is in a bin, and stands
+    survives = rates.following * rates.acceptance  # [bins + 1, bins]: the next candidate is in this bin and accepted
     tokens = [np.zeros(len(survives))]
     for _ in range(most + lag):
         tokens.append(tokens[-1] + survives.sum(axis=1))
@@ -284,7 +284,7 @@ def seconds_ahead(rates: AcceptanceRates, seconds: Floats, lag: int) -> list[lis
 
 
 class Throughput(StoppingRule):
-    """Draft on while that raises the expected tokens a second."""
+    """The stopping rule of a `ChainPlan`: draft on while that raises the expected tokens per second."""
 
     min_tokens = 0
 
@@ -316,7 +316,7 @@ class Throughput(StoppingRule):
 
     @property
     def critical(self) -> float:
-        """The survival at which another candidate no longer pays."""
+        """The round ends at this survival or below."""
         return self.plan.critical(self.num_drafted, self.last)
 
     @property
@@ -328,8 +328,8 @@ class Throughput(StoppingRule):
 
 
 class BatchThroughput(Throughput):
-    """The rule for a row of a batch. Rows share passes, so they go on together or not at all (`pays_to_go_on`), and
-    begin together or not at all (`BatchPlan.begin_batch`)."""
+    """The rule for a row of a batch. Rows share passes, so all continue or none (`pays_to_go_on`), and all draft in a
+    round or none (`BatchPlan.begin_batch`)."""
 
     plan: BatchPlan
 
@@ -343,8 +343,8 @@ class BatchThroughput(Throughput):
 
     @property
     def worth(self) -> float:
-        """A row alone goes on while its chance S that everything so far is accepted lies above a critical one, c:
-        another candidate is then worth S / c times its price."""
+        """Worth of another candidate of this row, relative to its price: S / c, where S is the probability that all
+        candidates so far are accepted, and c the critical survival. A single sequence continues if S > c."""
         if self.trial is not None:
             return math.inf if self.num_drafted < self.trial else 0.0
         return self.stands / max(self.critical, LEAST_CRITICAL)

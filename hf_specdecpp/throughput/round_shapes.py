@@ -1,5 +1,5 @@
-"""The shape of captured rounds: one of a few, each captured by itself. `choose_shape` chooses it by the rounds that
-`record_round` was given."""
+"""The choice among the shapes of captured rounds, each of which has its own CUDA graphs: `choose_shape` before a round,
+`record_round` after it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from hf_specdecpp.trees.tree import DraftTree
 
 CHAINS = (0, 1, 3, 5, 7, 11, 15)
 TREES = (RoundShape(5, 3), RoundShape(6, 5))  # passes of 16 and of 31 tokens
-TIMED = (0, 3, 7)  # whose rounds are timed before the first choice; a chain's seconds grow evenly between them
-FIRST = 5  # candidates of a rule's first rounds
-FOLLOWS = 0.2  # weight of a round in how long the next is expected to become
-KEPT = 31  # rounds whose seconds are remembered
-PROBES = 16, 1024  # rounds without a probe until one is made, at first and at most: each costs half a round more
-PROBED = 12, 4  # rounds of a shape of trees in a row, at first and later; the very first is captured
-SPARE = 8  # tokens of rounds without candidates, until the draft reads them
+TIMED = (0, 3, 7)  # candidates of chains that are timed before the first choice; the seconds of others are interpolated
+FIRST = 5  # candidates of the first rounds, if a rule ends chains
+FOLLOWS = 0.2  # weight of the latest round in the expected chain length
+KEPT = 31  # rounds of a shape in its median
+PROBES = 16, 1024  # rounds until the next probe, at first and at most
+PROBED = 12, 4  # rounds of a probe of a tree, first and later; the very first captures
+SPARE = 8  # room for tokens of rounds without candidates, which the draft reads later
 
 
 def chains_up_to(most: int) -> list[RoundShape]:
-    """Those that may be chosen, the longest of them `most` itself where it lies between two."""
+    """Shapes of chains of at most `most` candidates: those of `CHAINS`, and `most` itself (at most 15)."""
     return [RoundShape(count) for count in sorted({each for each in CHAINS if each <= most} | {min(most, CHAINS[-1])})]
 
 
 class RoundSeconds:
-    """What rounds of each shape take on a device, by what they took: medians of the latest.
+    """Seconds of a round of each shape on a device: medians of the latest rounds, interpolated for chains.
 
-    Example: chains of 0, 3 and 7 candidates took 4, 5 and 7 ms, so one of 5 is expected to take 6, one of 11 9.
+    Example: chains of 0, 3 and 7 candidates took 4, 5 and 7 ms; 6 ms are expected for 5 candidates, 10 for 14.
     """
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class RoundSeconds:
         self._typical[shape] = median(taken)
 
     def time(self, shapes: Sequence[RoundShape], run: Callable[[RoundShape], float]) -> None:
-        """Time rounds that are not known and of which others follow."""
+        """Time the chains in `TIMED` among `shapes` that have no time yet, with `run`, which returns seconds."""
         for shape in shapes:
             if shape.width == 1 and shape.levels in TIMED and shape not in self._typical:
                 self.record_round(shape, run(shape))
 
     def of(self, shapes: Sequence[RoundShape]) -> np.ndarray:
-        """Seconds of a round of each shape; infinite for trees that were not tried."""
+        """Seconds of a round of each shape; infinite for trees that have not run."""
         known = sorted(shape.levels for shape in self._typical if shape.width == 1)
         seconds = [self._typical[RoundShape(levels)] for levels in known]
         most = max(shape.levels for shape in shapes)
@@ -66,9 +66,9 @@ class RoundSeconds:
 
 
 class RuleShapes:
-    """For a rule that ends rounds by itself: the shortest chain that it mostly does not reach. Of one shape, that one.
+    """Chooses for a stopping rule the shortest chain longer than the average round; with one shape, always this one.
 
-    Example: the rule stops after 2, 3 and 2 candidates: rounds of 3. It does not stop within 3: rounds of 5, then of 7.
+    Example: if the rule stops after 2.3 candidates on average, chains of 3; after some rounds without a stop, of 5.
     """
 
     def __init__(self, shapes: list[RoundShape]) -> None:
@@ -76,11 +76,11 @@ class RuleShapes:
         self._expected = float(min(FIRST, shapes[-1].levels) - 1)
 
     def choose_shape(self) -> RoundShape:
-        """Of the next round."""
+        """The shape of the next round."""
         return next((shape for shape in self.shapes if shape.levels > self._expected), self.shapes[-1])
 
     def record_round(self, shape: RoundShape, reports: Sequence[Any]) -> None:
-        """Told of a round: for each text a `cuda_graphs.captured_rounds.RoundReport`."""
+        """Called after a round with a `cuda_graphs.captured_rounds.RoundReport` of each sequence."""
         if len(self.shapes) > 1:
             submitted = max(len(each.tree) for each in reports)
             reached = submitted + 1 if submitted == shape.levels else submitted
@@ -88,19 +88,19 @@ class RuleShapes:
 
 
 class FastestShapes:
-    """`rule="throughput"`: the shape that promises most tokens a second, by what was accepted and what rounds take.
+    """Chooses for `rule="throughput"` the shape with the most expected tokens per second.
 
-    A chain promises what is known of estimates. A tree promises as many times the tokens of a chain of its depth as its
-    own rounds brought: its first branch is the chain that would have been drafted, so each round says what both bring
-    to the text at hand. What has not been tried for long is tried now and then, ever more seldom, since a text may
-    change: trees one after the other, and a chain where nothing is drafted.
+    The tokens of a chain follow from `rates`. Those of a tree are the tokens of a chain of its depth, times the gain of
+    the tree in its own rounds: its tokens divided by those of its first branch, the chain that would have been drafted.
+    Other shapes are probed after 16 rounds, then ever more seldom, up to 1024: trees in turn, and the shortest chain if
+    the best shape has no candidates.
 
-    Example: rounds of a tree five levels deep brought 4.5 tokens, the first branches alone 3.6. A chain of five is
-    expected to bring 2.8 of the text at hand, so the tree promises 4.5 / 3.6 * 2.8 = 3.5.
+    Example: rounds of a tree of five levels generated 4.5 tokens, their first branches alone 3.6. A chain of five is
+    expected to generate 2.8 tokens now, so the tree is expected to generate 4.5 / 3.6 * 2.8 = 3.5.
 
     Attributes:
-        rates: what is known of the estimates of a text's chains; set before each.
-        gains: by shape of a tree, tokens of its rounds, and of their first branches in the place of seconds.
+        rates: acceptance of the chains of a sequence; set before each sequence.
+        gains: for each shape of a tree a ledger whose `rate` is this gain (seconds are tokens of first branches).
     """
 
     rates: AcceptanceRates
@@ -124,7 +124,7 @@ class FastestShapes:
         return best
 
     def _promised(self) -> np.ndarray:
-        """Tokens a second of each shape."""
+        """`[shapes]`, expected tokens per second."""
         known = self.rates.expected_tokens(max(shape.levels for shape in self.shapes))
         gains = np.array([self.gains[shape].rate if shape in self.gains else 1.0 for shape in self.shapes])
         tokens = known[[shape.levels for shape in self.shapes]] * gains
@@ -132,7 +132,7 @@ class FastestShapes:
         return promised
 
     def _probe(self, best: RoundShape) -> list[RoundShape]:
-        """Rounds to try something else than the best."""
+        """Rounds that probe another shape than the best."""
         chains = [shape for shape in self.shapes if shape.width == 1 and shape.levels]
         options = [*self._trees, *([] if best.levels or not chains else chains[:1])]
         options = [shape for shape in options if shape != best]
@@ -157,5 +157,5 @@ Tiers: TypeAlias = RuleShapes | FastestShapes
 
 
 def first_branch(tree: DraftTree, path: Sequence[int]) -> int:
-    """How many candidates of an accepted path are on the branch of first children: a chain would have had only them."""
+    """Number of accepted candidates on the branch of first children, the only ones of a chain."""
     return next((place for place, node in enumerate(path) if tree.ranks[node]), len(path))

@@ -1,7 +1,6 @@
-"""How far trees grow under `rule="throughput"`: `TreePlan`. Derived in `docs/throughput.md`.
+"""The growth of trees with `rule="throughput"` (`TreePlan`). Derived in `docs/throughput.md`.
 
-The marginal node decides: a level is read, and a candidate drawn, if the tokens that it is expected to add exceed the
-rate, in tokens a second, times its seconds.
+A level is read, and a candidate drawn, if its expected tokens exceed the rate, in tokens per second, times its seconds.
 """
 
 from __future__ import annotations
@@ -19,31 +18,30 @@ from hf_specdecpp.throughput.plan import Plan
 from hf_specdecpp.trees.growth import Growth, SlotValuation
 from hf_specdecpp.trees.tree import DraftTree
 
-SHAPE_MEMORY = 0.98  # what is left a round later of what is learned of the trees' shapes
-FIRST_NODES = 6  # most in the first round, and twice as many in each later one: early mistakes stay small
-LONGEST = 20  # candidates of a chain that tokens are expected of
-THRESHOLDS = np.exp(-0.12 * np.arange(50))  # tried, as shares of the best slot's gain; down to 0.003
+SHAPE_MEMORY = 0.98  # weight of a round relative to the next, in the statistics of tree shapes
+FIRST_NODES = 6  # most nodes of the first tree; doubled in each later round, so that early mistakes stay small
+LONGEST = 20  # candidates in the expected tokens of chains; further ones add nothing
+THRESHOLDS = np.exp(-0.12 * np.arange(50))  # candidates for t, relative to the best slot's gain; down to 0.003
 
 
 class TreePlan(Plan, SlotValuation):
-    """What the rule knows of one draft and target, and how it grows trees.
+    """The plan of trees, which also values slots and grows the trees.
 
-    The gain of a slot is the expected number of tokens that a draw there adds: v times the chance a that what is drawn
-    there is accepted.
+    The gain of a slot is the expected number of tokens that a draw adds: the slot's value v times the acceptance a.
 
     Attributes:
-        splits: s, by which a slot of value v takes about 1 + s (v / t - 1) draws until all that is left is below t.
-        mean_estimate: mean a of the draws so far, and what it is before any.
-        unread, room, trial: of the round now: tokens that the draft reads first, the most nodes, and of how many
-            candidates a chain is tried out, if any.
-        saved: plain passes that siblings were expected to save in the rounds that could have none (`Slots.branches`).
-        refused: why the target or the draft, as it turned out, cannot read trees.
+        splits: learned s: a slot of value v takes about 1 + s (v a / t - 1) draws until all gains in it are below t.
+        mean_estimate: learned mean of a, 0.5 before the first draws.
+        unread, room, trial: in this round: tokens that the draft reads first, the most nodes, and the length of the
+            chain to try, if any.
+        saved: plain passes that siblings would have saved in rounds without siblings (`Slots.branches`).
+        refused: the reason if a test showed that the target or the draft cannot read trees.
     """
 
     tries_to = 12  # the longest path of trees (`Decisions.tree_depth`)
 
     def __init__(self, known: KnownCosts, most: int, rates: AcceptanceRates | None = None) -> None:
-        self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # further draws, sum of 1 / t - 1; draws, sum of their a
+        self._shape = np.array([4.0, 2.0, 4.0, 2.0])  # sums: further draws, 1 / t - 1, all draws, their a
         self.splits, self.mean_estimate = 2.0, 0.5
         self.unread, self.room, self.saved = 0, most, 0.0
         self.trial, self.refused = cast("int | None", None), ""
@@ -51,7 +49,7 @@ class TreePlan(Plan, SlotValuation):
 
     @property
     def most_now(self) -> int:
-        """Nodes that the next tree may have."""
+        """The most nodes of the next tree."""
         return min(FIRST_NODES << min(self.rounds, 10), self.room)
 
     def rule(self, _estimator: Estimator) -> TreePlan:
@@ -68,7 +66,7 @@ class TreePlan(Plan, SlotValuation):
         return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]
 
     def grow(self, growth: Growth, threshold: float = 0.0) -> None:
-        """Algorithm 2, level by level, with t and the depth chosen by their price. `threshold`: lower bound of t."""
+        """Grow a tree by DySpec's Algorithm 2; gain and time decide t and the depth. `threshold`: lower bound of t."""
         tree, usual = growth.tree, self.expected(None)
         while self.trial is not None and len(tree) < self.trial and growth.leaves:
             growth.expand([node := next(iter(growth.leaves))])
@@ -81,7 +79,7 @@ class TreePlan(Plan, SlotValuation):
             t = max(threshold, self.threshold([*first_children, *growth.slots()], len(tree)))
             worth = [node for node, v in level.items() if tree.levels == 0 or v * usual >= t]
             gains = [level[node] * usual for node in worth]
-            # Whether to draft at all has been decided before.
+            # The first level was decided by `should_draft`.
             if not worth or (tree.levels > 0 and not self.reads(gains, growth.open.values(), len(tree), tree.levels)):
                 break
             growth.expand(worth)
@@ -91,18 +89,19 @@ class TreePlan(Plan, SlotValuation):
             growth.draw_best()
         self.saved += self.best_draws(growth.forgone, len(tree))[1] / (self.price * self.plain)
         if self.learns and not len(tree) and tree.levels and growth.best >= threshold:
-            growth.draw_best()  # the draft has been asked, and without candidates nothing would be learned of it
+            growth.draw_best()  # the draft pass is done, and without a candidate nothing would be learned
 
     def threshold(self, slots: Collection[tuple[float, float]], size: int) -> float:
-        """t, for which drawing wherever the gain is at least t promises most; infinite where no draw is worth it.
+        """The t with the largest tokens less the price of their seconds, if candidates are drawn at all slots of gain t
+        or more; infinite if no draw is worth its time.
 
-        A draw leaves slots of value v a and v (1 - a), so draws go on below the first. Until all gains are below t a
-        slot of value v takes about 1 + s (v a / t - 1) draws, which add v a (1 + s log(v a / t)) tokens (renewal
-        theory; s = `splits`, and a, for the draws after the first, `mean_estimate`).
+        A draw leaves slots of value v a and v (1 - a). Until all gains are below t a slot of value v takes about
+        1 + s (v a / t - 1) draws, which add v a (1 + s log(v a / t)) tokens (renewal theory; s = `splits`, and a is
+        `mean_estimate` for the draws after the first).
 
         Args:
-            slots: value and gain of each.
-            size: of the tree so far.
+            slots: value and gain of each slot.
+            size: nodes of the tree so far.
         """
         if not slots:
             return math.inf
@@ -118,15 +117,15 @@ class TreePlan(Plan, SlotValuation):
         return float(t[best]) if net[best] > 0.0 else math.inf
 
     def reads(self, gains: Collection[float], others: Collection[float], size: int, level: int) -> bool:
-        """Whether asking the draft about some leaves is worth its seconds, `level` questions after the first, in a tree
-        of `size`: by the gains of their first children's slots, and those of the `others`, where the same nodes could
-        be drawn."""
+        """Whether a draft pass over leaves of a level is worth its seconds.
+
+        `gains`: gains of their first children; `others`: gains of the open slots; `size`: nodes of the tree."""
         seconds = self.costs.level_seconds(level, len(gains))
         added = self.best_draws([*gains, *others], size)[1] - self.best_draws(others, size)[1]
         return added > self.price * seconds
 
     def best_draws(self, gains: Collection[float], size: int) -> tuple[int, float]:
-        """How many of the best slots are worth drawing at, and the tokens that this adds, less those of its seconds."""
+        """Number of the best slots worth drawing at, and the tokens gained, less the price of their seconds."""
         best = sorted(gains, reverse=True)[: max(self.most_now - size, 0)]
         seconds = self.verify[size : size + len(best) + 1] - self.verify[size]
         net = np.cumsum([0.0, *best]) - self.price * seconds
