@@ -71,7 +71,7 @@ class Float16Weight:
         return cls(tuple(pack(rows.float() * scale, None) for rows in _blocks(weight.detach())), 1.0 / scale)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`[..., out]`: `x` `[..., in]` times the weight plus `bias`, summed in float32 and rounded to `x.dtype`."""
+        """`[..., out]`: `x` `[..., in]` times the weight plus `bias`, summed in float32, in the dtype of `x`."""
         inputs = x.reshape(-1, x.shape[-1]).float() * self.unit
         parts = [torch.ops.quantized.linear_dynamic_fp16(inputs, part) for part in self.parts]
         output: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -178,7 +178,7 @@ class Int8Weight:
         return cls(packed, scales, torch.zeros(len(scales), dtype=torch.int32))
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`[..., out]`: `x` `[..., in]`, rounded to 8 bits with one scale, times the weight plus `bias`, as `x.dtype`.
+        """`[..., out]`: `x` `[..., in]`, rounded to 8 bits with one scale, times the weight plus `bias`.
 
         Processors without VNNI use 7 bits, because they add two products in 16 bits, and 2 * 127 * 127 fits.
 
