@@ -1,1 +1,1 @@
-"""What a user sets and what a repository says."""
+"""Settings: of a user, of a repository, and costs of a round."""

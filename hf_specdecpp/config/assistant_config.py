@@ -1,4 +1,4 @@
-"""What a head's repository says: `SpecDecPPConfig`."""
+"""`SpecDecPPConfig`, the `config.json` of an assistant's repository."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from hf_specdecpp.provenance import commit_of
 
 # Bumped when an older version of this package could not read the repository correctly.
 FORMAT_VERSION = 1
-MOST_RANKS = 32  # of siblings: a static tree is made for them, and further ones are hardly ever accepted
+MOST_RANKS = 32  # of siblings in a static tree; further siblings are hardly ever accepted
 
 
 class SpecDecPPConfig(PretrainedConfig):
-    """`config.json` of an assistant's repository: the draft, the head, where both come from.
+    """`config.json` of an assistant's repository: the draft, the head, and the origin of both.
 
-    To transformers it looks like the target's config: `vocab_size` and the special token ids are the target's, because
-    that is what assisted generation and pipelines compare.
+    `vocab_size` and the special token ids are the target's, because transformers' assisted generation and pipelines
+    compare them with those of the target.
 
     Args:
         target_id, target_revision: the target that the assistant was trained for, and its commit hash.
-        draft_kind: what drafts: the name of one of the kinds in `drafts`.
+        draft_kind: name of a kind in `draft_kinds.known`.
         draft_id, draft_revision: the draft's repository and its commit hash (`"independent"`; `"gemma4"`; `"mtp"`, the
-            target's or its original's; `"dflash"` and `"eagle3"` where others trained it).
+            target's or its original's; `"dflash"` and `"eagle3"` if published by others).
         draft_layers: ascending indices of the target's layers (`"early_exit"`, `"conditioned"`).
         fusion: keyword arguments of `Fusion` (`"conditioned"`).
-        eagle3: keyword arguments of `Eagle3Settings`; of a draft from another repository (`draft_id`), what is to be
-            read otherwise than its own config says (`"eagle3"`).
-        dflash: keyword arguments of `DFlashSettings`, where the draft is in the assistant's own repository
+        eagle3: keyword arguments of `Eagle3Settings`; for a draft from another repository (`draft_id`), fields that
+            replace those of its own config (`"eagle3"`).
+        dflash: keyword arguments of `DFlashSettings`, if the draft is in the assistant's own repository
             (`"dflash"`).
-        adapter: whether `adapter/` holds a PEFT adapter for the draft.
+        adapter: whether `adapter/` contains a PEFT adapter for the draft.
         head: keyword arguments of `AcceptanceHead`, or `None` without a head.
-        draft_vocab_size: how many token ids `draft_vocab.safetensors` lists, or `None` without one.
+        draft_vocab_size: number of token ids in `draft_vocab.safetensors`, or `None` without that file.
         vocab_hash: `loading.hash_of` the target's tokenizer.
-        acceptance_by_rank: for `"sampled"` and for `"greedy"` targets, how often the first, second, ... sibling was the
-            accepted one, as evaluation measured it.
-        calibration: for `"sampled"` and for `"greedy"` targets, intercept and slope of the line that log-odds of
-            estimates are calibrated by before the first round (`save_pretrained(..., calibration=True)`).
+        acceptance_by_rank: for `"sampled"` and `"greedy"` generation, the measured probability that the first, second,
+            ... sibling is accepted.
+        calibration: for `"sampled"` and `"greedy"` generation, intercept and slope of the line that calibrates the
+            log-odds of estimates before the first round (`save_pretrained(..., calibration=True)`).
         speculation: defaults of `SpeculationConfig`.
     """
 
@@ -74,7 +74,7 @@ class SpecDecPPConfig(PretrainedConfig):
     specdecpp_version: str | None = None
 
     def note_target(self, target: CausalLM) -> None:
-        """Take over what transformers compares between an assistant and its target, and where the target is from."""
+        """Copy the target's vocabulary size and special ids, and its id, commit and tokenizer hash if none is set."""
         for name, value in special_tokens(target).items():
             setattr(self, name, value)
         if self.target_id is None:
@@ -85,18 +85,18 @@ class SpecDecPPConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """The config of a `config.json`; `ValueError` for a newer format, or a value of a wrong type or range."""
+        """The config from a `config.json`; `ValueError` for a newer format, or a value of a wrong type or range."""
         written_for = config_dict.get("format_version", FORMAT_VERSION)
         if type(written_for) is int and written_for > FORMAT_VERSION:
             raise ValueError(
                 f"This assistant is stored in format {written_for}, this hf_specdecpp reads up to {FORMAT_VERSION}, so "
                 "it could be misread. Upgrade: pip install -U hf-specdecpp"
             )
-        # Everything a config.json of ours may say; any other name comes from a newer version or a typo.
+        # All valid names; any other name is a typo or from a newer version.
         known = inspect.get_annotations(cls, eval_str=True)
         theirs = set(PretrainedConfig().to_dict()) | {"model_type", "_name_or_path", "_commit_hash", "auto_map"}
         warn_unknown(sorted(set(config_dict) - theirs - set(known)), "config.json")
-        # transformers would act upon others: `attn_implementation`, say, can name code on the Hub.
+        # transformers would act on other fields: `attn_implementation`, for instance, can name code on the Hub.
         own = {name: value for name, value in config_dict.items() if name in known and value is not None}
         check_values(own, known)
         check_numbers({name: own.get(name) for name in ("vocab_size", "draft_vocab_size")})
@@ -120,7 +120,7 @@ class SpecDecPPConfig(PretrainedConfig):
 
 
 def special_tokens(model: CausalLM) -> dict[str, Any]:
-    """Size of a model's vocabulary and its special token ids."""
+    """A model's vocabulary size and special token ids by name, `None` if not set."""
     config = model.config.get_text_config()
     names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(config, name, None) for name in names}

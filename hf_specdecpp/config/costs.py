@@ -1,4 +1,4 @@
-"""What a round costs, in seconds: given by the user or as rounds say (`throughput.known_costs`)."""
+"""Seconds of the parts of a round, given by the user or measured (`throughput.known_costs`)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class Costs:
-    """What a round costs, in seconds; `ValueError` if a value is no number of seconds, or `verify` is empty.
+    """Seconds of the parts of a round. `ValueError` for values that are not finite or negative, an empty `verify`, a
+    pass that takes no time, or a `block` below 1.
 
     Args:
-        draft (seconds): one draft step, with its estimate and its draw.
-        verify (seconds): target passes over 1, 2, ... tokens, of any form; longer ones are extrapolated along a
-            straight line.
+        draft (seconds): one draft step, including its estimate and draw.
+        verify (seconds): target passes over 1, 2, ... tokens; longer passes are extrapolated along a straight line.
         overhead (seconds): everything else in a round.
-        read (seconds): the draft reads one more token of a text that it has not followed.
-        branch (seconds): each further place that a draft step answers for: a node of a tree, a candidate of a block.
-        start (seconds): drafting at all, whatever the number of steps.
-        block (candidates): the number that one draft step proposes.
+        read (seconds): each earlier token that the draft has not read yet.
+        branch (seconds): each further candidate of a draft step: a node of a tree's level, a candidate of a block.
+        start (seconds): fixed cost of a round that drafts.
+        block (candidates): number that one draft step proposes.
     """
 
     draft: float
@@ -50,7 +50,7 @@ class Costs:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Costs:
-        """From `{"draft": s, "verify": [s, ...], "overhead": s, ...}`; all but the first two may miss."""
+        """Costs from `{"draft": s, "verify": [s, ...], "overhead": s, ...}`; only the first two are required."""
         required, known = {"draft", "verify"}, {field.name for field in fields(cls)}
         if not (isinstance(values, dict) and required <= set(values) <= known and isinstance(values["verify"], list)):
             raise ValueError(
@@ -64,27 +64,27 @@ class Costs:
         return {**asdict(self), "verify": list(self.verify)}
 
     def of_row(self, rows: int, max_tokens: int) -> Costs:
-        """What a round costs one row of a batch, where that was not measured.
+        """Assumed costs for each row of a batch of `rows`, for rounds of up to `max_tokens` candidates.
 
-        A pass over n tokens of each row is taken to last as long as one over all of them in one text, and the draft's
-        pass as long as for one row.
+        A pass over n tokens of each row is assumed to take as long as a pass over n * rows tokens of one sequence, and
+        a draft pass as long as for one row. Each row gets an equal share.
 
-        Example: passes over 1, 2, 3 and 4 tokens take 10, 10, 12 and 16 ms. With two rows a pass over one token of each
-        takes 10 ms, a row's share of which is 5; over two tokens of each 16, so 8.
+        Example: passes over 1, 2, 3 and 4 tokens take 10, 10, 12 and 16 ms. For two rows a pass over one token of each
+        takes 10 ms, which is 5 ms per row; over two tokens of each 16 ms, which is 8 ms per row.
         """
         return self.reading(range(rows, rows * (max_tokens + 1) + 1, rows)).scaled(1.0 / rows)
 
     def reading(self, tokens: Sequence[int]) -> Costs:
-        """What rounds with 0, 1, ... candidates cost where their passes read so many tokens.
+        """Costs if the target reads `tokens[k]` tokens in a round with k candidates.
 
-        Example: passes over 1 to 5 tokens take 10, 11, 12, 13 and 14 ms. Rounds with 0, 1 and 2 candidates cost 10, 12
-        and 14 ms where they read 1, 3 and 5 tokens.
+        Example: passes over 1 to 5 tokens take 10, 11, 12, 13 and 14 ms. With `tokens` [1, 3, 5], the passes of rounds
+        with 0, 1 and 2 candidates take 10, 12 and 14 ms.
         """
         verify = self.verify_seconds(max(tokens) - 1)[np.array(tokens) - 1]
         return replace(self, verify=tuple(verify.tolist()))
 
     def scaled(self, passes: float, drafting: float | None = None) -> Costs:
-        """With other prices of the target's passes and of drafting, by default with the same factor for both."""
+        """Costs with target passes and overhead times `passes`, and drafting times `drafting` (default: `passes`)."""
         drafting = passes if drafting is None else drafting
         factors = {"overhead": passes, **dict.fromkeys(("draft", "read", "branch", "start"), drafting)}
         verify = tuple(seconds * passes for seconds in self.verify)
@@ -98,8 +98,8 @@ class Costs:
     def round_seconds(self, max_tokens: int) -> Floats:
         """`[max_tokens + 1]` seconds of rounds with 0, 1, ... candidates in a chain.
 
-        Example: a step takes 2 ms and proposes a block of 4, each further candidate of which takes 0.1 ms. Drafting 1,
-        4 and 5 candidates takes 2, 2.3 and 4.3 ms.
+        Example: a draft step takes 2 ms and proposes a block of 4; each further candidate of the block takes 0.1 ms.
+        Drafting 1, 4 and 5 candidates takes 2, 2.3 and 4.3 ms.
         """
         candidates = np.arange(max_tokens + 1)
         steps = -(-candidates // self.block)
@@ -108,19 +108,19 @@ class Costs:
         return seconds
 
     def level_seconds(self, level: int, nodes: int) -> float:
-        """Seconds of asking the draft about so many nodes of a tree, after `level` such questions."""
+        """Seconds of reading `nodes` nodes of a tree with the draft, `level` levels below the first that was read."""
         steps = int(level % self.block == 0)
         return self.draft * steps + self.branch * (nodes - steps)
 
     def tree_seconds(self, passes: int, num_read: int, verify: float) -> float:
-        """Seconds of a round with a tree: `passes` of the draft over `num_read` nodes, and `verify` of the target."""
+        """Seconds of a round with a tree: `passes` draft passes over `num_read` nodes, and `verify` for the target."""
         return self.start + self.draft * passes + self.branch * (num_read - passes) + verify + self.overhead
 
     def verify_seconds(self, max_tokens: int) -> Floats:
         """`[max_tokens + 1]` seconds of target passes over 0, 1, ... candidates.
 
-        Example: passes over 1, 2, 3 and 4 tokens take 58, 71, 80 and 52 ms, so that three candidates are cheaper than
-        one. Beyond them the line through the first and the last goes on, but never falls: 52 ms.
+        Example: passes over 1, 2, 3 and 4 tokens take 58, 71, 80 and 52 ms, so three candidates are faster than one.
+        Longer passes follow the line through the first and the last value, which never falls: 52 ms.
         """
         verify: Floats = np.array(self.verify, dtype=np.float64)
         further = np.arange(1, max_tokens + 2 - len(verify))

@@ -1,4 +1,4 @@
-"""The settings of a run (`SpeculationConfig`), and what the package decides beside them (`Decisions`)."""
+"""A user's settings (`SpeculationConfig`), and values that the package chooses itself (`Decisions`)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Tree = Growth | Literal["auto"] | bool | list[int] | list[list[int]]
 TREES: tuple[str, ...] = ("auto", *get_args(Growth))
 MOST_CANDIDATES = 1024  # in a round
 CANDIDATES = range(1, MOST_CANDIDATES + 1)
-BOUNDS: dict[str, Any] = {  # of numbers, in both classes
+BOUNDS: dict[str, Any] = {  # of numbers in both classes
     **dict.fromkeys(("num_tokens", "max_tokens", "min_tokens", "tree_depth", "lookup_tokens"), CANDIDATES),
     "tree_budget": CANDIDATES[1:],
-    "threshold": (0.0, 1.0),  # it is compared with a probability
+    "threshold": (0.0, 1.0),  # compared with a probability
     "draft_temperature": (0.1, 10.0),
 }
 
@@ -34,42 +34,42 @@ BOUNDS: dict[str, Any] = {  # of numbers, in both classes
 @with_checked_names
 @dataclass
 class SpeculationConfig:
-    """How far to speculate, and with which means. The package decides everything else (`stats.decided`).
+    """Settings of drafting and verification. The package decides everything else (`stats.decided`).
 
-    Each value is checked as it is set, here or later (`assistant.speculation.threshold = 0.5`): `ValueError` if it is
-    of another type or out of its range; `TypeError` or `AttributeError` for an unknown name.
+    Each value is checked when it is set, here or later (`assistant.speculation.threshold = 0.5`): `ValueError` for a
+    wrong type or a value out of range; `TypeError` here, or `AttributeError` later, for an unknown name.
 
     Args:
-        rule: when a round stops drafting. `"throughput"`: where that maximises tokens a second (`docs/throughput.md`);
-            `"threshold"` (SpecDec++, section 3): once the chance that a candidate was rejected passes `threshold`;
-            `"fixed"`: after `num_tokens` candidates.
-        threshold (probability): SpecDec++'s h for `rule="threshold"`, in [0, 1]. A larger h drafts further.
-        num_tokens (candidates): the number drafted in every round of `rule="fixed"`.
-        max_tokens (candidates): the most that a round drafts under the other rules (paper: 20).
-        tree: which rounds draft token trees. `"auto"`: under `"throughput"` those in which siblings pay, with at most
-            `max_tokens` nodes; under other rules none, nor where trees cannot be drafted or read
-            (`stats.decided["tree"]` has the reason). `False`: none. The others draft trees in every round:
-            `"dyspec"`: DySpec's Algorithm 2, a draft pass a level, under `"throughput"` as large as pays;
-            `"dyspec-exact"`: its Algorithm 1, a draft pass a node; `"static"`: the best shape of `tree_budget`
+        rule: when a round stops drafting. `"throughput"`: maximise tokens per second (`docs/throughput.md`);
+            `"threshold"` (SpecDec++, section 3): stop once the estimated probability of a rejection exceeds
+            `threshold`; `"fixed"`: stop after `num_tokens` candidates.
+        threshold (probability): SpecDec++'s h for `rule="threshold"`, in [0, 1]. A larger h gives longer drafts.
+        num_tokens (candidates): draft length of every round of `rule="fixed"`.
+        max_tokens (candidates): maximum draft length under the other rules (paper: 20).
+        tree: which rounds draft token trees. `"auto"`: under `"throughput"` rounds in which siblings are worth their
+            time, with at most `max_tokens` nodes; none under other rules, or if trees cannot be drafted or read
+            (`stats.decided["tree"]` names the reason). `False`: none. All other values draft a tree in every round:
+            `"dyspec"`: DySpec's Algorithm 2, a draft pass per level, under `"throughput"` of the fastest size;
+            `"dyspec-exact"`: its Algorithm 1, a draft pass per node; `"static"`: the best shape of `tree_budget`
             candidates for the acceptance rates in the assistant's repository; or a shape: children by depth, `[4, 2, 1,
             1]`, or a list of nodes by ranks, `[[0], [1], [0, 0]]`. `None` is stored as `"auto"`.
-        tree_budget (candidates): the size of a dynamic tree, 2 to 1024; under `rule="throughput"` the most.
-        lookup: candidates also come from the text itself, where its end stood before (`docs/lookup.md`). `"history"`
-            also searches up to 50,000 tokens of earlier answers, kept in memory only (`assistant.memory.answers`).
+        tree_budget (candidates): size of a dynamic tree, 2 to 1024; under `rule="throughput"` the maximum.
+        lookup: also propose the continuation of an earlier occurrence of the latest tokens (`docs/lookup.md`).
+            `"history"` also searches up to 50,000 tokens of earlier answers, in memory (`assistant.memory.answers`).
         costs (seconds): costs of a round for `rule="throughput"`, as `{"draft": s, "verify": [s1, s2, ...]}` and the
-            other fields of `Costs`. `None` takes them from the rounds of each text.
-        reproducible: nothing follows the clock or earlier texts, so a seed repeats a sampled text: every text begins
-            with nothing learned, costs are given or assumed of the models' sizes, and matrix products are PyTorch's
-            own.
-        cpu_products: on a CPU, for large layers of the target and its draft. `"auto"`: matrix products with
+            other fields of `Costs`. `None`: measured in the rounds.
+        reproducible: decisions depend neither on the clock nor on earlier generations, so that a seed repeats a sampled
+            output. Nothing learned is kept, costs are given or assumed from the sizes of the models, and matrix
+            multiplications are PyTorch's own.
+        cpu_products: on a CPU, for large layers of the target and its draft. `"auto"`: matrix multiplications with
             exact float16 copies of the weights, or oneDNN's packed copies of float32 weights that float16 cannot hold,
-            where they are at least 1.05 times as fast here and take at most a quarter of the free memory; int8 copies
-            of a draft that is a model of its own; attention that copies no shared keys and values. The first two round
-            otherwise. `"off"`: PyTorch's own, and no copies.
-        graphs: on CUDA. `"auto"`: rounds or the target's passes are captured as CUDA graphs where that can be done
-            (`stats.uncaptured` says why not); `"off"`: they run as ever.
-        compile: compile small pieces of captured passes with `torch.compile`: on an H100 a pass took 10 to 28 % less,
-            and the first text some seconds more (`docs/gpu.md`).
+            if they are at least 1.05 times as fast here and take at most a quarter of the free memory; int8 copies
+            of a draft that is a separate model; attention without copies of shared keys and values. The first two
+            round differently. `"off"`: PyTorch's own kernels, without copies.
+        graphs: on CUDA. `"auto"`: capture rounds, or the target's passes, as CUDA graphs where possible
+            (`stats.uncaptured` names the reason if not); `"off"`: no graphs.
+        compile: compile small parts of captured passes with `torch.compile`: on an H100 a pass took 10 to 28 % less
+            time, and the first generation some seconds more (`docs/gpu.md`).
     """
 
     rule: Rule = "throughput"
@@ -87,7 +87,7 @@ class SpeculationConfig:
 
     @classmethod
     def check_names(cls, names: Iterable[str], error: type[Exception] = TypeError) -> None:
-        """Raise `error` for the first name of no setting."""
+        """Raise `error` for the first name that is not a setting."""
         known = cls.__dataclass_fields__
         for name in names:
             if name not in known:
@@ -99,24 +99,24 @@ class SpeculationConfig:
         super().__setattr__(name, "auto" if name == "tree" and value is None else value)
 
     def validate(self) -> None:
-        """Raise `ValueError` naming the first value out of range. Called again before every generation, because lists
-        and mappings may have changed in place."""
+        """Raise `ValueError` naming the first invalid value. Called before every generation, because lists and mappings
+        may have been changed in place."""
         for each in fields(self):
             check_setting(each.name, getattr(self, each.name))
 
     @property
     def shape(self) -> Shape | None:
-        """The shape of all trees, where `tree` is one."""
+        """The shape of all trees if `tree` is a shape, else `None`."""
         return make_shape(self.tree) if isinstance(self.tree, list | tuple) else None
 
     @property
     def draws_trees(self) -> bool:
-        """Whether a kind of tree is asked for, in every round."""
+        """Whether every round drafts a tree."""
         return self.tree not in ("auto", False)
 
     @property
     def most_drafted(self) -> int:
-        """The largest number of candidates that a draft proposes in a round."""
+        """Maximum number of candidates that the draft proposes in a round."""
         if (shape := self.shape) is not None:
             return size(shape)
         if self.draws_trees:
@@ -128,8 +128,8 @@ class SpeculationConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculationConfig:
-        """Build from a mapping; `ValueError` for a value of a wrong type or out of range. A warning names fields that
-        this version does not know, which are left out."""
+        """Settings from a mapping; `ValueError` for a value of a wrong type or out of range. Unknown fields are left
+        out, with a warning."""
         if not isinstance(values, dict):
             raise ValueError(f"speculation={values!r} must be a mapping of settings.")
         known = {field.name for field in fields(cls)}
@@ -138,7 +138,7 @@ class SpeculationConfig:
 
 
 def check_setting(name: str, value: Any) -> None:
-    """Raise `ValueError` unless this field of `SpeculationConfig` may have this value."""
+    """Raise `ValueError` unless `value` is valid for the field `name` of `SpeculationConfig`."""
     if name == "rule" and not (isinstance(value, str) and value in RULES):
         near = did_you_mean(value, RULES)
         raise ValueError(f"rule={shown(value)} is not a stopping rule.{near} Choose one of {', '.join(RULES)}.")
@@ -150,7 +150,7 @@ def check_setting(name: str, value: Any) -> None:
         )
     check_values({name: value}, hints_of(SpeculationConfig) | BOUNDS)
     if name == "tree" and is_shape:
-        # Either way of writing a shape has no more items than nodes.
+        # In both notations a shape has at most as many items as nodes, so a long list need not be built.
         nodes = len(value) if len(value) > MOST_CANDIDATES else size(make_shape(value))
         if not 1 <= nodes <= MOST_CANDIDATES:
             raise ValueError(f"tree has {nodes} nodes or more; 1 to {MOST_CANDIDATES} are possible: choose another.")
@@ -169,28 +169,28 @@ def warn_unknown(names: list[str], where: str) -> None:
 
 @dataclass(frozen=True)
 class Decisions:
-    """What the package decides where nobody experiments: `assistant.decisions`, for experiments and tests. `ValueError`
-    if a value is of the wrong type or out of its range.
+    """Choices of the package, to change in experiments and tests only: `assistant.decisions`. `ValueError` if a value
+    has the wrong type or is out of range.
 
-    `SpeculationStats.decided` says what a generation made of it. `None` is decided for each target and draft.
+    `SpeculationStats.decided` reports the choices of a generation. `None`: decided for each target and draft.
 
     Args:
-        min_tokens (candidates): the fewest that a round of `rule="threshold"` drafts (SpecDec++: 2).
-        adapt: calibrate the estimates of `"threshold"` and of dynamic trees by what verification said of earlier ones
+        min_tokens (candidates): minimum draft length of `rule="threshold"` (SpecDec++: 2).
+        adapt: calibrate the estimates of `"threshold"` and of dynamic trees by verified candidates
             (`docs/specdecpp.md`). `"throughput"` always does.
-        tree_depth (candidates): the longest path of a dynamic tree, which is also the most draft passes of `"dyspec"`.
-        tree_threshold (probability): a dynamic tree never draws where the chance of getting there is estimated to be
-            lower (DySpec: 1 / budget and less). 0 always uses the whole budget.
-        lookup_tokens (candidates): the most that a chain looks up; in a tree there are `tree_budget` nodes at most.
-        draft_temperature: divides the draft's logits once more where the target samples, before temperature, top-k and
-            the like and before the target's successors are mixed in.
-        draft_successors: mix the draft's distribution with what the target said lately after the same one to
-            three tokens. `None`: in greedy texts, with drafts that read the target's states, where it was measured to
-            gain (`docs/drafts.md`), unless whole rounds are captured.
-        verification: of candidates that were drawn (`docs/verification.md`). `"block"` accepts a
-            chain as a block and a tree from its leaves; `"token"` one candidate after the other, as in the papers.
-        int8_draft: let the draft read a few tokens with int8 copies of its weights. `None`: drafts that are models of
-            their own.
+        tree_depth (candidates): longest path of a dynamic tree or of `"static"`. `"dyspec"` has a draft pass per level.
+        tree_threshold (probability): no candidate is drawn in a dynamic tree if its position is reached with a lower
+            estimated probability (DySpec: at most 1 / budget). 0: no limit.
+        lookup_tokens (candidates): maximum length of a looked up chain; looked up trees have `tree_budget` at most.
+        draft_temperature: divides the draft's logits in sampled generation, before all logits processors and before
+            the target's successors are mixed in.
+        draft_successors: mix the draft's distribution with the tokens that the target recently chose after these one
+            to three tokens. `None`: in greedy generation on a CPU, with drafts that read the target's states
+            (`docs/drafts.md`).
+        verification: method for sampled candidates (`docs/verification.md`). `"block"` accepts a chain as a block and
+            a tree from its leaves; `"token"` accepts candidates one by one, as in the papers.
+        int8_draft: compute the draft's passes over few tokens with int8 copies of its weights, on a CPU. `None`: for
+            drafts that are separate models.
     """
 
     min_tokens: int = 1
@@ -212,11 +212,11 @@ class Decisions:
             )
 
     def mixes(self, greedy: bool, reads_states: bool) -> bool:
-        """Whether a draft is mixed with the target's successors in such texts."""
+        """Whether `draft_successors` applies. `reads_states`: whether the draft reads the target's hidden states."""
         return greedy and reads_states if self.draft_successors is None else self.draft_successors
 
     def most_tokens(self, config: SpeculationConfig) -> int:
-        """The largest number of candidates that a round can have."""
+        """Maximum number of candidates in a round, drafted or looked up."""
         drafted = config.most_drafted
         looked_up = config.tree_budget if config.draws_trees else self.lookup_tokens
         return max(drafted, looked_up) if config.lookup else drafted

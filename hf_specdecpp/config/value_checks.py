@@ -1,8 +1,8 @@
-"""Whether what files and users say is of the right type and within bounds, checked before anything is made of it.
+"""Checks of types and bounds of values from users and files, before they are used.
 
-A repository may come from anybody. None of its numbers may decide how long loading takes, and none of its fields may
-name code that transformers would fetch and run, as `attn_implementation` can. So only fields that are listed here reach
-transformers, whose own configs check their types.
+Repositories are not trusted. Their numbers must not determine how long loading takes, and their fields must not name
+code that transformers would download and run, as `attn_implementation` can. Only listed fields reach transformers,
+whose own configs check their types.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LARGEST = 2**63  # no integer of a tensor is larger, and JSON has integers of an
 
 
 def check_types(settings: Any, path: str = "") -> None:
-    """Raise `ValueError` naming the first field, in nested dataclasses too, whose value is of another type.
+    """Raise `ValueError` naming the first field of a dataclass, or of nested dataclasses, with a value of a wrong type.
 
-    `path` is what fields are called before their names, such as `"head."`.
+    `path`: prefix of field names in messages, such as `"head."`.
     """
     values = {field.name: getattr(settings, field.name) for field in fields(settings)}
     hints = hints_of(settings.__class__)
@@ -43,7 +43,7 @@ def check_types(settings: Any, path: str = "") -> None:
 def check_arguments(function: Callable[..., Any], values: Any, path: str = "") -> None:
     """Raise `ValueError` unless `values` maps arguments of `function` to values of the types it annotates.
 
-    `path` is what arguments are called before their names, such as `"head."`.
+    `path`: prefix of argument names in messages, such as `"head."`.
     """
     hints = hints_of(function)
     if not isinstance(values, dict):
@@ -56,7 +56,7 @@ def check_arguments(function: Callable[..., Any], values: Any, path: str = "") -
 def check_values(
     values: Mapping[str, Any], hints: Mapping[str, Any], path: str = "", error: type[Exception] = ValueError
 ) -> None:
-    """Raise `error` naming the first of these values that is not of the type that its annotation promises."""
+    """Raise `error` naming the first value that does not match its hint: a type, or bounds as in `BOUNDS`."""
     for name, value in values.items():
         if not _is(value, hints[name]):
             near = did_you_mean(value, _words(hints[name]))
@@ -64,8 +64,8 @@ def check_values(
 
 
 def check_options(options: Mapping[str, Any], kind: Any, *others: str) -> None:
-    """Raise `TypeError` for a keyword argument that the `TypedDict` does not list, or whose value is of another type.
-    `others`: arguments that the same function names itself."""
+    """Raise `TypeError` for a keyword argument that is not in the `TypedDict` `kind`, or has a value of a wrong type.
+    `others`: the function's other arguments, for the message."""
     hints = hints_of(kind)
     known = [*others, *hints]
     for unknown in sorted(options.keys() - hints.keys()):
@@ -74,14 +74,14 @@ def check_options(options: Mapping[str, Any], kind: Any, *others: str) -> None:
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Such as " Did you mean threshold?"; empty where no known word is similar."""
+    """Such as " Did you mean threshold?"; empty if no known word is similar."""
     near = get_close_matches(word.lower(), known, 1) if isinstance(word, str) else []
     return f" Did you mean {near[0]}?" if near else ""
 
 
 def with_checked_names(cls: type[Settings]) -> type[Settings]:
-    """For a dataclass: its constructor first passes the names of its keyword arguments to `cls.check_names`. What
-    `help` and editors show as its arguments stays the same."""
+    """Decorate a dataclass so that its constructor first passes the names of its keyword arguments to
+    `cls.check_names`. The signature that `help` and editors show is unchanged."""
     construct: Any = cls.__init__
 
     @wraps(construct)
@@ -94,12 +94,12 @@ def with_checked_names(cls: type[Settings]) -> type[Settings]:
 
 
 @cache
-def hints_of(annotated: Any) -> dict[str, Any]:  # kept, since a generation checks its settings
+def hints_of(annotated: Any) -> dict[str, Any]:  # cached, since every generation checks its settings
     return get_type_hints(annotated)
 
 
 def _is(value: Any, rule: Any) -> bool:
-    """Whether a value is of an annotated type, or within bounds."""
+    """Whether a value is of an annotated type, in a `range`, or within a tuple of two bounds."""
     kind, inner = get_origin(rule), get_args(rule)
     if kind in UNIONS:
         return any(_is(value, one) for one in inner)
@@ -114,7 +114,7 @@ def _is(value: Any, rule: Any) -> bool:
     if isinstance(rule, range):
         return type(value) is int and value in rule
     if isinstance(rule, tuple):
-        return isinstance(value, Real) and not isinstance(value, bool) and rule[0] <= value <= rule[1]  # NaN is not
+        return isinstance(value, Real) and not isinstance(value, bool) and rule[0] <= value <= rule[1]  # excludes NaN
     if rule is Any:
         return True
     if isinstance(value, bool):
@@ -123,7 +123,7 @@ def _is(value: Any, rule: Any) -> bool:
         return False
     if rule is float:
         return isinstance(value, Real) and math.isfinite(value)
-    if not isinstance(kind or rule, type):  # an alias, as NumPy's NDArray is for Python 3.14
+    if not isinstance(kind or rule, type):  # an alias, such as NumPy's NDArray in Python 3.14
         return _is(value, (kind or rule).__value__)
     return isinstance(value, kind or rule)
 
@@ -153,27 +153,27 @@ def _name(rule: Any) -> str:
 
 
 def _words(rule: Any) -> list[str]:
-    """The texts that a value may be, such as "auto" and "off" for `Literal["auto", "off"]`."""
+    """The allowed strings, such as ["auto", "off"] for `Literal["auto", "off"]`."""
     if get_origin(rule) is Literal:
         return list(get_args(rule))
     return [word for one in get_args(rule) for word in _words(one)] if get_origin(rule) in UNIONS else []
 
 
 def shown(value: Any) -> str:
-    """A value for a message: the start of a long one."""
+    """A value for a message, truncated to 200 characters."""
     text = repr(value) if not isinstance(value, int) or abs(value) < LARGEST else "a number of more than 63 bits"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-# Configs of drafts that anybody may have written. ---------------------------------------------------------------------
+# Configs of downloaded drafts. ----------------------------------------------------------------------------------------
 
 COUNT = range(1, 2**31)
 LISTS = ("reads", "layer_ids", "target_layer_ids")  # of layers of a target
 # Bounds of the numbers in a config, by name. A number outside its bounds would take too much memory or time, or make
-# the draft compute NaN. Numbers without bounds decide shapes only, which are compared with the shapes of the tensors.
+# the draft compute NaN. Numbers without bounds determine shapes only, which are compared with the tensors' shapes.
 BOUNDS: dict[str, range | tuple[float, float]] = {
     **dict.fromkeys(("vocab_size", "draft_vocab_size"), range(1, 2**22 + 1)),
-    "num_hidden_layers": range(1, 64 + 1),  # of a draft; most have one, and none is known with more than ten
+    "num_hidden_layers": range(1, 64 + 1),  # of a draft; most drafts have one layer, none has more than ten
     "num_target_layers": range(1, 2**10 + 1),
     **dict.fromkeys(LISTS, range(2**10 + 1)),
     **dict.fromkeys(("hidden_size", "state_size"), range(1, 2**20 + 1)),
@@ -182,12 +182,12 @@ BOUNDS: dict[str, range | tuple[float, float]] = {
     **dict.fromkeys(("num_centroids", "centroid_intermediate_top_k", "sliding_window", "swa_window_size"), COUNT),
     "max_position_embeddings": COUNT,
     "mask_token_id": range(2**22 + 1),
-    "block_size": range(1, 128 + 1),  # rows of a block, which a pass has in every round; 16 are usual
+    "block_size": range(1, 128 + 1),  # rows of a block, in every draft pass; usually 16
     **dict.fromkeys(("rms_norm_eps", "partial_rotary_factor"), (0.0, 1.0)),
     "logit_cap": (1e-9, 2.0**31),
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
-WHOLE_HEADS = (None, "default", "proportional")  # rotate as many numbers as a head has, whatever the share
+WHOLE_HEADS = (None, "default", "proportional")  # ropes that rotate whole heads for any `partial_rotary_factor`
 # Fields of Llama's and Qwen3's layers, with transformers' names.
 LAYER = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -199,11 +199,11 @@ CURE = "Correct config.json, or download or save the repository again."
 
 
 def check_numbers(values: Mapping[str, Any], path: str = "") -> None:
-    """Raise `ValueError` naming the first field, at any depth, whose number is outside `BOUNDS`, or no finite one.
+    """Raise `ValueError` naming the first field, at any depth, with a number outside `BOUNDS` or not finite.
 
     Args:
-        values: by name; `None` is as if left out.
-        path: what the fields are called before their names, such as `"layer."`.
+        values: by name; `None` counts as missing.
+        path: prefix of field names in the message, such as `"layer."`.
     """
     for name, value in values.items():
         bounds = BOUNDS.get(name)
@@ -212,13 +212,13 @@ def check_numbers(values: Mapping[str, Any], path: str = "") -> None:
                 raise ValueError(f"{path}{name}={shown(value)} must be {_name(bounds)}. {CURE}")
             if isinstance(each, Mapping):
                 check_numbers(each, f"{path}{name}.")
-            elif type(each) in (int, float) and not -LARGEST < each < LARGEST:  # NaN is not
+            elif type(each) in (int, float) and not -LARGEST < each < LARGEST:  # also NaN
                 raise ValueError(f"{path}{name}={shown(value)} must be a finite number below 2**63. {CURE}")
 
 
 def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Iterable[str] = LAYER) -> None:
-    """The same of the config of a draft's layers, which also has the fields that are needed, no others than `known`,
-    and numbers of heads that go together."""
+    """Raise `ValueError` for a config of a draft's layers with a number outside `BOUNDS` (`check_numbers`), a missing
+    field of `NEEDED`, a field not in `known`, numbers of heads that do not divide, or partly rotated heads."""
     if not isinstance(layer, Mapping):
         raise ValueError(f"{path.rstrip('.')}={shown(layer)} must be a mapping. {CURE}")
     if missing := [name for name in NEEDED if layer.get(name) is None]:
@@ -233,7 +233,7 @@ def check_layers(layer: Mapping[str, Any], path: str = "layer.", known: Iterable
         if wrong := [each[name] for each in (layer, *own) if heads % (each.get(name) or heads)]:
             raise ValueError(f"{path}num_attention_heads={heads} must be a multiple of {name}={wrong[0]}. {CURE}")
     rope = layer.get("rope_parameters")
-    kinds = [rope, *rope.values()] if isinstance(rope, Mapping) else []  # of all layers, or by kind of layer
+    kinds = [rope, *rope.values()] if isinstance(rope, Mapping) else []  # for all layers, or by kind of layer
     for each in (kind for kind in kinds if isinstance(kind, Mapping)):
         if each.get("partial_rotary_factor") not in (None, 1.0) and each.get("rope_type") not in WHOLE_HEADS:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""What we do to transformers' models: early exits, adapters, caches, vocabularies, faster products."""
+"""Functions of transformers' models: early exits, adapters, hidden states, loading, kernels on a CPU."""

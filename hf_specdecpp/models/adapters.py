@@ -1,8 +1,8 @@
-"""Give a draft its LoRA adapter, from the files that PEFT writes.
+"""Add a LoRA adapter, from files of PEFT, to a draft.
 
-An adapter may come from anybody, and a draft may share its tensors with the target, which nothing may change. PEFT
-overwrites a model's own weights for some kinds of LoRA (KaSA, PiSSA, ...). Here nothing of a model is written to: two
-small matrices for each module are read and checked, and go into new tensors and modules.
+Adapters are not trusted, and a draft may share tensors with the target, which must not change. PEFT overwrites a
+model's own weights for some kinds of LoRA (KaSA, PiSSA, ...). Here the two small matrices of each module are read and
+checked, and used in new tensors and modules, so that no existing tensor is written to.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hf_specdecpp.models.quantised import is_quantised
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
-# What we read, and what says nothing about a trained adapter: its tensors name the modules that it is for and show
-# their ranks, and the type of a module shows whether its weight is transposed. Every other field must be unset.
+# Fields that are read, and fields that may be ignored: tensor names and shapes give the modules and their ranks, and
+# the type of a module determines whether its weight is transposed. All other fields must be unset.
 FIELDS = {
     "peft_type", "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "target_modules", "bias",
     "init_lora_weights",
@@ -33,7 +33,7 @@ FIELDS = {
     "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "task_type",
 }  # fmt: skip
-# Ways to begin training that leave the model's own weights alone; the others (PiSSA, OLoRA, ...) subtract from them.
+# Initialisations that do not change the model's own weights; others (PiSSA, OLoRA, ...) subtract from them.
 HARMLESS_INITS = (None, True, False, "gaussian", "orthogonal")
 AGAIN = "Download or save it again."
 STORED_NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
@@ -41,7 +41,7 @@ STORED_NAME = re.compile(r"base_model\.model\.([\w.]+)\.lora_(?:([AB])\.weight|e
 
 @dataclass
 class Lora:
-    """What an adapter adds to the weight of a module: scaling * B A, `b` `[out, rank]`, `a` `[rank, in]`."""
+    """The change of a module's weight, scaling * B A, with `b` `[out, rank]` and `a` `[rank, in]`."""
 
     a: Tensor
     b: Tensor
@@ -58,8 +58,8 @@ class Adapter:
 
     Attributes:
         config: `adapter_config.json`.
-        loras: by the names of the modules, such as `"model.layers.0.self_attn.q_proj"`.
-        others: further tensors of the file, by their full names.
+        loras: by module name, such as `"model.layers.0.self_attn.q_proj"`.
+        others: all other tensors of the file, by their full names.
     """
 
     config: dict[str, Any]
@@ -68,7 +68,7 @@ class Adapter:
 
 
 class LoraLinear(nn.Module):
-    """A linear layer of any kind, quantised too, with a LoRA adapter beside it."""
+    """A linear layer of any kind, also quantised, plus a LoRA adapter that is computed separately."""
 
     def __init__(self, base_layer: nn.Module, a: Tensor, b: Tensor) -> None:
         super().__init__()
@@ -85,11 +85,11 @@ class LoraLinear(nn.Module):
 
 
 def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
-    """A copy of the model, sharing its tensors, with the adapter of `folder` for inference; `ValueError` if the adapter
-    is not ordinary LoRA, is damaged, or does not fit the model.
+    """A copy of the model for inference, sharing its tensors, with the adapter of `folder`; `ValueError` if the adapter
+    is not ordinary LoRA, is damaged, or does not fit the model, or if the model has an adapter.
 
-    With `merge` the weights that the adapter changes are new ones. Without it the adapter stays beside them: slower,
-    but no copies. Embeddings and the LM head are merged in either case, quantised layers in neither.
+    With `merge`, changed weights are new tensors. Without, the adapter is computed separately, which is slower but
+    needs no copies. Embeddings and the LM head are always merged, quantised layers never.
     """
     if hasattr(model, "peft_config"):
         raise ValueError(
@@ -119,7 +119,7 @@ def add_adapter(model: CausalLM, folder: Path, merge: bool) -> CausalLM:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """The adapter of `folder`; `ValueError` if it is not ordinary LoRA, or a file is damaged."""
+    """The adapter in `folder`; `ValueError` if the adapter is not ordinary LoRA, or a file is damaged."""
     config = read_adapter_config(folder / ADAPTER_FILES[0])
     path = folder / ADAPTER_FILES[1]
     halves: dict[str, dict[str, Tensor]] = {}
@@ -133,7 +133,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def read_adapter_config(path: Path) -> dict[str, Any]:
-    """Parse an `adapter_config.json`; `ValueError` if it describes no ordinary LoRA, or a value is of a wrong kind."""
+    """The fields of an `adapter_config.json`; `ValueError` if it is not of ordinary LoRA, or has invalid values."""
     config = read_fields(path)
     if (kind := config.get("peft_type")) != "LORA":
         raise ValueError(f"{path} describes a {kind!r} adapter; a draft takes LoRA adapters only. Name another.")
@@ -180,12 +180,12 @@ def _pair(name: str, half: dict[str, Tensor], config: dict[str, Any], path: Path
     alpha = config.get("lora_alpha", 8)
     alphas = config.get("alpha_pattern") or {}
     if fitting := [key for key in _suffixes(name) if key in alphas]:
-        alpha = alphas[min(fitting, key=list(alphas).index)]  # the first that fits, as in PEFT
+        alpha = alphas[min(fitting, key=list(alphas).index)]  # the first match, as in PEFT
     return Lora(a, b, alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
 def _check_fit(adapter: Adapter, model: CausalLM, folder: Path) -> None:
-    """Raise `ValueError` unless every tensor has its place, and no module that the adapter is for lacks its own."""
+    """Raise `ValueError` unless each tensor belongs to a module, and each module of `target_modules` has tensors."""
     modules = dict(model.named_modules())
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     wanted = adapter.config.get("target_modules")
@@ -195,7 +195,7 @@ def _check_fit(adapter: Adapter, model: CausalLM, folder: Path) -> None:
         meant = {name for name in modules if listed & set(_suffixes(name))}
         odd += sorted(meant - set(adapter.loras))
     for stored, tensor in adapter.others.items():
-        # PEFT stores the embeddings as they are beside an adapter on them.
+        # With an adapter on embeddings PEFT also stores the unchanged embeddings.
         ours = own.get(stored.removeprefix("base_model.model.").replace(".base_layer.", "."))
         if ours is None or not _equal(ours, tensor):
             odd.append(stored)
@@ -216,7 +216,7 @@ def _check_fit(adapter: Adapter, model: CausalLM, folder: Path) -> None:
 
 
 def _merged(module: nn.Module, lora: Lora) -> nn.Parameter:
-    """The module's weight with the adapter in it. A new tensor: the old one may be a target's."""
+    """The module's weight plus the adapter's change, as a new tensor, because the target may use the old one."""
     weight: Any = module.weight
     a, b = lora.to(weight.device, torch.promote_types(weight.dtype, torch.float32))
     delta = b @ a
@@ -225,7 +225,7 @@ def _merged(module: nn.Module, lora: Lora) -> nn.Parameter:
 
 
 def _sizes(module: nn.Module) -> list[int]:
-    """Inputs and outputs of a module that LoRA is for, nothing for others."""
+    """Numbers of inputs and outputs of a linear layer or embedding; empty for other modules."""
     if isinstance(module, nn.Embedding):
         return [module.num_embeddings, module.embedding_dim]
     if isinstance(module, Conv1D):
@@ -235,7 +235,7 @@ def _sizes(module: nn.Module) -> list[int]:
 
 
 def _suffixes(name: str) -> list[str]:
-    """`"layers.0.mlp"` as `["layers.0.mlp", "0.mlp", "mlp"]`: what may name the module in a config."""
+    """Possible names of a module in a config: `["layers.0.mlp", "0.mlp", "mlp"]` for `"layers.0.mlp"`."""
     parts = name.split(".")
     return [".".join(parts[place:]) for place in range(len(parts))]
 
@@ -247,5 +247,5 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 def _equal(ours: Tensor, theirs: Tensor) -> bool:
-    ordinary = type(ours) in (Tensor, nn.Parameter)  # quantised numbers are not those that the adapter was trained on
+    ordinary = type(ours) in (Tensor, nn.Parameter)  # quantised weights differ from those in training
     return ordinary and ours.shape == theirs.shape and torch.equal(ours.cpu(), theirs.to(ours.dtype))

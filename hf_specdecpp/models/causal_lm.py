@@ -1,4 +1,4 @@
-"""What is common to all causal language models of transformers."""
+"""Access to parts and properties of any causal language model of transformers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from torch._dynamo import OptimizedModule
 from transformers import GenerationConfig, Pipeline
 from transformers.generation import GenerateDecoderOnlyOutput
 
-# A `PreTrainedModel` with `GenerationMixin` and an LM head. The annotations of `PreTrainedModel` know neither its
-# methods for generation nor that its attributes are what they are, so a checker is told nothing about it.
+# A `PreTrainedModel` with `GenerationMixin` and an LM head. `Any`, because the annotations of `PreTrainedModel` lack
+# the methods for generation and the types of its attributes.
 CausalLM: TypeAlias = Any
 
-# Decoders whose positions come from a table cannot run past its end; others, rotary ones for instance, merely get
-# worse. What such tables are called: embeddings, and buffers with a row or a column for each position.
+# Names of position tables: embeddings, and buffers with a row or a column for each position. A decoder with such a
+# table cannot read sequences longer than the table; others, such as rotary ones, merely get worse.
 POSITION_EMBEDDINGS = ("wpe", "embed_positions", "position_embeddings", "positions_embed", "position_embeds_layer")
 POSITION_BUFFERS = ("position_ids", "embed_positions", "pos_encoding")
-# What models and `generate()` call their cache: "cache" from transformers 5.24 on.
+# Names of the cache in models and in `generate()`: "cache" from transformers 5.24 on.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 CACHE = next(name for name in CACHE_NAMES if name in {item.name for item in fields(GenerateDecoderOnlyOutput)})
 
 
 def base_model(model: CausalLM) -> CausalLM:
-    """The transformers model inside the wrappers of PEFT and `torch.compile`; other models as they are.
+    """The transformers model inside the wrappers of PEFT and `torch.compile`; other models are returned unchanged.
 
     Raises:
-        TypeError: it is no model, but the name of one, for instance.
+        TypeError: `model` is not a module, but a name or a pipeline, for instance.
         ValueError: the wrapper adds virtual tokens (prompt tuning, P-tuning, prefix tuning).
     """
     if not isinstance(model, nn.Module):
@@ -52,7 +52,7 @@ def base_model(model: CausalLM) -> CausalLM:
 
 
 def _what(thing: object) -> str:
-    """What was given in the place of a model, and what to do."""
+    """Description of an argument that is not a model, with a remedy if there is one."""
     if isinstance(thing, str | Path):
         name = str(thing)
         return f"the name {name!r}. Load the model that it names: AutoModelForCausalLM.from_pretrained({name!r})"
@@ -67,9 +67,9 @@ def article(name: str) -> str:
 
 
 def inner_decoder(model: CausalLM) -> CausalLM:
-    """The part of a causal LM that turns token ids into hidden states, without its LM head.
+    """The part of a causal LM that turns token ids into hidden states, without the LM head.
 
-    `get_decoder()` finds it in most families. ModernBERT calls its LM head `decoder`; in Llama 4 it is a causal LM.
+    `get_decoder()` returns this part in most families, but the LM head in ModernBERT, and a causal LM in Llama 4.
     """
     decoder = model.get_decoder()
     if isinstance(decoder, nn.Linear):
@@ -78,7 +78,7 @@ def inner_decoder(model: CausalLM) -> CausalLM:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """A model and all modules below it, each once, for each text anew: `modules()` takes ten times as long."""
+    """A model and all its submodules, each once, in a tenth of the time of `modules()`."""
     found = {model: None}
     left = [model]
     for module in left:
@@ -90,40 +90,40 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Of its parameters and buffers, those that are shared once."""
+    """Bytes of all parameters and buffers; shared ones count once."""
     parts = (each for module in modules_of(model) for each in (*module._parameters.values(), *module._buffers.values()))
     return sum({id(each): each.nbytes for each in parts if each is not None}.values())
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
-    """Its parameters, as `modules_of` finds modules: those that modules share come once for each."""
+    """The parameters of all modules; a parameter that several modules share is listed for each of them."""
     return [each for module in modules_of(model) for each in module._parameters.values() if each is not None]
 
 
 def devices_of(model: nn.Module) -> set[torch.device]:
-    """Where the parameters of a model lie."""
+    """The devices of a model's parameters."""
     return {each.device for each in parameters_of(model)}
 
 
 def has_compiled_forward(module: nn.Module) -> bool:
-    """Whether somebody did `module.forward = torch.compile(module.forward)`, which runs that very module's code."""
+    """Whether `forward` was replaced by `torch.compile(module.forward)`, which in a copy still runs the original."""
     return getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None) is not None
 
 
 def has_compiled_call(module: nn.Module) -> bool:
-    """Whether torch.compile sees through a call of the module, wherever that comes from."""
+    """Whether calls of the module run code compiled by `torch.compile`, in any of three ways."""
     wrapped = "_orig_mod" in module._modules  # `torch.compile(module)`
     in_place = module._compiled_call_impl is not None  # `module.compile()`
     return wrapped or in_place or has_compiled_forward(module)
 
 
 def takes_positions(model: CausalLM) -> bool:
-    """Whether the forward of a model, or of a part of one, can be told where in the text its tokens stand."""
+    """Whether the forward of a model, or of a part of a model, takes `position_ids`."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def why_no_positions(model: CausalLM) -> str:
-    """What a message says of a model, or a part of one, whose forward cannot be told where tokens stand."""
+    """The reason, for a message, why the forward of a model, or of a part of a model, takes no `position_ids`."""
     if "forward" not in vars(model):
         return "takes no position_ids"
     return (
@@ -133,7 +133,7 @@ def why_no_positions(model: CausalLM) -> str:
 
 
 def positions_of(model: CausalLM, tokens: Tensor, first: int = 0) -> dict[str, Tensor]:
-    """What tells a forward, if it can be told, where tokens `[batch, n]` stand, the first of them at `first`."""
+    """`position_ids` `first`, `first` + 1, ... of tokens `[batch, n]`, as arguments; empty if `model` takes none."""
     if not takes_positions(model):
         return {}
     places = torch.arange(first, first + tokens.shape[1], device=tokens.device)
@@ -141,18 +141,18 @@ def positions_of(model: CausalLM, tokens: Tensor, first: int = 0) -> dict[str, T
 
 
 def keeping_generators(device: torch.device) -> AbstractContextManager[None]:
-    """What is drawn within leaves the generators of the host and of a device as they are."""
+    """A context that restores the random generators of the host and of a device at its end."""
     return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 @contextmanager
 def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
-    """A model of somebody's, to be tried on a few tokens as `generate()` runs it: in eval mode, told where they stand.
+    """A context for trial passes of a user's model, in eval mode and without gradients, as in `generate()`.
 
-    Afterwards all is as it was: which modules train, what passes have left on them, and torch's generators.
+    Afterwards the training flags, all tensor and `None` attributes of modules, and torch's generators are restored.
 
     Yields:
-        What makes a pass over tokens `[batch, n]`, of which the first stands at `first`, with further arguments.
+        A function for a forward pass over tokens `[batch, n]` from position `first`, with further arguments.
     """
     modules, device = list(model.modules()), input_device(model)
     training = [module for module in modules if module.training]
@@ -164,7 +164,7 @@ def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
 
     try:
         for module in training:
-            module.training = False  # past `train()`, which some modules override
+            module.training = False  # not by `train()`, which some modules override
         with torch.no_grad(), keeping_generators(device):
             yield read
     finally:
@@ -175,13 +175,13 @@ def trying(model: CausalLM) -> Iterator[Callable[..., Any]]:
 
 
 def cache_argument(model: CausalLM) -> str:
-    """What a model, or a part of one, calls its cache: Mamba2 has a name of its own. One without a cache: the usual."""
+    """Name of the cache among a forward's arguments (`cache_params` in Mamba2); the usual name if there is none."""
     known = inspect.signature(type(model).forward).parameters
     return next((name for name in CACHE_NAMES if name in known), CACHE)
 
 
 def cache_among(values: Any) -> Any:
-    """The cache among arguments or outputs of a forward, if there is one."""
+    """The cache among a forward's arguments (a mapping) or outputs (an object), `None` if there is none."""
     by_name = values if isinstance(values, Mapping) else vars(values)
     for name in CACHE_NAMES:
         if (cache := by_name.get(name)) is not None:
@@ -190,12 +190,12 @@ def cache_among(values: Any) -> Any:
 
 
 def until_end(tokens: list[int], eos: Collection[int]) -> list[int]:
-    """The tokens up to the first that ends a text, that one included."""
+    """The tokens up to and including the first end-of-sequence token."""
     return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in eos), tokens)
 
 
 def input_device(model: CausalLM) -> torch.device:
-    """The device that a model computes on: not that of its weights where all are offloaded (accelerate)."""
+    """The device that a model computes on, also if accelerate has offloaded all of its weights."""
     if model.device.type != "meta":
         return model.device
     hook: Any = getattr(model.get_input_embeddings(), "_hf_hook", None)
@@ -203,26 +203,26 @@ def input_device(model: CausalLM) -> torch.device:
 
 
 def num_embeddings(model: CausalLM) -> int:
-    """Rows of the embedding table: the ids below can be read."""
+    """Rows of the embedding table: the model can read token ids below this number."""
     return model.get_input_embeddings().weight.shape[0]
 
 
 def num_processes(model: CausalLM) -> int:
-    """How many processes make the model's passes together (tensor parallelism)."""
+    """Number of processes that run the model's passes together (tensor parallelism)."""
     return getattr(model, "tp_size", None) or 1
 
 
 def move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a model's weights. Its rotary frequencies stay in float32 whatever these are in.
+    """Move a model's weights to a device and dtype. Its rotary frequencies stay in float32.
 
-    Example: in bfloat16 0.1 is 0.1001, which turns the 30,000th token by three radians more.
+    Example: 0.1 in bfloat16 is 0.1001, which would rotate the 30,000th token by three more radians.
     """
     nn.Module.to(model, device=device, dtype=dtype)
     renew_rotary(model, device)
 
 
 def renew_rotary(model: nn.Module, device: torch.device) -> None:
-    """Compute a model's rotary frequencies, which are in no file, anew from its config."""
+    """Recompute a model's rotary frequencies from its config; files do not contain them."""
     for module in list(model.modules()):
         for name, part in module.named_children():
             if any(buffer.endswith("inv_freq") for buffer, _ in part.named_buffers(recurse=False)):
@@ -234,7 +234,7 @@ def num_logits(target: CausalLM) -> int:
 
 
 def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
-    """All end-of-sequence ids of a generation."""
+    """All end-of-sequence token ids of a generation."""
     prepared = getattr(generation_config, "_eos_token_tensor", None)
     if prepared is not None:
         return frozenset(prepared.flatten().tolist())
@@ -245,14 +245,14 @@ def eos_ids(generation_config: GenerationConfig) -> frozenset[int]:
 
 
 def longest_text(*models: CausalLM) -> float:
-    """The most tokens that all of the models can read; infinite where no positions come from a table."""
+    """Length in tokens of the longest sequence that all models can read; infinite without position tables."""
     return min((rows for model in models for rows in _position_rows(inner_decoder(model))), default=float("inf"))
 
 
 def _position_rows(decoder: nn.Module) -> Iterator[int]:
-    """How many tokens each table of positions has rows for.
+    """Number of tokens that each position table has rows for.
 
-    Example: BART's has 514 for 512 tokens (`offset`), and RoBERTa's 514, the first of them for padding and before it.
+    Example: BART's table has 514 rows for 512 tokens (`offset`); RoBERTa's too, with `padding_idx` 1.
     """
     for name, module in decoder.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_EMBEDDINGS:

@@ -1,4 +1,4 @@
-"""Which models and caches can be assisted at all, refused with the reason, and where a pass may not be long."""
+"""Errors for models and caches that cannot be assisted, and limits of draft lengths by rotary frequencies."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attent
 
 
 def check_target(target: CausalLM, recurrent: bool = False) -> None:
-    """Raise `ValueError` if `target` cannot be assisted. `recurrent`: whether the caller takes states back."""
+    """Raise `ValueError` if `target` cannot be assisted. `recurrent`: whether recurrent states are allowed."""
     name = type(target).__name__
     if not target.can_generate():
         raise ValueError(f"{name} cannot generate, so there is nothing to assist. Load it with AutoModelForCausalLM.")
-    # A PEFT model generates through the model inside it, on which it sets its own method for the time being.
+    # During generation a PEFT model sets its own method on the model inside.
     base_model(getattr(target.prepare_inputs_for_generation, "__self__", target))
     if (reason := _no_assistance(target, recurrent)) is not None:
         raise ValueError(f"{name} {reason}. {WITHOUT}.")
 
 
 def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
-    """What about the model rules out assistance."""
+    """Why the model cannot be assisted; `None` if it can."""
     config = target.config
     if config.is_encoder_decoder:
         return (
@@ -72,9 +72,9 @@ def _no_assistance(target: CausalLM, recurrent: bool) -> str | None:
 
 
 def keeps_recurrent_state(model: CausalLM) -> bool:
-    """Whether some layer of the model has a state that cannot be rolled back.
+    """Whether a layer of the model has a recurrent state, which cannot be rolled back.
 
-    transformers marks whole classes; a model of such a class may consist of attention layers alone (Granite 4).
+    transformers marks whole classes, but a model of such a class may have attention layers only (Granite 4).
     """
     types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     if "linear_attention" in types:
@@ -83,7 +83,7 @@ def keeps_recurrent_state(model: CausalLM) -> bool:
 
 
 def check_cache(cache: object) -> None:
-    """Raise `ValueError` unless `cache` can be rolled back."""
+    """Raise `ValueError` unless `cache` is a cache of transformers that can be rolled back."""
     if not isinstance(cache, Cache):
         raise ValueError(
             f"The target keeps no key-value cache of transformers ({type(cache).__name__}), so candidates cannot be "
@@ -98,33 +98,33 @@ def check_cache(cache: object) -> None:
 
 @dataclass(frozen=True)
 class FrequencyChange:
-    """Where the rotary frequencies of a model change with the length of the text.
+    """A sequence length at which the rotary frequencies of a model change.
 
-    transformers rotates all tokens of a pass by the frequencies of the last of them: with `rope_type="longrope"` others
-    from `original_max_position_embeddings` tokens on, with `"dynamic"` others for every token beyond
-    `max_position_embeddings`. Candidates beyond a change would alter the keys of tokens before it, which are cached.
+    transformers rotates all tokens of a pass by the frequencies of the last token. With `rope_type="longrope"` these
+    change after `original_max_position_embeddings` tokens, with `"dynamic"` at every token after
+    `max_position_embeddings`. Candidates beyond a change would alter the keys of earlier tokens, which are cached.
 
-    Example: with `length` 4096 a text of 4094 tokens, the last of them unread, has room for 2 candidates. Texts of 4096
-    and 4097 have room for none: the last pass before the change, and the first one after it, for which Phi-3 reads the
-    whole text anew. After it there is room for any number, unless the frequencies change with `every_token`.
+    Example: with `length` 4096 a sequence of 4094 tokens, the last of them unread, may have 2 candidates. Sequences of
+    4096 and 4097 tokens may have none: their passes are the last before the change and the first after it, in which
+    Phi-3 reads the whole sequence again. Longer sequences may have any number, unless `every_token`.
 
     Attributes:
-        length: tokens of the longest text before it.
-        every_token: whether they change again with every further token.
+        length: tokens of the longest sequence before the change.
+        every_token: whether the frequencies change again at every further token.
     """
 
     length: int
     every_token: bool
 
     def max_candidates(self, length: int) -> int | None:
-        """How many candidates a pass over the last of `length` tokens may have; `None`: any number."""
+        """Maximum number of candidates for a sequence of `length` tokens, the last unread; `None`: no limit."""
         if length <= self.length:
             return self.length - length
         return 0 if self.every_token or length == self.length + 1 else None
 
 
 def frequency_changes(config: Any) -> list[FrequencyChange]:
-    """Those of a model with this text config: at most one for each kind of its layers, mostly none."""
+    """The changes of a model with this text config, shortest first: at most one per kind of layer, usually none."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters] if "rope_type" in parameters else [each for each in parameters.values() if each]
     changes = set()

@@ -1,4 +1,4 @@
-"""Draft with the target's own layers: a copy of its modules that shares its tensors."""
+"""Drafts made of the target's own layers: copies of its modules that share its tensors."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from hf_specdecpp.models.checks import check_target
 from hf_specdecpp.models.foreign import is_foreign
 from hf_specdecpp.models.quantised import states_of
 
-# By which attention knows the layer of the cache that it writes to (GPT-Neo has the latter).
+# Attributes with the index of the cache layer that attention writes to (`layer_id` in GPT-Neo).
 LAYER_NUMBERS = ("layer_idx", "layer_id")
-# What configs say of the first so many layers (all below `first_k_dense_replace` are dense), and of layers by number.
-# The draft's modules are made already: only whoever loads them from files reads these.
+# Config fields that count first layers (all below `first_k_dense_replace` are dense), and that list layer indices.
+# The draft's modules exist already, so these fields matter only if the draft is saved and loaded from files.
 COUNTS = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
 NUMBERS = ("mlp_only_layers", "moe_layers")
 
 
 def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
-    """A causal LM made of some of the target's layers, its embeddings, final norm and LM head; `ValueError` if the
-    target cannot be assisted, `layers` does not name layers of it, its layers cannot be taken apart, or the chosen ones
-    keep no keys.
+    """A causal LM of some of the target's layers, its embeddings, final norm and LM head; `ValueError` if the target
+    cannot be assisted, `layers` is invalid, the layers cannot be separated, or no chosen layer has attention.
 
-    The module structure is copied and every parameter and buffer is shared: it costs hardly any memory, follows the
-    target when that is moved, and can be given a LoRA adapter without the target noticing.
+    The modules are copied, and all parameters and buffers are shared: the draft takes hardly any memory, follows the
+    target to another device, and can have a LoRA adapter without changing the target.
 
     Args:
-        layers: the number of first layers to keep, or their ascending indices.
+        layers: the number of first layers, or ascending layer indices.
     """
     check_target(target, recurrent=True)
     decoder = inner_decoder(target)
@@ -53,22 +52,22 @@ def early_exit(target: CausalLM, layers: int | Sequence[int]) -> CausalLM:
 
 
 def why_no_early_exit(target: CausalLM, config: Any) -> str | None:
-    """Why no subset of the target's layers is a model."""
+    """Why a subset of the target's layers cannot draft; `None` if it can. `config`: that of the target's decoder."""
     if getattr(config, "num_kv_shared_layers", 0):
         return "shares keys and values between layers, so a subset of its layers is not a model"
     if getattr(config, "hidden_size_per_layer_input", 0):
         return "has embeddings for each of its layers in one table, so a subset of its layers is not a model"
     if (processes := num_processes(target)) > 1:
         return f"is spread over {processes} processes, which would have to draft each token of its layers together"
-    if target.device.type == "meta" and getattr(target, "_hf_hook", None) is not None:  # else it only has no weights
+    if target.device.type == "meta" and getattr(target, "_hf_hook", None) is not None:  # else a model without weights
         return "is offloaded, so each layer of a draft made of its layers would be loaded for each drafted token"
     return None
 
 
 def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
-    """A copy with the `chosen` decoder layers, in this order; `ValueError` if its layers are not found."""
+    """A copy with the decoder layers `chosen`, in this order, even repeatedly; `ValueError` if no layers are found."""
     copied = copy_sharing(model)
-    # Trainers (TRL's, accelerate's mixed precision) set methods that go on to the forward of the model with all layers.
+    # Trainers (TRL's, accelerate's mixed precision) set bound methods that call the original model's forward.
     if isinstance(vars(copied).get("forward"), MethodType):
         del copied.forward
     decoder = inner_decoder(copied)
@@ -88,9 +87,8 @@ def with_layers(model: CausalLM, chosen: Sequence[int]) -> CausalLM:
 
 
 def copy_sharing(module: Any, *others: Any, tensors: Iterable[object] = ()) -> Any:
-    """A copy of a model's structure with the original's parameters and buffers, those of `others` that it refers to
-    unregistered, and other `tensors`; without hooks and forwards that are code of others: a draft would call them much
-    more often than its target does."""
+    """A copy of a module that shares its parameters and buffers, and those of `others` and `tensors` that it refers to.
+    Foreign hooks and forwards are left out, because a draft would call them more often than its target does."""
     kept = [each for part in (module, *others) for each in (*part.parameters(), *part.buffers(), *states_of(part))]
     shared: dict[int, object] = {id(each): each for each in (*kept, *tensors)}
     for part in module.modules():
@@ -99,7 +97,7 @@ def copy_sharing(module: Any, *others: Any, tensors: Iterable[object] = ()) -> A
                 shared[id(hooks)] = OrderedDict(item for item in hooks.items() if not is_foreign(item[1]))
     copied = copy.deepcopy(module, shared)
     for part in copied.modules():
-        # The former runs the original; the latter may, and where accelerate moves tensors it stays inside of that.
+        # A compiled forward runs the original, and a foreign one may; with accelerate's hooks forwards are kept.
         if has_compiled_forward(part) or (
             "forward" in vars(part) and "_hf_hook" not in vars(part) and is_foreign(part.forward)
         ):
@@ -108,7 +106,7 @@ def copy_sharing(module: Any, *others: Any, tensors: Iterable[object] = ()) -> A
 
 
 def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
-    """`layers` as a list of indices; `ValueError` unless they exist and ascend, and some are left out and some kept."""
+    """`layers` as indices; `ValueError` unless they exist, ascend, and are at least one but not all `num_layers`."""
     kept = _indices(layers, num_layers)
     if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= num_layers:
         raise ValueError(
@@ -121,7 +119,7 @@ def check_layers(layers: int | Sequence[int], num_layers: int) -> list[int]:
 
 
 def _indices(layers: Any, num_layers: int) -> list[int]:
-    """The indices that `layers` names, whether they exist or not; none where it is text or another type."""
+    """`layers` as a list of indices, which need not exist; empty for a string or another type."""
     if isinstance(layers, int):
         return [] if isinstance(layers, bool) else list(range(min(layers, num_layers + 1)))
     try:
@@ -131,7 +129,7 @@ def _indices(layers: Any, num_layers: int) -> list[int]:
 
 
 def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList]:
-    """The layers of a target's decoder, and what it calls them; `ValueError` if they are not found."""
+    """Name and list of the layers of a target's decoder; `ValueError` if they are not found."""
     depth = decoder.config.num_hidden_layers
     for name, module in decoder.named_children():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
@@ -143,16 +141,16 @@ def layer_stack(decoder: CausalLM, target: CausalLM) -> tuple[str, nn.ModuleList
 
 
 def per_layer(config: PreTrainedConfig) -> dict[str, list[Any]]:
-    """What a config says of each layer, one entry a layer: `layer_types`, `mlp_layer_types`, `no_rope_layers`, ..."""
+    """A config's lists with one entry per layer: `layer_types`, `mlp_layer_types`, `no_rope_layers`, ..."""
     depth = getattr(config, "num_hidden_layers", None)
     lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and "layer" in name}
     return {name: value for name, value in lists.items() if len(value) == depth and name not in NUMBERS}
 
 
 def _choose_layers(config: PreTrainedConfig, chosen: Sequence[int], depth: int) -> None:
-    """Make a config describe the chosen layers of so many.
+    """Change a config of `depth` layers to describe the chosen layers; other configs stay unchanged.
 
-    Example: where the first 3 layers are dense, the first 2 of the layers 0, 2 and 5 are.
+    Example: if the first 3 layers are dense, the first 2 of the layers 0, 2 and 5 are dense.
     """
     if getattr(config, "num_hidden_layers", None) != depth:
         return
@@ -164,7 +162,7 @@ def _choose_layers(config: PreTrainedConfig, chosen: Sequence[int], depth: int) 
     for name in NUMBERS:
         if isinstance(numbers := getattr(config, name, None), list):
             setattr(config, name, [place for place, own in enumerate(chosen) if own in numbers])
-    # What some layers' fields are in the place of the config's own, such as other numbers of heads.
+    # Fields of single layers that replace the config's, such as other numbers of heads.
     differing = {int(layer): own for layer, own in (config.to_dict().get("per_layer_config") or {}).items()}
     config.num_hidden_layers = len(chosen)
     if differing:

@@ -1,8 +1,8 @@
-"""Code of others in the passes of a target: hooks, patched forwards, replaced layers (`foreign_passes`).
+"""Foreign code in a target's forward passes: hooks, patched forwards, replaced layers (`foreign_passes`).
 
-Such code may depend on how many tokens a pass reads, as a hook does that changes the last row alone. So passes over
-several tokens are compared with passes over fewer before a text relies on them (`caches.trial.Trial`), and what
-was found is kept here for later texts.
+Such code may depend on the number of tokens in a pass, for instance a hook that changes the last row only. So passes
+over several tokens are first compared with passes over fewer tokens (`caches.trial.Trial`). The result is stored here
+for later generations.
 """
 
 from __future__ import annotations
@@ -34,43 +34,43 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_specdecpp.models.causal_lm import CausalLM, modules_of
 
 OURS = __name__.partition(".")[0]
-# Packages whose hooks, forwards and layers treat every token of a pass alike: what models are made of, and what
-# quantises, adapts, spreads and trains them.
+# Packages whose hooks, forwards and layers treat all tokens of a pass alike: libraries of models, and for their
+# quantisation, adapters, distribution and training.
 KNOWN = {
     OURS, "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "kernels",
     "aqlm", "auto_round", "awq", "bitsandbytes", "compressed_tensors", "eetq", "fbgemm_gpu", "fp_quant", "gptqmodel",
     "hqq", "optimum", "quark", "spqr_quant", "torchao", "vptq",
 }  # fmt: skip
 
-# Packages besides whose functions transformers' modules import.
+# Further packages whose functions transformers' modules import.
 IMPORTED = KNOWN | sys.stdlib_module_names | {
     "causal_conv1d", "einops", "fla", "flash_attn", "flash_attn_interface", "huggingface_hub", "mamba_ssm", "natten",
     "numpy", "packaging", "safetensors", "scipy", "tqdm", "typing_extensions", "xlstm",
 }  # fmt: skip
-KERNELS = os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE  # from which nothing but kernels of the Hub is imported
+KERNELS = os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE  # only kernels of the Hub are imported from this folder
 
 
 class ForeignCode:
-    """A piece of code, with its name for messages, and the module that is its own; by its `key` it is known again."""
+    """A piece of code, its name for messages, the module that it belongs to, and a `key` that identifies the code."""
 
     def __init__(self, code: Any, name: str, number: int | None = None, module: nn.Module | None = None) -> None:
         self.code, self.name, self.module = code, name, module
-        self.key: Any = number  # hooks have numbers, of which each is used once; addresses may be used again
+        self.key: Any = number  # hooks have unique numbers; an address may be reused
         if number is None:
             try:
                 self.key = ref(code)
-            except TypeError:  # not known again
+            except TypeError:  # cannot be identified later
                 self.key = object()
 
 
 @dataclass
 class ForeignPasses:
-    """What is known of the passes of a target that run code of others.
+    """Verified properties of a target's forward passes with foreign code.
 
     Attributes:
-        name: of the code, for messages; where there are several pieces, of the first.
-        width: so many tokens may be read at once.
-        reason: why calls are plain, once that is known.
+        name: name of the code for messages; of the first piece if there are several.
+        width: maximum number of tokens in a pass, as verified so far.
+        reason: why the target cannot be assisted; `None` as long as no check has failed.
     """
 
     name: str
@@ -78,22 +78,22 @@ class ForeignPasses:
     reason: str | None = None
 
 
-# How deep, in how many entries of a list and in how large a tensor it is looked for what code remembers.
+# Limits of `remembered`: depth of references, entries of a list, elements of a tensor.
 DEPTH, MOST, SMALL = 4, 16, 65_536
 SIMPLE = {bool, int, float, str, type(None)}
-_usual: WeakSet[Any] = WeakSet()  # functions that are not foreign: each call asks of the same ones
-# Of modules and the class of tensors without code of others: how many names they have, those of functions, and these.
+_usual: WeakSet[Any] = WeakSet()  # functions that are not foreign, since each call checks the same ones
+# For modules, and the class of tensors, without foreign code: their number of names, names of functions, and functions.
 _unchanged: dict[Any, tuple[int, list[str], list[Any]]] = {}
-# What PyTorch computes passes with. Draws of random numbers are made between passes, and pinned memory holds copies.
+# Functions that PyTorch computes passes with, without those that are used between passes (draws, pinned memory).
 BETWEEN_PASSES = ("rand", "multinomial", "bernoulli", "normal", "exponential", "uniform", "pin_memory")
 OPERATIONS = {name for name in dir(torch._C._VariableFunctions) if name[0] != "_"}.union(torch.functional.__all__)
-# Of each target: the code that was found, and what is known of the passes that run it.
+# For each target: the keys of its foreign code, and the properties of passes with it.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], ForeignPasses]] = WeakKeyDictionary()
 
 
 def foreign_passes(model: CausalLM, cache: Any = None) -> ForeignPasses | None:
-    """What is known of passes that run code of others over a cache; `None` where no such code is found. Nothing is
-    known yet where other code was found in the last call."""
+    """Properties of the model's passes over a cache with foreign code; `None` if there is no such code. If the code is
+    not that of the last call, a new record that starts with a width of 1."""
     found = list(foreign_code(model, cache))
     if not found:
         return None
@@ -105,8 +105,8 @@ def foreign_passes(model: CausalLM, cache: Any = None) -> ForeignPasses | None:
 
 
 def remembered(model: CausalLM) -> list[Any]:
-    """What the code of others remembers in the open, in a form that changes with it: numbers, texts, the lengths of
-    lists and the sums of tensors, among what functions refer to and the attributes of objects."""
+    """The visible state of foreign code, to be compared before and after passes: numbers, strings, lengths of lists and
+    sums of tensors, found in attributes of objects and in the variables that functions refer to."""
     found: list[Any] = []
     for each in foreign_code(model):
         _remember(each.code, found, DEPTH)
@@ -126,7 +126,7 @@ def _remember(value: Any, found: list[Any], depth: int) -> None:
     elif isinstance(value, Generator):
         found.append(value.get_state().tolist())
     elif isinstance(value, Iterator):
-        found.append((repr(value), length_hint(value, 0)))  # what `itertools.count` says, and what of a list is left
+        found.append((repr(value), length_hint(value, 0)))  # the value of `itertools.count`, or what remains of a list
     elif isinstance(value, MethodType):
         parts = value.__self__, value.__func__
     elif isinstance(value, partial):
@@ -144,9 +144,9 @@ def _remember(value: Any, found: list[Any], depth: int) -> None:
 
 
 def _referred_to(function: FunctionType) -> Iterator[Any]:
-    """What a function may keep between its calls."""
+    """Objects in which a function may keep state between its calls."""
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # it is still empty
+        with suppress(ValueError):  # an empty cell
             yield cell.cell_contents
     if package_of(function) not in KNOWN:
         yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -155,8 +155,8 @@ def _referred_to(function: FunctionType) -> Iterator[Any]:
 
 
 def package_of(code: Any) -> str:
-    """The package that a function, method, class or the class of an object is written in. Names do not tell:
-    `functools.wraps` copies them."""
+    """The package that defines a function, method, class or the class of an object. Independent of `__module__` for
+    functions, because `functools.wraps` copies it."""
     while isinstance(code, MethodType | partial):
         code = code.__func__ if isinstance(code, MethodType) else code.func
     if isinstance(code, FunctionType):
@@ -169,7 +169,7 @@ def package_of(code: Any) -> str:
 
 
 def is_foreign(code: Any, home: str | None = None) -> bool:
-    """Whether a function, or what it is wrapped around, comes from a package that is not known, nor from `home`."""
+    """Whether a function, or a function that it wraps, comes from a package that is neither in `KNOWN` nor `home`."""
     left = [code]
     for each in left:
         own = getattr(each, "__dict__", {})
@@ -185,7 +185,7 @@ def is_foreign(code: Any, home: str | None = None) -> bool:
 
 
 def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
-    """The code of others that passes of a model run over a cache."""
+    """All foreign code that a model's passes over a cache run."""
     together = {**every_module._global_forward_pre_hooks, **every_module._global_forward_hooks}
     for number, hook in together.items():
         if is_foreign(hook):
@@ -200,7 +200,7 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
                     yield ForeignCode(hook, f"a hook of {kind}, {_name(hook)}", number, module)
         if "forward" in own and is_foreign(own["forward"]):
             yield ForeignCode(own["forward"], f"another forward of {kind}, {_name(own['forward'])}", None, module)
-        if "_hf_hook" in own:  # accelerate's, of a class that may be anybody's
+        if "_hf_hook" in own:  # a hook of accelerate, whose class may be foreign
             for hook in getattr(own["_hf_hook"], "hooks", [own["_hf_hook"]]):
                 if is_foreign(hook):
                     yield ForeignCode(hook, f"a hook of {kind}, {type(hook).__name__}")
@@ -212,7 +212,7 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
     yield from _replaced_functions(kinds)
     implementation = str(model.config.get_text_config(decoder=True)._attn_implementation)
     attention = ALL_ATTENTION_FUNCTIONS.get(implementation)
-    if attention is not None and "/" not in implementation and is_foreign(attention):  # else a kernel of the Hub
+    if attention is not None and "/" not in implementation and is_foreign(attention):  # with "/" a kernel of the Hub
         yield ForeignCode(attention, f"attention, {_name(attention)}")
     for mode in active_modes():
         if is_foreign(mode):
@@ -226,7 +226,7 @@ def foreign_code(model: CausalLM, cache: Any = None) -> Iterator[ForeignCode]:
 
 
 def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
-    """Functions of others in PyTorch and in the modules of transformers, which call them by their names."""
+    """Foreign functions that replace those of PyTorch or of the transformers modules of `kinds`, which are classes."""
     modules = {kind.__module__ for kind in kinds if package_of(kind) == "transformers"}
     homes: list[Any] = [torch, Tensor, functional, sdpa_attention, *map(sys.modules.__getitem__, sorted(modules))]
     for home in homes:
@@ -246,13 +246,13 @@ def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
 
 
 def active_modes() -> list[Any]:
-    """The modes that PyTorch's functions and operations go through in this thread, but for that of a default device."""
+    """Active function and dispatch modes of PyTorch in this thread, without the mode of a default device."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     return [mode for mode in modes if type(mode).__module__ != DeviceContext.__module__]
 
 
 def _ownpackage_of(kind: type[Any], method: str, model: CausalLM) -> str | None:
-    """The package whose code is a model's own where a class of it has the method: that of the model's class."""
+    """The package of the model's class if `method` of `kind` is defined there, else `None`."""
     owner = next(each for each in kind.__mro__ if method in vars(each))
     own = type(model).__module__.partition(".")[0]
     return own if owner.__module__.partition(".")[0] == own else None

@@ -1,6 +1,6 @@
-"""Load models, their configs and their tokenizers: no code of a repository runs, and weights are safetensors only.
+"""Load models, configs and tokenizers, without running code of a repository and from safetensors only.
 
-Whether two models speak the same tokens is said by their token-to-id maps: padded `vocab_size`s say nothing.
+Tokenizers are compared by their token-to-id maps, because `vocab_size` may include padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_specdecpp.models.causal_lm import CausalLM, base_model
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """For commands: no bars of loading, and of transformers' words only errors, among what the command itself says."""
+    """A context for commands: no progress bars of loading, and only errors among transformers' log messages."""
     verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -39,7 +39,7 @@ def quiet_loading() -> Iterator[None]:
 
 
 def show_bars() -> None:
-    """Show bars again, without a word where the user's environment forbids huggingface_hub's."""
+    """Show progress bars again, without a warning if the environment disables those of huggingface_hub."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         logging.enable_progress_bar()
@@ -49,10 +49,10 @@ def load_draft(
     draft: CausalLM | str | Path | None, revision: str | None, target: CausalLM | None,
     dtype: Any = None, device: Any = None, hub_kwargs: dict[str, Any] | None = None,
 ) -> CausalLM:  # fmt: skip
-    """A model object as it is; one given by name in the dtype and on the device that are given, or the target's.
+    """A draft in eval mode: a model without its wrappers, or one loaded by name (default dtype, device: the target's).
 
     Raises:
-        ValueError: no draft is named.
+        ValueError: `draft` is `None`, or the model cannot be loaded.
         OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
     """
     if draft is None:
@@ -61,7 +61,7 @@ def load_draft(
             "or give the draft: from_pretrained(repo, draft=model_or_folder)."
         )
     if not isinstance(draft, str | Path):
-        return base_model(draft).eval()  # dropout would make the drafter look wrong
+        return base_model(draft).eval()  # dropout would change the draft's distribution
     likewise = ("auto", "cpu") if target is None else (target.dtype, target.device)
     dtype, device = dtype or likewise[0], device or likewise[1]
     return load_model(draft, revision, dtype, device, **(hub_kwargs or {}))
@@ -70,13 +70,13 @@ def load_draft(
 def load_model(
     name: str | Path, revision: str | None = None, dtype: Any = "auto", device: Any = "cpu", **hub_kwargs: Any
 ) -> CausalLM:
-    """A causal LM from the Hub or a folder, ready to read: no dropout. `org/repo/folder` is a folder of a repository.
+    """A causal LM in eval mode from the Hub or a local folder. `org/repo/folder` is a folder of a repository.
 
     Raises:
-        ValueError: the files are damaged, do not go together, or name code that would be run.
-        FileNotFoundError: there is no such folder, and no such Hub id can be.
+        ValueError: the files are damaged or inconsistent, or name code that would be run.
+        FileNotFoundError: `name` is neither an existing folder nor a valid Hub id.
         OSError, huggingface_hub errors: a file or repository is missing or cannot be reached.
-        ImportError: a package is missing that the model needs.
+        ImportError: a package that the model needs is missing.
     """
     source = Repository(str(name), revision, None, hub_kwargs)
     if not source.is_local:
@@ -90,7 +90,7 @@ def load_model(
         )  # fmt: skip
     except (OSError, ImportError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # transformers and torch raise anything for fields that make no sense
+    except Exception as error:  # transformers and torch raise any exception for invalid fields
         raise ValueError(
             f"{source.full_name!r} cannot be loaded as a model: {type(error).__name__}: {str(error)[:600]} Its files "
             "are damaged or do not go together, or a newer transformers reads them. Download it again, or upgrade."
@@ -100,19 +100,19 @@ def load_model(
 
 
 def _check_config(source: Repository) -> None:
-    """Raise `ValueError` for a config that names code on the Hub, which would be run, or more layers than tensors."""
+    """Raise `ValueError` for a config that names code on the Hub, or has more layers than the files have tensors."""
     try:
         path = source.file("config.json")
-    except LocalEntryNotFoundError:  # transformers would advise to check the connection, in offline mode, too
+    except LocalEntryNotFoundError:  # transformers' error would advise to check the connection
         raise
-    except OSError:  # transformers says what is wrong
+    except OSError:  # transformers raises a better error
         return
     try:
         parts: list[Any] = [read_json(path)]
         most = len(Weights.of(source))
     except (OSError, ValueError):
         return
-    for part in parts:  # it grows
+    for part in parts:  # the list grows
         parts += [inner for inner in (part.values() if isinstance(part, dict) else ()) if isinstance(inner, dict)]
         for field, value in part.items() if isinstance(part, dict) else ():
             if field == "num_hidden_layers" and most and type(value) is int and value > most:
@@ -134,23 +134,23 @@ def load_tokenizer(name: str, revision: str | None = None, **hub_kwargs: Any) ->
 
 
 def load_model_config(name: str) -> Any:
-    """The config of a model, without its weights."""
+    """The config of a model, from the Hub or a folder."""
     source = Repository(name)
     if not source.is_local:
-        source.file("config.json")  # says what is wrong where it cannot be had
+        source.file("config.json")  # raises a clear error if missing
     return AutoConfig.from_pretrained(source.name, trust_remote_code=False, subfolder=source.subfolder or "")
 
 
-PADDING = 1024  # rows of a table of tokens that stand for none, at most
+PADDING = 1024  # maximum number of unused rows of a token table
 
 
 def hash_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of the tokenizer's token-to-id map, added tokens left out."""
+    """SHA-256 of the tokenizer's token-to-id map without added tokens."""
     return hashlib.sha256(json.dumps(sorted(_regular(tokenizer).items())).encode()).hexdigest()
 
 
 def special_ids(*configs: Any) -> frozenset[int]:
-    """Ids that configs name: ends of texts, padding, what images and sounds are put in the place of."""
+    """All special token ids in configs: ends of sequences, padding, placeholders of images and sounds."""
     ids: set[int] = set()
     for config in configs:
         for name, value in config.to_dict().items():
@@ -160,7 +160,7 @@ def special_ids(*configs: Any) -> frozenset[int]:
 
 
 def tokenizer_of(name_or_path: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer stored beside a model, from its folder or the local cache; `None` if it is not there."""
+    """The tokenizer of a model, from its folder or the local cache; `None` if it cannot be loaded from there."""
     if not name_or_path:
         return None
     try:
@@ -171,37 +171,37 @@ def tokenizer_of(name_or_path: str) -> PreTrainedTokenizerBase | None:
 
 @lru_cache(maxsize=16)
 def _load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
-    # Apart, since a failure must not be remembered: the tokenizer may be downloaded at any time.
+    # A separate function, so that failures are not cached: the tokenizer may be downloaded at any time.
     return load_tokenizer(name_or_path, local_files_only=True)
 
 
 def check_named_draft(
     name: str | Path, revision: str | None, target: CausalLM, is_chosen: bool, hub_kwargs: dict[str, Any]
 ) -> None:
-    """Raise the `ValueError` of `check_same_tokenizer` for the name of a draft, before its weights are downloaded or
-    read. What cannot be found is left to whoever loads the draft."""
+    """Raise the `ValueError` of `check_same_tokenizer` for a draft given by name, before its weights are downloaded or
+    read. Missing files raise no error here, but when the draft is loaded."""
     source = Repository(str(name), revision, None, hub_kwargs)
     size: Any = None
     with suppress(OSError, ValueError):
         raw = read_fields(source.file("config.json"))
         inner = raw.get("text_config")
         size = raw.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
-    if tokenizer_of(source.full_name) is None:  # it is looked for in the local cache
-        with suppress(Exception):  # whatever is wrong with it, whoever loads the model says so
+    if tokenizer_of(source.full_name) is None:  # so download it into the local cache
+        with suppress(Exception):  # loading the model raises the error
             load_tokenizer(source.full_name, revision, **hub_kwargs)
     check_same_tokenizer(target, source.full_name, size if type(size) is int else None, is_chosen)
 
 
 def check_same_tokenizer(target: CausalLM, name: str, size: int | None, is_chosen: bool = False) -> None:
-    """Refuse a draft whose tokens mean something else to the target: `ValueError` if some ids stand for different
-    tokens, or if it has less than half as many ids as the target.
+    """Raise `ValueError` if draft and target use some ids for different tokens, or if the draft has less than half as
+    many ids as the target.
 
-    The output would be right all the same; only the speed would be lost. Where a tokenizer cannot be found (a model
-    built in memory), only the numbers of ids can be compared (`warn_of_sizes`).
+    Such a draft would be slow, although the output would be exact. If a tokenizer is not found (a model built in
+    memory), only the numbers of ids are compared (here and in `warn_of_sizes`).
 
     Args:
-        name, size: name or path of the draft, and the number of its token ids.
-        is_chosen: whether the user has listed the ids that the draft proposes (`draft_vocab`), so few are enough.
+        name, size: the draft's name or path, and its number of token ids, `None` if unknown.
+        is_chosen: whether the user has listed the ids that the draft proposes (`draft_vocab`), so that few are enough.
     """
     target_name, most = target.config.name_or_path, target.config.get_text_config().vocab_size
     if target_name and target_name == name:
@@ -231,7 +231,7 @@ def check_same_tokenizer(target: CausalLM, name: str, size: int | None, is_chose
 
 
 def warn_of_sizes(target: CausalLM, draft: CausalLM) -> None:
-    """Warn if target and draft have different numbers of token ids, and their tokenizers cannot be compared."""
+    """Warn if target and draft have different numbers of token ids and a tokenizer is missing."""
     names = [model.config.name_or_path for model in (target, draft)]
     sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
     if sizes[0] == sizes[1] or None not in map(tokenizer_of, names):
@@ -248,10 +248,10 @@ def warn_of_sizes(target: CausalLM, draft: CausalLM) -> None:
 
 
 def outside(size: int | None, target: CausalLM) -> str | None:
-    """What about the number of token ids that a draft was made for does not fit a target; `None` where it does.
+    """Why a draft with `size` token ids does not fit a target; `None` if it does, or if `size` is `None`.
 
-    Tables are padded, some drafts' otherwise than their targets'. More ids than that are of another tokenizer, and
-    logits would be as wide as a config says.
+    Up to `PADDING` more ids than the target's may be padding. Even more are of another tokenizer, and the logits would
+    be as wide as an untrusted config demands.
     """
     most = target.config.get_text_config(decoder=True).vocab_size + PADDING
     return (
@@ -260,7 +260,7 @@ def outside(size: int | None, target: CausalLM) -> str | None:
 
 
 def check_hash(target: CausalLM, expected: str | None, trained_for: str | None) -> None:
-    """Raise `ValueError` if the target's tokenizer is not the one that an assistant was trained with."""
+    """Raise `ValueError` if the hash of the target's tokenizer is not `expected`. Unknown hashes raise no error."""
     tokenizer = tokenizer_of(target.config.name_or_path)
     if expected is None or tokenizer is None or hash_of(tokenizer) == expected:
         return
@@ -274,6 +274,6 @@ def check_hash(target: CausalLM, expected: str | None, trained_for: str | None) 
 def _regular(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, int]:
     if tokenizer is None:
         return {}
-    # Added tokens (chat markers, reserved slots) are renamed between a base model and its instruct version.
+    # Without added tokens (chat markers, reserved slots), whose names differ between base and instruct models.
     added = tokenizer.get_added_vocab()
     return {token: index for token, index in tokenizer.get_vocab().items() if token not in added}

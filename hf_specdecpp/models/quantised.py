@@ -1,7 +1,7 @@
-"""What quantised layers need of us. torchao and bitsandbytes are not imported: what their layers hold tells them apart.
+"""Quantised layers, recognised by class names and attributes, so that torchao and bitsandbytes need no import.
 
-A target whose weights alone are quantised is assisted like any other. Three things need care: what bitsandbytes keeps
-beside its weights, LM heads whose rows cannot be taken, and activations that are quantised, too.
+Targets with quantised weights need special treatment in three cases: the quantisation states of bitsandbytes, LM heads
+whose rows cannot be indexed, and quantised activations.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from hf_specdecpp.models.causal_lm import modules_of
 
 ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-AT_ONCE = 64  # unit vectors, so that their logits take little memory
+AT_ONCE = 64  # unit vectors in a pass, so that their logits take little memory
 ACTIVATION_SETTINGS = ("act_quant_kwargs", "activation_quantization", "input_quant_func")  # of torchao's weights
 
 
 def is_quantised(layer: Any) -> bool:
-    """Whether the weight of a layer is more than numbers of floating point."""
+    """Whether the weight of a layer is not an ordinary parameter of floating point numbers."""
     return type(layer.weight) is not nn.Parameter or layer.weight.dtype not in ORDINARY
 
 
 def states_of(module: nn.Module) -> Iterator[object]:
-    """What bitsandbytes keeps beside the weights below a module: scales, and in 8 bits the numbers, too.
+    """The quantisation states of bitsandbytes layers in a module: scales, and in 8 bits also the integers.
 
-    The first pass of a layer takes these out of the weight (8 bits), or reorders weight and scales (4 bits, on some
-    CPUs). So a copy of the layer that shares the weight has to share them.
+    The first pass of a layer moves these out of the weight (8 bits), or reorders weight and scales (4 bits, on some
+    CPUs). So a copy of the layer that shares the weight must also share the state.
     """
     for layer in module.modules():
         if _is_of(layer, "bitsandbytes"):
@@ -37,14 +37,14 @@ def states_of(module: nn.Module) -> Iterator[object]:
 
 @torch.no_grad()
 def rows_of(head: Any, token_ids: Tensor) -> Tensor:
-    """The rows `[n, hidden_size]` of a quantised LM head for n tokens, as ordinary numbers and without its bias.
+    """The rows `[n, hidden_size]` of a quantised LM head's weight for `token_ids` `[n]`, as floating point numbers.
 
-    They are the logits of unit vectors: packed integers cannot be indexed, and each library unpacks its own.
+    They are computed as logits of unit vectors, because packed integers cannot be indexed.
     """
     bias = getattr(head, "bias", None)
     dtype = torch.float32 if bias is None else bias.dtype
     weight = head.weight
-    if isinstance(weight, Tensor) and weight.dtype in ORDINARY:  # torchao's are of the dtype that they stand for
+    if isinstance(weight, Tensor) and weight.dtype in ORDINARY:  # torchao's weights have their original dtype
         dtype = weight.dtype
     device = token_ids.device
     units = torch.eye(sizes_of(head)[0], dtype=dtype, device=device).split(AT_ONCE)
@@ -53,17 +53,17 @@ def rows_of(head: Any, token_ids: Tensor) -> Tensor:
 
 
 def sizes_of(head: Any) -> tuple[int, int]:
-    """Inputs and outputs of an LM head: the shape of a packed weight (4 bits) says neither."""
+    """Numbers of inputs and outputs of an LM head, also if its weight is packed (4 bits)."""
     if isinstance(getattr(head, "in_features", None), int):
         return head.in_features, head.out_features
     return head.weight.shape[1], head.weight.shape[0]
 
 
 def quantised_activations(model: nn.Module) -> str | None:
-    """Which layers of a model quantise what they multiply their weights by, if some do.
+    """Name of the layers of a model that quantise their inputs; `None` if there are none.
 
-    A last digit that attention rounds otherwise in a pass of another size now and then moves a number by a step of the
-    quantisation, and later layers make more of it: half the spread of the logits (docs/using.md).
+    Passes of different sizes round the last digits differently. This sometimes moves an input by a quantisation step,
+    and later layers amplify the error, up to half the spread of the logits (docs/using.md).
     """
     layers = modules_of(model)
     for kind in set(map(type, layers)):
@@ -71,7 +71,7 @@ def quantised_activations(model: nn.Module) -> str | None:
             return "bitsandbytes int8"
         if kind.__module__.startswith("torch.ao.nn.quantized.dynamic"):
             return f"dynamic {kind.__name__} of torch.ao"
-    for layer in layers:  # nothing is called for usual ones: each `generate()` asks
+    for layer in layers:  # no function calls for ordinary layers, since each `generate()` runs this
         weight = layer._parameters.get("weight")
         if type(weight) is nn.Parameter or weight is None:
             continue
@@ -81,7 +81,7 @@ def quantised_activations(model: nn.Module) -> str | None:
 
 
 def multiplies_in_half(model: nn.Module) -> bool:
-    """Whether products round as in half precision, whatever the dtype: 4 bits of bitsandbytes on some CPUs."""
+    """Whether bitsandbytes layers of the model compute in half precision, which may differ from the model's dtype."""
     layers = [layer for layer in model.modules() if _is_of(layer, "bitsandbytes")]
     dtypes = {getattr(vars(layer).get("quant_state"), "dtype", None) for layer in layers}
     dtypes |= {getattr(layer, "compute_dtype", None) for layer in layers}

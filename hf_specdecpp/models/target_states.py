@@ -1,7 +1,7 @@
-"""What a draft reads of its target: hidden states, caught in the target's own passes (`TargetStates`).
+"""Hidden states that a draft reads, captured in the target's own passes (`TargetStates`).
 
-A draft that reads them begins where the target has got to, so a single layer knows more than several that begin from
-embeddings (EAGLE, arXiv 2401.15077 and 2503.01840).
+With them a draft of one layer predicts better than several layers that read embeddings only (EAGLE, arXiv 2401.15077
+and 2503.01840).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from hf_specdecpp.models.causal_lm import CausalLM, has_compiled_call, inner_decoder, modules_of
 from hf_specdecpp.models.early_exit import layer_stack
 
-# A forward returns chosen states, `output_hidden_states=[numbers]`, of which number 0 are the embeddings. Until 5.22
-# number 0 of such a list was the first layer's output.
+# Whether a forward returns chosen states, `output_hidden_states=[numbers]`, with the embeddings as number 0. Until 5.22
+# number 0 was the first layer's output.
 RETURNS_CHOSEN = Version(transformers.__version__) >= Version("5.23")
-FINAL = -1  # in the place of a layer's index
+FINAL = -1  # instead of a layer's index
 
 
 class StateReader(nn.Module):
-    """Makes a draft's inputs of the target's states and of embeddings, and says which states.
+    """Base class of modules that make a draft's inputs from target states and embeddings.
 
     Attributes:
-        hidden_size: of the draft's states.
-        embedding_size: of the embeddings that it reads.
-        reads: indices of the target's layers whose outputs are read, in the order in which they are put together;
-            `FINAL` is its final state, after its final norm.
+        hidden_size: size of the draft's states.
+        embedding_size: size of the embeddings.
+        reads: indices of the target's layers whose outputs are read, in the order of concatenation; `FINAL` is the
+            target's final state, after its final norm.
     """
 
     hidden_size: int
@@ -40,37 +40,37 @@ class StateReader(nn.Module):
 
     @property
     def width(self) -> int:
-        """Numbers in a target's state: of all that is read."""
+        """Size of the concatenated states of a token."""
         return len(self.reads) * self.hidden_size
 
 
 class TargetStates:
-    """Catches the states that a draft reads out of the target's own passes; `ValueError` if the target has no such
+    """Captures the states that a draft reads from the target's own passes; `ValueError` if the target lacks one of the
     layers.
 
-    Hooks catch them, which keep references to what the decoder and its layers return. Compiled forwards run past hooks,
-    so they are asked to return the states, from the first pass on that returned the very ones that hooks saw; where a
-    user has compiled the target without hooks, what it returns is believed. Others are not asked: transformers would
-    leave hooks of its own in the target for good, with which it cannot be pickled.
+    Hooks keep references to outputs of the decoder and its layers. A compiled target may skip hooks, so it also returns
+    the states (`asked_for`). Hooks are no longer used once a pass returned the same tensors as the hooks captured, or
+    hooks captured nothing. Other targets do not return states: transformers would leave hooks in them, with which
+    they cannot be pickled.
 
-    Used as a context around the passes over one text, it catches by hooks. Passes of other threads are left out.
+    As a context around passes over one sequence, hooks capture the states. Passes of other threads are ignored.
 
-    Example: layer 1 and the final state are read, of a target with 3 layers. State 0 are the embeddings, so the numbers
-    of the two are 2 and 3.
+    Example: a draft reads layer 1 and the final state of a target with 3 layers. State 0 is the embeddings, so the
+    forward returns these as states 2 and 3.
 
     Args:
-        target: whose passes.
-        reader: says which layers; with `None` nothing is caught.
+        target: the model whose passes are captured.
+        reader: defines the layers; with `None` nothing is captured.
 
     Attributes:
-        are_returned: whether passes return the states, so that they need no hooks.
-        are_read: whether anything is caught.
+        are_returned: whether passes return the states, so that hooks are not needed.
+        are_read: whether states are captured.
     """
 
     def __init__(self, target: CausalLM, reader: StateReader | None) -> None:
         self.are_returned = False
         self._modules: list[nn.Module] = []
-        self._numbers: list[int] = []  # of the states in what a forward returns, if it does
+        self._numbers: list[int] = []  # of the states that a forward returns, if it does
         if reader is not None:
             self._modules, decoder = read_modules(target, reader), inner_decoder(target)
             can_return = RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {})
@@ -81,17 +81,17 @@ class TargetStates:
         self._handles: list[Any] = []
 
     def give(self, states: list[Tensor]) -> None:
-        """The states `[1, n, size]` of a pass that was captured, in the order in which they are put together."""
+        """Set the states `[1, n, size]` of a pass captured as a CUDA graph, in the order of `reads`."""
         self._caught = [[each] for each in states]
 
     def asked_for(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """A forward's arguments with which it returns the states, and what users ask of it themselves."""
+        """`model_kwargs`, plus the request to return the states if the target is compiled."""
         if not self._numbers or model_kwargs.get("output_hidden_states"):  # all of them
             return model_kwargs
         return model_kwargs | {"output_hidden_states": self._numbers}
 
     def catch(self, forward: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
-        """Make a pass whose arguments are `asked_for`, and catch its states; what it returns."""
+        """Run a forward pass, whose arguments are from `asked_for`, capture its states, and return its outputs."""
         if not self._modules:
             return forward(*args, **inputs)
         if self.are_returned:
@@ -108,7 +108,7 @@ class TargetStates:
         return outputs
 
     def _returned(self, outputs: Any) -> list[list[Tensor]]:
-        """The states among the outputs of a pass, as hooks catch them; empty where they are not there."""
+        """The states in the outputs of a pass, one list per layer; empty if the pass returned none."""
         states = (outputs.hidden_states or ()) if self._numbers else ()
         if len(states) <= max(self._numbers, default=0):
             return []
@@ -130,14 +130,14 @@ class TargetStates:
             caught.clear()
 
     def by_row(self, count: int) -> list[Tensor | None]:
-        """The states `[1, n, width]` of each of the `count` rows of a batch."""
+        """Captured states `[1, n, width]` of each of the `count` rows of a batch; `None` if none are read."""
         states = self.states_of()
         return [None] * count if states is None else list(states.split(1))
 
     def states_of(self, rows: Tensor | slice = slice(None)) -> Tensor | None:
-        """States `[batch, n, width]` of `rows` of what was read in the context; `None` where nothing is to be caught.
+        """Take the captured states `[batch, n, width]` at positions `rows` of the passes; `None` if none are read.
 
-        Example: of the last token and 3 candidates, of which 1 was accepted, rows 0 and 1.
+        Example: `rows` [0, 1] after a pass over the last token and 3 candidates, of which 1 was accepted.
         """
         if not self._modules:
             return None
@@ -156,8 +156,8 @@ class TargetStates:
 
 
 def read_modules(target: CausalLM, reader: StateReader) -> list[nn.Module]:
-    """The modules of a target whose outputs a draft reads, in the order in which they are put together; `ValueError` if
-    the target has no such layers."""
+    """The modules of a target whose outputs a draft reads, in the order of `reads`; `ValueError` if the target lacks
+    one of the layers."""
     decoder = inner_decoder(target)
     stack = layer_stack(decoder, target)[1]
     if missing := [read for read in reader.reads if read >= len(stack)]:
@@ -169,7 +169,7 @@ def read_modules(target: CausalLM, reader: StateReader) -> list[nn.Module]:
 
 
 def state_of(module: nn.Module, output: Any) -> Tensor:
-    """The states `[rows, n, size]` among what a module returns."""
+    """The states `[rows, n, size]` in a module's output; `ValueError` if they do not have three dimensions."""
     states: Tensor = output if isinstance(output, Tensor) else output[0]
     if states.dim() != 3:
         raise ValueError(
@@ -180,8 +180,8 @@ def state_of(module: nn.Module, output: Any) -> Tensor:
 
 
 def state_numbers(reader: StateReader, num_layers: int) -> list[int]:
-    """The numbers of a reader's states among those that a forward returns: 0 are the embeddings, and after the last
-    layer it returns the final state. Empty if the last layer's own output is read, which it does not return."""
+    """Indices of a reader's states among the hidden states of a forward: 0 for the embeddings, `num_layers` for the
+    final state. Empty if the output of the last layer is read, which forwards do not return."""
     if num_layers - 1 in reader.reads:
         return []
     return [num_layers if read == FINAL else read + 1 for read in reader.reads]

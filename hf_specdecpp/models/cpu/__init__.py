@@ -1,1 +1,1 @@
-"""Matrix products of large linear layers on a CPU: copies of weights, what products take, which a layer uses."""
+"""Matrix multiplications of large linear layers on a CPU: copies of weights, times, and the choice for each layer."""

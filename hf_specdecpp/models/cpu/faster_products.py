@@ -1,9 +1,8 @@
-"""Which product the linear layers of target and draft take in a pass on a CPU (`FasterProducts`).
+"""Choice of the matrix multiplication of each linear layer of target and draft on a CPU (`FasterProducts`).
 
-Large layers use copies of their weights (`models.cpu.products`) for the numbers of rows that gain by it
-(`ProductTimes`); small layers keep PyTorch's own product. Attention over several tokens reads the keys and
-values as they are cached, where transformers copies them once for each query head that shares them
-(`grouped_attention`). That computes the same bits.
+Large layers use copies of their weights (`models.cpu.products`) for numbers of rows for which copies are faster
+(`ProductTimes`); small layers use PyTorch's own kernel. Attention over several tokens reads cached keys and values
+directly, whereas transformers copies them for each query head (`grouped_attention`). Both give the same bits.
 """
 
 from __future__ import annotations
@@ -25,45 +24,44 @@ from hf_specdecpp.models.cpu.products import ProductTimes, product_times
 from hf_specdecpp.models.cpu.weight_copies import WeightCopies, WeightCopy, background, can_fingerprint
 
 Forward = Callable[[Tensor], Tensor]
-UNUSUAL = frozenset({"position_bias", "cache", "softcap"})  # arguments of attention that transformers handles
-LEAST_ELEMENTS = 100_000  # of a weight: below, calling another product costs more than PyTorch's own
+UNUSUAL = frozenset({"position_bias", "cache", "softcap"})  # arguments of attention that are left to transformers
+LEAST_ELEMENTS = 100_000  # of a weight; smaller layers gain less than the call of another kernel costs
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Here(local):
-    """What layers multiply with in this thread: the last of the contexts that it is in counts."""
+    """The contexts that this thread has entered. The last one determines how layers multiply."""
 
     def __init__(self) -> None:
         self.contexts: list[Mapping[nn.Linear, Forward]] = [{}]
 
 
 _here = _Here()
-# In how many contexts layers are, in all threads, and how many of them group attention; changed under the lock.
+# In all threads: number of contexts of each layer, and number of those that group attention; guarded by the lock.
 _uses: Counter[nn.Linear] = Counter()
 _groups: Counter[str] = Counter()
 _lock = RLock()
 
 
 class FasterProducts:
-    """A context in which models on a CPU use the products that are fastest for them here. It can be entered again.
+    """A reentrant context in which models on a CPU use the fastest matrix multiplications for this machine.
 
-    In other threads the models compute with PyTorch's own products, or as the contexts say that these have entered.
-    Inside autocast, with gradients or for another dtype layers compute with PyTorch's own product, hooks run as usual,
-    and layers of compiled, parametrised or quantised modules, or whose forward somebody else has replaced, are left
-    alone. Attention takes part in every dtype, unless a model is compiled.
+    Other threads are not affected. Layers use PyTorch's own kernel in autocast, with gradients and for inputs
+    of another dtype. Hooks run as usual. Layers with compiled, parametrised, quantised or replaced forwards or weights
+    are not changed. Attention is grouped in every dtype, unless a model is compiled.
 
-    A layer uses the copy of its weight as soon as that was made in the background, also in the middle of a text.
+    A layer uses the copy of its weight as soon as the copy exists, even within a generation.
 
     Args:
-        models: target and draft, or their modules. By default none, and then nothing changes.
-        copies: keeps exact copies of the weights, which are checked and renewed here. `None`: no layer uses any.
-        draft: modules whose large layers compute in int8 where they are given a few tokens.
-        target: the model whose passes `seconds` is about. A layer that it shares with the draft stays as it is: int8
-            would change the output.
-        int8: keeps the int8 copies of the draft's weights, likewise. `None`: no layer computes in int8.
+        models: target and draft, or their modules. Without models, only the layers of `draft` change.
+        copies: owner of exact copies of the weights, which are checked and renewed here. `None`: no exact copies.
+        draft: modules whose large layers compute passes over few tokens in int8.
+        target: the model whose time `seconds` gives. Layers that the draft shares with the target do not use int8,
+            because int8 would change the output.
+        int8: owner of the int8 copies of the draft's weights, also checked here. `None`: no int8.
 
     Attributes:
-        layers: that may take other products, with how they multiply.
+        layers: layers with copies, and their forwards.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class FasterProducts:
         int8: WeightCopies | None = None,
     ) -> None:
         self.layers: dict[nn.Linear, Forward] = {}
-        self._of_target: list[tuple[int, WeightCopy, ProductTimes]] = []  # elements, copy and times of its layers
+        self._of_target: list[tuple[int, WeightCopy, ProductTimes]] = []  # elements, copy, times of each layer
         shared = set() if target is None or (int8 is None and copies is None) else set(modules_of(target))
         if int8 is not None:
             for layer in large_layers(draft):
@@ -88,21 +86,21 @@ class FasterProducts:
                 self.layers[layer] = _copied_forward(layer, copy)
                 if layer in shared:
                     self._of_target.append((layer.weight.numel(), copy, times))
-        # Attention that comes and goes would compile a compiled model again.
+        # Replacing attention would recompile a compiled model each time.
         on_cpu = any(all(device.type == "cpu" for device in devices_of(model)) for model in models)
         self.groups_attention = on_cpu and not any(map(_recompiles, models))
 
     @property
     def described(self) -> str:
-        """How the target's large layers multiply now: "own", or such as "float16 (200 of 210 layers)"."""
+        """The kernels of the target's large layers now: "own", or such as "float16 (200 of 210 layers)"."""
         made = Counter(found.copy.name for _, copy, _ in self._of_target if (found := copy.made) is not None)
         count = len(self._of_target)
         names = [name if number == count else f"{name} ({number} of {count} layers)" for name, number in made.items()]
         return ", ".join(names) or "own"
 
     def seconds(self, rows: int, own: bool = False) -> float | None:
-        """Seconds of processor time that the target's large layers take in a pass over so many tokens, as measured when
-        the assistant was attached; `None` where it has no such layers. `own`: with PyTorch's own products."""
+        """Processor seconds of the target's large layers in a pass over `rows` tokens, from measured times; `None` if
+        the target has no such layers. `own`: with PyTorch's own kernels."""
         if not self._of_target:
             return None
         seconds = 0.0
@@ -117,7 +115,7 @@ class FasterProducts:
             if self.groups_attention:
                 _groups["sdpa"] += 1
                 if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
-                    ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention  # the same bits for whoever else calls it
+                    ALL_ATTENTION_FUNCTIONS["sdpa"] = grouped_attention  # the same bits, also in other threads
             for layer in self.layers:
                 _uses[layer] += 1
                 vars(layer).setdefault("forward", MethodType(_multiply, layer))
@@ -137,16 +135,16 @@ class FasterProducts:
             if self.groups_attention:
                 _groups["sdpa"] -= 1
                 if not _groups["sdpa"] and ALL_ATTENTION_FUNCTIONS["sdpa"] is grouped_attention:
-                    del ALL_ATTENTION_FUNCTIONS["sdpa"]  # the override, which leaves transformers' own
+                    del ALL_ATTENTION_FUNCTIONS["sdpa"]  # only the override; transformers' own remains
 
 
 def _multiply(layer: nn.Linear, input: Tensor) -> Tensor:
-    """The forward of a layer that some thread multiplies faster: in this one perhaps as ever."""
+    """Forward of a layer in a context of any thread; PyTorch's own unless this thread is in that context."""
     here = _here.contexts[-1].get(layer)
     return functional.linear(input, layer.weight, layer.bias) if here is None else here(input)
 
 
-_multiply.__name__ = "forward"  # by which pickle finds it: a pickle that another thread makes has the layer's own
+_multiply.__name__ = "forward"  # so that pickle in another thread finds the layer's own forward by name
 
 
 def _is_routed(layer: nn.Module) -> bool:
@@ -162,24 +160,24 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """transformers' `sdpa` attention, the same bits, without copies of keys and values for heads that share them.
+    """transformers' `sdpa` attention with the same bits, without copies of keys and values for heads that share them.
 
-    transformers makes these copies whenever several tokens are read under a mask, as in every verification, since CUDA
-    has no fast kernel for it; CPUs have.
+    transformers makes these copies if several tokens are read with a mask, as in every verification, because CUDA has
+    no fast kernel without copies. CPUs have one.
 
-    Example: 12 query heads share 2 heads of keys and values. For two tokens of each of eight rows, with 512 tokens in
-    the cache, the copies are 50 MB a layer.
+    Example: 12 query heads share 2 heads of keys and values. For two tokens in each of eight rows, with 512 tokens in
+    the cache, the copies take 50 MB per layer.
 
     Args:
         query: `[batch, heads, tokens, width]`.
         key, value: `[batch, heads of keys, cached tokens, width]`.
-        attention_mask: `[batch, 1, tokens, cached tokens]`, boolean or to be added.
+        attention_mask: `[batch, 1, tokens, cached tokens]`, boolean or additive.
 
     Returns:
-        `[batch, tokens, heads, width]`, and no weights.
+        `[batch, tokens, heads, width]`, and `None` for the attention weights.
     """
     copies = query.shape[2] > 1 and attention_mask is not None and query.shape[1] > key.shape[1]
-    if not (  # in this order: every layer asks in every pass, and most passes read one token
+    if not (  # cheap tests first: every layer runs this in every pass
         copies
         and not torch.is_grad_enabled()
         and key.device.type == "cpu"
@@ -195,10 +193,9 @@ def grouped_attention(
 
 
 def large_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:
-    """Ordinary linear layers on a CPU that are large enough for other products than PyTorch's own.
+    """Ordinary linear layers on a CPU with at least `LEAST_ELEMENTS` elements, each once, outside compiled modules.
 
-    Each comes once, and none below compiled modules. Each `generate()` walks over all modules here, of which there may
-    be thousands, so nothing is called for a usual one.
+    Each `generate()` visits all modules here, perhaps thousands, so no function is called for an ordinary module.
     """
     seen: set[nn.Module] = set()
     left: list[nn.Module | None] = list(models)
@@ -225,23 +222,23 @@ def large_layers(models: Iterable[nn.Module]) -> Iterator[nn.Linear]:
 
 
 def _recompiles(module: nn.Module) -> bool:
-    """Whether a forward that comes and goes would have it compiled again each time."""
+    """Whether the module is compiled, so that replacing a forward would recompile it."""
     return has_compiled_call(module) or "_compiled_call" in vars(module)  # `generate(cache_implementation="static")`
 
 
 def can_be_copied(layer: nn.Linear) -> bool:
-    """Whether a copy of the weight can be kept up to date: no hook changes the weight before each product."""
+    """Whether changes of the weight can be noticed, and no hook may change it before each forward."""
     return can_fingerprint(layer.weight) and not layer.weight.is_inference() and not layer._forward_pre_hooks
 
 
 def _copied_forward(layer: nn.Linear, copy: WeightCopy) -> Forward:
-    """A forward of the layer that uses the copy of its weight once that was made, for the rows that it is for."""
+    """A forward of the layer that uses the copy of its weight once it exists, for suitable numbers of rows."""
     width = layer.in_features
 
     def forward(input: Tensor) -> Tensor:
         made, rows = copy.made, input.numel() // width
         if (
-            made is not None  # first: there are hundreds of layers
+            made is not None  # first, since there are hundreds of layers
             and made.times.least <= rows <= made.times.most
             and _is_plain(layer, input)
             and copy.is_of(layer.weight)
@@ -254,7 +251,7 @@ def _copied_forward(layer: nn.Linear, copy: WeightCopy) -> Forward:
 
 
 def _is_plain(layer: nn.Linear, input: Tensor) -> bool:
-    """Whether the layer computes in the dtype of its weight, and nothing is to be differentiated."""
+    """Whether input and weight have the same supported dtype, without autocast and gradients."""
     return (
         input.dtype is layer.weight.dtype
         and input.dtype in DTYPES

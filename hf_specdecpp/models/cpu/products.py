@@ -1,13 +1,13 @@
-"""Matrix products of a linear layer on a CPU that use a copy of its weight: in float16, packed by oneDNN, or in int8.
-What products take on this processor (`ProductTimes`), measured once a process.
+"""Matrix multiplications on a CPU with a copy of a layer's weight: in float16, packed by oneDNN, or in int8. Their
+times on this processor (`ProductTimes`) are measured once per process.
 
-PyTorch's own product reads a weight of `out * in` elements once for each few rows. These products read it once for many
-rows, so that a forward pass over eight tokens takes little more than one over one token.
+PyTorch's own kernel reads a weight of `out * in` elements once for every few rows. These kernels read the weight once
+for many rows, so a forward pass over eight tokens takes little longer than a pass over one token.
 
-`Float16Weight` holds each element exactly (or with an error below 2^-24 of its row's largest element) and adds up in
-float32, so its results differ from PyTorch's in the order of the sums only. A row of a result has the same bits for any
-number of other rows. `OneDnnWeight` is for float32 weights that float16 cannot hold. `Int8Weight` is inexact and is for
-drafts alone: q is the distribution that candidates were drawn from, whatever it was computed with.
+`Float16Weight` stores each element exactly (or with an error of at most 2^-24 of its row's largest element) and sums in
+float32, so its results differ from PyTorch's in the order of summation only. A row of a result has the same bits for
+any number of other rows. `OneDnnWeight` is for float32 weights that float16 cannot represent. `Int8Weight` is inexact
+and only for drafts: the output stays exact, because q is the distribution of the drawn candidates.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-PACKED_FOR = 4  # rows; oneDNN's order of a packed weight is the same for all numbers of rows but 1
-MOST_INT8_ROWS = 16  # tokens read at once in int8. They share a scale, and a prompt's first token would spoil it.
+PACKED_FOR = 4  # rows; oneDNN packs a weight alike for all numbers of rows except 1
+MOST_INT8_ROWS = 16  # tokens in an int8 pass. They share a scale, for which a prompt's first token is too large.
 LEVELS = 127
 TINY = 1e-30  # replaces 0 where a scale is divided by
-AT_ONCE = 1 << 24  # elements that one call packs: a process that ends waits for one call
+AT_ONCE = 1 << 24  # elements packed by one call; at its end a process waits for one call
 LARGEST = 15  # a float16 weight is scaled so that its largest element lies between 2^14 and 2^15
-MOST_SCALE = 40  # bits: beyond, activations times the inverse of the scale could leave the range of float32
+MOST_SCALE = 40  # exponent; with more, activations times 1 / scale could leave the range of float32
 EXACT = 2.0**-24  # of a row's largest element: the largest error of an element that counts as equal
-ROWS = (1, 4, 16)  # of the products that are measured
-UP_TO = (2, 8, 24)  # rows that these stand for; products of more rows are PyTorch's own
+ROWS = (1, 4, 16)  # of the measured multiplications
+UP_TO = (2, 8, 24)  # rows that each measurement applies to; more rows use PyTorch's own kernel
 SAMPLE = 1 << 21  # elements of a weight
-COLD = 64 << 20  # bytes that are read between two products, so that no weight is in a cache
-RUNS, MOST_RUNS = 3, 6  # of each product
-AGREE = 1.15  # times the shortest run, which the second one may take: else something else was read meanwhile
-LEAST_GAIN = 1.05  # of a copy's product over PyTorch's own
-MOST_LOSS = 1.3  # for more rows: below, the copy is kept, since rows then have the same bits in all narrow passes
+COLD = 64 << 20  # bytes read between two multiplications, so that no weight is in a cache
+RUNS, MOST_RUNS = 3, 6  # of each multiplication
+AGREE = 1.15  # maximum ratio of the second shortest run to the shortest; else runs were disturbed
+LEAST_GAIN = 1.05  # of a copy's kernel over PyTorch's own
+MOST_LOSS = 1.3  # for more rows: below, the copy is used too, so that rows have the same bits in all narrow passes
 
 
 @dataclass(frozen=True, eq=False)
 class Float16Weight:
-    """A weight `[out, in]` times a power of two, as float16 elements in the order that FBGEMM reads.
+    """A weight `[out, in]` times a power of two, in float16 and packed for FBGEMM.
 
     Attributes:
-        parts: FBGEMM's packed matrices of consecutive outputs.
-        unit: 1 / the power of two, which the activations are multiplied by.
+        parts: FBGEMM's packed matrices, each of consecutive outputs.
+        unit: factor of the activations, 1 / the power of two.
     """
 
     parts: tuple[Any, ...]
@@ -59,19 +59,19 @@ class Float16Weight:
 
     @staticmethod
     def fits(weight: Tensor) -> bool:
-        """Whether float16 holds the elements of a float32, bfloat16 or float16 weight, times a power of two."""
+        """Whether float16 can represent the elements of a floating point weight times a power of two, up to `EXACT`."""
         scale = _scale_of(weight)
         return scale is not None and all(_fits(rows.float() * scale) for rows in _blocks(weight.detach()))
 
     @classmethod
     def of(cls, weight: Tensor) -> Float16Weight:
-        """The copy of a weight that `fits`."""
+        """The copy of a weight for which `fits` is true."""
         scale = _scale_of(weight) or 1.0
         pack = torch.ops.quantized.linear_prepack_fp16
         return cls(tuple(pack(rows.float() * scale, None) for rows in _blocks(weight.detach())), 1.0 / scale)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x` `[..., in]` times the weight, plus `bias`: sums in float32, rounded to the dtype of `x` at the end."""
+        """`[..., out]`: `x` `[..., in]` times the weight plus `bias`, summed in float32, in the dtype of `x`."""
         inputs = x.reshape(-1, x.shape[-1]).float() * self.unit
         parts = [torch.ops.quantized.linear_dynamic_fp16(inputs, part) for part in self.parts]
         output: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -82,7 +82,7 @@ class Float16Weight:
 
 @dataclass(frozen=True, eq=False)
 class OneDnnWeight:
-    """A float32 weight in the order that oneDNN reads for few rows."""
+    """A float32 weight, packed by oneDNN for few rows."""
 
     packed: Tensor
     name = "oneDNN"
@@ -98,10 +98,10 @@ class OneDnnWeight:
 
 
 def _scale_of(weight: Tensor) -> float | None:
-    """The power of two that a float16 weight is multiplied by; `None` for NaN and infinity, and without elements.
+    """The power of two for a `Float16Weight`; `None` for a weight with NaN or infinity, or without elements.
 
-    Example: a weight whose largest element is 0.3 is multiplied by 2^16, so that this element becomes 19661. A bfloat16
-    element of 2^-30 becomes 2^-14, which float16 holds with all 8 bits.
+    Example: if the largest element is 0.3, the factor is 2^16, and this element becomes 19661. A bfloat16 element of
+    2^-30 becomes 2^-14, which float16 stores with all 8 bits.
     """
     largest = max(map(abs, torch.stack(weight.detach().aminmax()).tolist())) if weight.numel() else math.nan
     if not math.isfinite(largest):
@@ -111,13 +111,13 @@ def _scale_of(weight: Tensor) -> float | None:
 
 
 def _fits(scaled: Tensor) -> bool:
-    """Whether float16 holds the float32 elements of `[out, in]`, up to `EXACT`."""
+    """Whether float16 can represent the float32 elements `[out, in]`, up to `EXACT`."""
     error = (scaled.half().float() - scaled).abs_().amax(dim=1)
     return not bool((error > EXACT * scaled.abs_().amax(dim=1)).any())
 
 
 def kind_of_copy(weight: Tensor) -> type[Float16Weight] | type[OneDnnWeight] | None:
-    """The kind of copy that computes the layer itself, but for the order of sums; `None` where there is none."""
+    """The kind of copy that gives a layer's results up to the order of summation; `None` if no kind does."""
     if has_float16() and Float16Weight.fits(weight):
         return Float16Weight
     return OneDnnWeight if weight.dtype is torch.float32 and torch.backends.mkldnn.is_available() else None
@@ -125,9 +125,9 @@ def kind_of_copy(weight: Tensor) -> type[Float16Weight] | type[OneDnnWeight] | N
 
 @cache
 def has_float16() -> bool:
-    """Whether this PyTorch has FBGEMM's float16 product for this processor, and computes with it what float64 does.
+    """Whether this PyTorch has FBGEMM's float16 kernel for this processor, and a test agrees with float64.
 
-    `torch.ops.onednn.linear_dynamic_fp16` is a slow reference implementation, so another engine does not count.
+    Other engines do not count: `torch.ops.onednn.linear_dynamic_fp16` is a slow reference implementation.
     """
     if torch.backends.quantized.engine not in ("x86", "fbgemm") or not _has_vectors():
         return False
@@ -135,7 +135,7 @@ def has_float16() -> bool:
     weight, x = (torch.randn(size, generator=generator).bfloat16().float() for size in ((64, 96), (3, 96)))
     try:
         product = Float16Weight.of(weight).multiply(x, None)
-    except (AttributeError, RuntimeError):  # an operator is missing, or is none of this processor
+    except (AttributeError, RuntimeError):  # an operator is missing, or not for this processor
         return False
     expected = functional.linear(x.double(), weight.double())
     return bool((product - expected).norm() <= 1e-5 * expected.norm())
@@ -146,14 +146,14 @@ def _has_vectors() -> bool:
 
 
 class EndingError(RuntimeError):
-    """The process ends, so the copy that is being made is not needed."""
+    """Raised while a copy is made if the process ends."""
 
 
 ending = Event()  # set when the process ends
 
 
 def _blocks(weight: Tensor) -> Iterator[Tensor]:
-    """Consecutive rows of a weight, of at most `AT_ONCE` elements; `EndingError` after them when the process ends."""
+    """Blocks of rows of a weight, of about `AT_ONCE` elements; `EndingError` after the first if the process ends."""
     for index, rows in enumerate(weight.split(max(AT_ONCE // max(weight.shape[1], 1), 1))):
         if index and ending.is_set():
             raise EndingError
@@ -162,8 +162,7 @@ def _blocks(weight: Tensor) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Int8Weight:
-    """A weight `[out, in]` rounded to int8, in the order that the product reads; `[out]` the scale of a level, and
-    zeros."""
+    """A weight `[out, in]` rounded to int8 and packed by oneDNN, with scales and zero points `[out]`."""
 
     packed: Tensor
     scales: Tensor
@@ -179,18 +178,18 @@ class Int8Weight:
         return cls(packed, scales, torch.zeros(len(scales), dtype=torch.int32))
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """`x` `[..., in]`, rounded to 8 bits by its largest number, times the weight, in the dtype of `x`.
+        """`[..., out]`: `x` `[..., in]`, rounded to 8 bits with one scale, times the weight plus `bias`.
 
-        To 7 bits on processors without VNNI instructions: these add two products in 16 bits, and 2 * 127 * 127 fits.
+        Processors without VNNI use 7 bits, because they add two products in 16 bits, and 2 * 127 * 127 fits.
 
-        Example: the largest number of the input is 2.54, so a level is 0.02, and 1.0 becomes 128 + 50. In 7 bits a
-        level is 2.54 / 63, and 1.0 becomes 64 + 25.
+        Example: with a largest input of 2.54 a level is 0.02, and 1.0 becomes 128 + 50. In 7 bits a level is 2.54 / 63,
+        and 1.0 becomes 64 + 25.
         """
-        is_vnni_supported = getattr(torch.cpu, "_is_vnni_supported", lambda: False)  # not in every PyTorch
+        is_vnni_supported = getattr(torch.cpu, "_is_vnni_supported", lambda: False)  # missing in some PyTorch
         levels = LEVELS if is_vnni_supported() else LEVELS // 2
         rows = x.reshape(-1, x.shape[-1]).float()
-        scale, middle = max(rows.abs().max().item(), TINY) / levels, levels + 1  # oneDNN's fast kernels take no signs
-        # Half a level is added before the digits after the point are cut off.
+        scale, middle = max(rows.abs().max().item(), TINY) / levels, levels + 1  # oneDNN's fast kernels need unsigned
+        # Conversion to uint8 truncates, so half a level is added.
         rounded = torch.add(torch.tensor(middle + 0.5), rows, alpha=1.0 / scale).to(torch.uint8)
         bias = None if bias is None else bias.float()
         product: Tensor = torch.ops.onednn.qlinear_pointwise(
@@ -200,17 +199,17 @@ class Int8Weight:
 
 
 def has_int8() -> bool:
-    """Whether this PyTorch has int8 products for this processor. Without AVX2 they are far slower than float32's."""
+    """Whether PyTorch has fast int8 kernels for this processor. Without AVX2 they are far slower than float32's."""
     return _has_vectors() and torch.backends.mkldnn.is_available() and hasattr(torch.ops.onednn, "qlinear_prepack")
 
 
 @dataclass(frozen=True)
 class ProductTimes:
-    """Seconds of processor time an element of a weight, for products of 1, 4 and 16 rows.
+    """Seconds of processor time per element of a weight, for inputs of 1, 4 and 16 rows.
 
     Attributes:
-        own, copied: of PyTorch's own product, and of the one that uses a copy of the weight.
-        least, most: the copy is used for products of `least` to `most` rows; for none where `most` is 0.
+        own, copied: times of PyTorch's own kernel, and of the kernel with a copy of the weight.
+        least, most: the copy is used for inputs of `least` to `most` rows; never if `most` is 0.
     """
 
     own: tuple[float, ...]
@@ -220,10 +219,10 @@ class ProductTimes:
 
     @classmethod
     def of(cls, own: tuple[float, ...], copied: tuple[float, ...]) -> ProductTimes:
-        """Decide for which rows the copy is used.
+        """Choose the numbers of rows for which the copy is used.
 
-        Example: PyTorch's own product takes 2.3, 2.4 and 3.9 ms for 1, 4 and 16 rows, and the copy's 0.9, 1.4 and 4.9.
-        The copy gains for 1 and 4 rows, and for 16 its loss is below 1.3, so it is used for 1 to 24 rows.
+        Example: PyTorch's own kernel takes 2.3, 2.4 and 3.9 ms for 1, 4 and 16 rows, and the copy's 0.9, 1.4 and 4.9.
+        The copy is faster for 1 and 4 rows, and for 16 at most 1.3 times as slow, so it is used for 1 to 24 rows.
         """
         least, most = 1, 0
         for first, last, mine, other in zip((1, *(each + 1 for each in UP_TO)), UP_TO, own, copied, strict=False):
@@ -234,7 +233,7 @@ class ProductTimes:
         return cls(own, copied, least, most)
 
     def seconds(self, rows: int, with_copy: bool) -> float:
-        """An element's share of a product of so many rows, along straight lines between the measured ones."""
+        """Seconds per element for `rows` rows, along straight lines between the measured times."""
         times = self.copied if with_copy and self.least <= rows <= self.most else self.own
         points = list(zip(ROWS, times, strict=True))
         (x, a), (y, b) = next((pair for pair in pairwise(points) if rows <= pair[1][0]), points[-2:])
@@ -242,7 +241,7 @@ class ProductTimes:
 
 
 class MeasuredCopy(NamedTuple):
-    """A copy of a weight, and what products with it take."""
+    """A copy of a weight, and the times of multiplications with this copy."""
 
     copy: Float16Weight | OneDnnWeight | Int8Weight
     times: ProductTimes
@@ -254,30 +253,30 @@ class MeasuredCopy(NamedTuple):
 
 Kind = type[Float16Weight] | type[OneDnnWeight]
 
-# By the dtype of weights and the kind of their copies, and of the first weight of each dtype.
+# Times by dtype and kind of copy, and times of the first weight of each dtype.
 _measured: dict[tuple[torch.dtype, Kind], ProductTimes] = {}
 _first: dict[torch.dtype, ProductTimes | None] = {}
 
 
 def measured_copy(weight: Tensor) -> MeasuredCopy | None:
-    """The copy of a weight `[out, in]` that computes the layer exactly; `None` where there is none, or no number of
-    rows gains by it."""
+    """The copy of a weight `[out, in]` with the layer's results up to the order of summation; `None` if there is no
+    such copy, or the copy is not faster for any number of rows."""
     kind = kind_of_copy(weight)
     times = None if kind is None else _times_of(kind, _sample(weight))
     return MeasuredCopy(kind.of(weight), times) if kind is not None and times is not None and times.most else None
 
 
 def int8_copy(weight: Tensor) -> MeasuredCopy:
-    """The int8 copy of a weight, for products of up to `MOST_INT8_ROWS` rows."""
+    """The int8 copy of a weight, for inputs of up to `MOST_INT8_ROWS` rows."""
     return MeasuredCopy(Int8Weight.of(weight), ProductTimes((), (), 1, MOST_INT8_ROWS))
 
 
 def product_times(weight: Tensor) -> ProductTimes | None:
-    """What products of weights of this dtype take, measured with a part of the first such weight in at most 0.3 s of
-    the processor; `None` where weights of this dtype have no copies."""
+    """Times of multiplications with weights of this dtype, measured with a part of the first such weight in at most
+    0.3 s of processor time; `None` if weights of this dtype have no copies."""
     if weight.dtype not in _first:
         sample = _sample(weight)
-        if (kind := kind_of_copy(sample)) is None:  # such as a weight with NaN, which says nothing of others
+        if (kind := kind_of_copy(sample)) is None:  # such as a weight with NaN, which is no example of others
             kind, sample = kind_of_copy(torch.ones_like(sample)), torch.ones_like(sample)
         _first[weight.dtype] = None if kind is None else _times_of(kind, sample)
     return _first[weight.dtype]
@@ -289,7 +288,7 @@ def forget_product_times() -> None:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """`SAMPLE` elements of a weight, or somewhat fewer: its first rows, again and again if there are few."""
+    """About `SAMPLE` elements of a weight: its first rows, repeated if there are too few."""
     rows = max(SAMPLE // weight.shape[1], 1)
     times = -(-rows // len(weight))
     return (weight.detach().repeat(times, 1) if times > 1 else weight.detach())[:rows]
@@ -310,7 +309,7 @@ def _measure(weight: Tensor, copy: Float16Weight | OneDnnWeight) -> ProductTimes
         lambda x: copy.multiply(x, None),
     )
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a thread that waits for another one, which has no core now, counts its waiting
+    torch.set_num_threads(1)  # waiting for other threads would count as processor time
     try:
         inputs = [torch.ones(rows, weight.shape[1], dtype=weight.dtype) for rows in ROWS]
         times = [[_shortest(way, x, others) for x in inputs] for way in ways]
@@ -321,7 +320,7 @@ def _measure(weight: Tensor, copy: Float16Weight | OneDnnWeight) -> ProductTimes
 
 
 def _shortest(product: Callable[[Tensor], Any], x: Tensor, others: Tensor) -> float:
-    """Seconds of processor time of a product: the shortest run, which another one confirms if the machine lets it."""
+    """Processor seconds of the shortest run, repeated until a second run agrees, or `MOST_RUNS` times."""
     times = sorted(_cold(product, x, others) for _ in range(RUNS))
     while times[1] > AGREE * times[0] and len(times) < MOST_RUNS:
         times = sorted([*times, _cold(product, x, others)])
@@ -329,7 +328,7 @@ def _shortest(product: Callable[[Tensor], Any], x: Tensor, others: Tensor) -> fl
 
 
 def _cold(product: Callable[[Tensor], Any], x: Tensor, others: Tensor) -> float:
-    """Seconds of processor time of one product of a weight that is in no cache."""
+    """Seconds of processor time of one multiplication with a weight that is in no cache."""
     others.sum()
     begin = time.thread_time()
     product(x)

@@ -1,7 +1,7 @@
-"""Copies of weights that faster matrix products use (`WeightCopies`), and the thread that makes them (`Background`).
+"""Copies of weights for faster matrix multiplications (`WeightCopies`), and the thread that makes them (`Background`).
 
-A copy takes 10 to 60 nanoseconds an element to make, seconds to a minute for a model. So a thread of low priority makes
-them, and each layer takes its copy from the moment when that is there.
+A copy takes 10 to 60 nanoseconds per element, which is seconds to a minute for a model. So a thread of low priority
+makes the copies, and each layer uses its copy as soon as it exists.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_specdecpp.models.cpu.products import ending
 
-ROWS, BUCKETS = 16, 1021  # the latter prime, so that what moves rows or columns moves numbers to other buckets
-MOST_OF_FREE = 0.25  # of the memory that is free, which copies may take
-SHARE = 0.04  # of the seconds of texts that copies may be made in, where PyTorch computes on every core
+ROWS, BUCKETS = 16, 1021  # a prime number of buckets, so that moved rows or columns change buckets
+MOST_OF_FREE = 0.25  # share of the free memory that copies may take
+SHARE = 0.04  # share of generation time for making copies, if PyTorch uses every core
 POLL = 0.02  # seconds
-NICE = 10  # priority of the thread: about a tenth of a core that others want, too
+NICE = 10  # priority of the thread: about a tenth of a core that others also use
 NEVER = -1
-# Folders of a container's memory: the files with its limit and with what it uses, and the name of pages of files, which
-# count as used, in `memory.stat`.
+# Memory of a container: folder, file with its limit, file with its usage, and the name in `memory.stat` of pages of
+# files, which are counted as used but can be freed.
 CONTAINERS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -44,10 +44,10 @@ class WeightCopy:
     """The copy of one weight.
 
     Attributes:
-        made: the copy; `None` until it was made, or where there is none.
-        state: the `fingerprint` of the weight that it was made of.
-        version, address: of that weight: PyTorch's count of writes, and where its data lay. The version is `NEVER`
-            before anybody has asked for the copy.
+        made: the copy; `None` if not made yet, dropped, or not possible.
+        state: `fingerprint` of the copied weight.
+        version, address: PyTorch's write count and the data address of the copied weight. The version is `NEVER` if
+            the copy has not been requested, or was dropped.
     """
 
     made: Any = None
@@ -56,7 +56,7 @@ class WeightCopy:
     address: int = 0
 
     def make(self, weight: Tensor, make: Callable[[Tensor], Any]) -> None:
-        """Make the copy of a weight; it is left out if the weight is written to meanwhile."""
+        """Make the copy of a weight. Without effect if the weight changes meanwhile."""
         version, address, state = weight._version, weight.data_ptr(), fingerprint(weight)
         made = make(weight)
         if weight._version == version and weight.data_ptr() == address and torch.equal(fingerprint(weight), state):
@@ -65,11 +65,11 @@ class WeightCopy:
             self.version = NEVER
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether no write to the weight was counted since the copy was made."""
+        """Whether the weight is in place and PyTorch has counted no write since the copy was made or checked."""
         return weight._version == self.version and weight.data_ptr() == self.address
 
     def check(self, weight: Tensor) -> None:
-        """Drop the copy if the weight has changed. The whole weight is read for this, as in a pass over one token."""
+        """Drop the copy if the weight has changed. Reads the whole weight, as a pass over one token does."""
         if self.made is None or self.state is None:
             return
         if torch.equal(fingerprint(weight), self.state):
@@ -79,12 +79,12 @@ class WeightCopy:
 
 
 class WeightCopies:
-    """Copies of weights. They go with this object, and each of them with its weight.
+    """Copies of weights, which live as long as this object, and each as long as its weight.
 
-    Objects that copy a weight by the same function share the copy.
+    Objects with the same `make` share the copies.
 
     Args:
-        make: makes the copy of a weight `[out, in]`; `None` if there is none.
+        make: function that returns the copy of a weight `[out, in]`, or `None` if there is no copy.
     """
 
     def __init__(self, make: Callable[[Tensor], Any]) -> None:
@@ -92,7 +92,7 @@ class WeightCopies:
         self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight -> WeightCopy
 
     def _shared(self, weight: Tensor) -> WeightCopy:
-        """The copy of the weight if it is up to date, else one that is to be made."""
+        """The copy of the weight, without contents (`made`) if missing or outdated."""
         with _lock:
             shared = _shared[self.make].get(weight)
             copy = None if shared is None else shared()
@@ -104,14 +104,14 @@ class WeightCopies:
         return copy
 
     def current(self, weight: Tensor) -> WeightCopy:
-        """The copy of the weight as it is now, which is made here if there is none."""
+        """The copy of the weight's current values, made now if missing or outdated."""
         copy = self._shared(weight)
         if copy.made is None:
             copy.make(weight, self.make)
         return copy
 
     def prepared(self, weight: Tensor) -> WeightCopy:
-        """The copy of the weight, which is made in the background if there is none."""
+        """The copy of the weight's current values, made in the background if missing or outdated."""
         copy = self._shared(weight)
         if copy.version == NEVER:
             copy.version = weight._version
@@ -124,15 +124,15 @@ class WeightCopies:
 
     @property
     def bytes(self) -> int:
-        """Memory of the copies."""
+        """Memory of the copies in bytes."""
         with _lock:
             made = [(weight, copy.made) for weight, copy in self._copies.items() if copy.made is not None]
         return sum(weight.numel() * getattr(copy, "bytes_of_element", 1) for weight, copy in made)
 
 
-# By the function that makes copies: weight -> weak reference to its copy.
+# For each function that makes copies: weight -> weak reference to its copy.
 _shared: defaultdict[Callable[[Tensor], Any], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
-_lock = threading.RLock()  # of these dictionaries and of those of `WeightCopies`
+_lock = threading.RLock()  # guards these dictionaries and those of `WeightCopies`
 
 
 _Asked = tuple[ref[Tensor], ref[WeightCopy], ref[WeightCopies]]
@@ -142,22 +142,22 @@ _Asked = tuple[ref[Tensor], ref[WeightCopy], ref[WeightCopies]]
 class Background:
     """Makes copies in a thread of low priority, the largest weights first.
 
-    While PyTorch computes texts on every core of this process, the thread takes `SHARE` of the texts' seconds at most.
-    A process that ends waits for one call of the thread, not for all copies.
+    During generations in which PyTorch uses every core, the thread works for at most `SHARE` of the time. At its end
+    the process waits for the current call of the thread, not for all copies.
     """
 
-    texts: int = 0  # that are being generated
-    text_seconds: float = 0.0  # of all texts so far
-    seconds: float = 0.0  # of all copies so far, while there were texts
-    made: int = 0  # weights that were copied, or left out
+    texts: int = 0  # running generations
+    text_seconds: float = 0.0  # with running generations, before the current ones
+    seconds: float = 0.0  # spent on copies during generations on all cores
+    made: int = 0  # weights that were copied, or could not be
     _asked: list[_Asked] = field(default_factory=list)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _thread: threading.Thread | None = None
     _begin: float = 0.0
-    _making: int = 0  # bytes of weights that are being copied, by the thread and by whoever waits
+    _making: int = 0  # bytes of weights that are being copied now, also in `wait`
 
     def ask(self, weight: Tensor, copy: WeightCopy, owner: WeightCopies) -> None:
-        """Make the copy of a weight soon, as long as weight, copy and owner exist."""
+        """Queue the copy of a weight. Dropped from the queue if weight, copy or owner is deleted."""
         with self._lock:
             self._asked.append((ref(weight), ref(copy), ref(owner)))
             if self._thread is None or not self._thread.is_alive():
@@ -165,7 +165,7 @@ class Background:
                 self._thread = threading.Thread(target=self._run, args=(computing,), name="weight copies", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError:  # the process ends, or may have no more threads: layers stay as they are
+                except RuntimeError:  # the process ends, or has too many threads: no copies
                     self._thread = None
 
     def begin_text(self) -> None:
@@ -179,20 +179,20 @@ class Background:
             self.text_seconds += time.perf_counter() - self._begin if not self.texts else 0.0
 
     def wait(self) -> None:
-        """Make all copies that are missing, in this thread too, which has no low priority."""
+        """Make all queued copies, in this thread as well as in the background thread."""
         while (item := self._next()) is not None:
             self._make(*item)
         if (thread := self._thread) is not None:
             thread.join()
 
     def end(self) -> None:
-        """Let the thread end with the weight that it is copying."""
+        """Called at the end of the process: stop the thread within the current copy, and wait for it."""
         ending.set()
         if (thread := self._thread) is not None:
             thread.join()
 
     def _next(self) -> _Asked | None:
-        """The largest weight that is asked for; `None` where there is none."""
+        """Take the queue's item with the largest weight; `None` if the queue is empty."""
         with self._lock:
             if not self._asked:
                 self._thread = None if threading.current_thread() is self._thread else self._thread
@@ -227,7 +227,7 @@ class Background:
             if made + self._making + weight.nbytes > MOST_OF_FREE * (made + free_memory()):
                 return
             self._making += weight.nbytes
-        with suppress(RuntimeError, MemoryError):  # there is too little memory, or the process ends
+        with suppress(RuntimeError, MemoryError):  # too little memory, or the process ends
             copy.make(weight, owner.make)
         with self._lock:
             self._making -= weight.nbytes
@@ -239,9 +239,9 @@ atexit.register(background.end)
 
 
 def _begin_child() -> None:
-    """After a fork, whose child has no thread: copies that were asked for are asked for again by the next text."""
+    """Called in a forked child, which has no thread: the next generation requests missing copies again."""
     global _lock
-    _lock = threading.RLock()  # a thread of the parent may have held the other one
+    _lock = threading.RLock()  # a thread of the parent may hold the other one
     background.__init__()  # type: ignore[misc]
     for shared in _shared.values():
         for each in shared.values():
@@ -255,25 +255,25 @@ if sys.platform != "win32":
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may run on."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def fingerprint(weight: Tensor) -> Tensor:
-    """Sums over all bits of a weight, to notice writes that autograd does not count (`.data`, numpy).
+    """Sums over all bits of a weight, to detect writes that autograd does not count (`.data`, numpy).
 
-    The bits are taken as 64-bit integers; number j is added to sum j mod 1021, overflow wrapping around. So a write to
-    one element always shows, and several are missed only if they cancel out in each sum.
+    The bits are read as 64-bit integers. Integer j is added to sum j mod 1021, with overflow. So a write to one element
+    is always detected, and several writes unless they cancel out in each sum.
 
     Returns:
-        `[1021 + rest]` int64, the `rest` being numbers that do not fill a row of 1021.
+        `[1021 + rest]` int64, where `rest` are the last integers, which do not fill a row of 1021.
     """
     numbers = weight.detach().view(-1).view(torch.int64)
     whole = numbers.numel() - numbers.numel() % (ROWS * BUCKETS)
     rest = numbers[whole:]
-    # In two steps, the first of which adds few rows: more than twice as fast.
+    # First sums of 16 rows, then the sum of these: more than twice as fast as one sum.
     sums = numbers[:whole].view(-1, ROWS, BUCKETS).sum(1).sum(0)
     if len(rest) >= BUCKETS:
         whole = len(rest) - len(rest) % BUCKETS
@@ -282,13 +282,13 @@ def fingerprint(weight: Tensor) -> Tensor:
 
 
 def can_fingerprint(weight: Tensor) -> bool:
-    """Whether the bits of a weight can be read as 64-bit integers where they lie."""
+    """Whether the bits of a weight can be viewed as 64-bit integers without a copy."""
     size = weight.element_size()
     return weight.is_contiguous() and weight.nbytes % 8 == 0 and weight.storage_offset() * size % 8 == 0
 
 
 def free_memory() -> float:
-    """Bytes that this process may still use; 0 where the system does not say."""
+    """Bytes that this process may still use; 0 if unknown, as on systems other than Linux."""
     try:
         found = dict(line.split(":") for line in _lines(Path("/proc/meminfo")))
         free = 1024.0 * int(found["MemAvailable"].split()[0])
