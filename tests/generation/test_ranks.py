@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.targets.models import prompt, tiny
 
-PROGRAM = Path(__file__).parents[2] / "support" / "devices" / "rank_program.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "devices" / "rank_program.py"
 CHAINS = ("fixed", "threshold", "throughput", "unmeasured", "lookup")
 
 
