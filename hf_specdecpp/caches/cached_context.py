@@ -1,8 +1,7 @@
-"""A text as a model has read it, in a cache of transformers (`CachedContext`): tokens that are read next are committed
-or rolled back.
+"""A sequence in a cache of transformers (`CachedContext`): tokens that are read next are committed or rolled back.
 
-Keys and values are taken back by dropping rows, recurrent states by a copy of them. Of a token tree the rows of one
-path are kept.
+Keys and values are rolled back by dropping rows, recurrent states by a copy. Of a token tree the rows of one path are
+kept.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from hf_specdecpp.caches.states import RollbackPoint, is_recurrent
 class PathRows(NamedTuple):
     """The rows of a path in a pass over a tree: ascending, the root's (0) first."""
 
-    rows: list[int]  # on the host, which knows with them where to crop
-    on_device: Tensor  # `[n]`, the same on a device, which copies them
+    rows: list[int]  # on the host
+    on_device: Tensor  # `[n]`, equal, on a device
 
 
 Count = TypeVar("Count", int, Tensor)
 
 
 class CachedContext(ABC, Generic[Count]):
-    """A text that a model has read. Candidates are read after it, in one pass or several, and kept in part.
+    """A sequence that a model has read. Candidates are read after it, in one pass or several, and kept in part.
 
-    Example: 10 tokens are held. After `begin()` and a pass over 5 more, of which 3 stand, `keep(3, of=5)` leaves 13.
-    Of the rows of a batch all counts are tensors `[rows]`.
+    Example: 10 tokens are held. After `begin_round()` and a pass over 5 more, 3 of them accepted, `commit(3, of=5)`
+    leaves 13. For a batch all counts are tensors `[rows]`.
     """
 
     cache: Any
     held: Count  # tokens that are kept
-    # The last ones of the text, which have to be read again before others: states cannot drop candidates, so they went
-    # back to where they were before these tokens, which is the mark.
+    # Number of trailing tokens to read again. Recurrent states cannot drop rejected candidates, so they are reset to
+    # `mark`, which is before these tokens.
     pending: int = 0
     mark: RollbackPoint | None = None
 
     def begin_round(self) -> None:  # rows are dropped without a note of where they begin
-        """What is read from here on may be taken back."""
+        """Mark the beginning of tokens that may be rolled back."""
 
     @abstractmethod
     def commit(self, count: Count, of: Count, path: PathRows | None = None) -> None:
@@ -52,11 +51,11 @@ class CachedContext(ABC, Generic[Count]):
 
     @abstractmethod
     def roll_back(self) -> None:
-        """Take back all that was read since `begin_round` or `commit`, wherever a pass was interrupted."""
+        """Drop all tokens read since `begin_round` or `commit`, wherever a pass was interrupted."""
 
 
 class GrowingContext(CachedContext[int]):
-    """In a cache that grows, with windows and recurrent states or without; `None` where the first pass makes one."""
+    """A sequence in a growing cache of any kind; `cache` is `None` if the first pass makes one."""
 
     def __init__(self, cache: Any) -> None:
         self.cache, self.held = cache, 0 if cache is None else num_rows(cache)
@@ -65,10 +64,10 @@ class GrowingContext(CachedContext[int]):
 
     def begin_round(self) -> None:
         layers: list[Any] = self.cache.layers
-        if self._is_recurrent is None:  # once, after the prompt; of ordinary layers alone nothing else is asked
+        if self._is_recurrent is None:  # once, after the prompt
             self._shrinks = any(type(layer) is not DynamicLayer for layer in layers)
             self._is_recurrent = self._shrinks and is_recurrent(self.cache)
-        # States cannot be cropped, nor can windows and convolutions in the prompt of a later turn: none records.
+        # States cannot be cropped, nor windows and convolutions that do not record, as in the prompt of a later turn.
         records = all(getattr(layer, "record_past", True) for layer in layers) if self._shrinks else True
         if (self._is_recurrent or not records) and not self.pending:
             self.mark = RollbackPoint(self.cache)
@@ -80,8 +79,8 @@ class GrowingContext(CachedContext[int]):
             else:
                 self.mark.roll_back()
                 self.pending += count
-        elif path is None or count == of:  # of a tree all rows: it was a path, in order
-            if count < of or self._shrinks:  # windows and convolutions, with nothing to remove, too
+        elif path is None or count == of:  # all rows of a tree: it was a chain
+            if count < of or self._shrinks:  # windows and convolutions shrink in any case
                 self.cache.crop(count - of)
         else:
             keep_path(self.cache, self.cache.get_seq_length() - of, path.rows[:count], path.on_device[:count])
@@ -95,20 +94,20 @@ class GrowingContext(CachedContext[int]):
 
 
 def text_in(cache: Any) -> CachedContext:
-    """The text that a cache holds already, with which a pass can be tried."""
+    """The sequence that a cache holds, so that a pass can be tried and rolled back."""
     text = GrowingContext(cache)
     text.begin_round()
     return text
 
 
-# Arguments of a forward that grow with a text. ------------------------------------------------------------------------
+# Arguments of a forward pass that grow with a sequence. ---------------------------------------------------------------
 
 
 GROWING = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 
 def without_last(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
-    """`model_kwargs` without the last `count` columns of what grows with the text: views, nothing is copied."""
+    """`model_kwargs` without the last `count` columns of arguments that grow with the sequence, as views."""
     shorter = dict(model_kwargs)
     for name in GROWING:
         if (each := model_kwargs.get(name)) is not None:
@@ -117,14 +116,14 @@ def without_last(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def extended(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
-    """`model_kwargs` for `count` more tokens: the mask, positions and token types that grow with the text."""
+    """`model_kwargs` for `count` more tokens: masks, positions and token types that grow with the sequence."""
     longer = dict(model_kwargs)
     for name in GROWING if count else ():
         if (each := model_kwargs.get(name)) is not None:
             further = each[..., -1:].expand(*each.shape[:-1], count)
             if name == "position_ids":
                 further = further + torch.arange(1, count + 1, device=each.device, dtype=each.dtype)
-            elif name != "token_type_ids":  # what follows is shown, and no image
+            elif name != "token_type_ids":  # visible, and no image
                 further = torch.full_like(further, name == "attention_mask")
             longer[name] = torch.cat((each, further), dim=-1)
     return longer
@@ -137,7 +136,7 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
     """Drop every row after the first `num_tokens` tokens, in place, wherever a pass was interrupted.
 
     Example: a cache of 10 tokens whose pass over 3 more failed in layer 1 holds 13, 10, 10 rows; afterwards 10, 10, 10.
-    Where a layer cannot go back (its window has moved on and it did not record), nothing is changed.
+    If a layer cannot be cropped (its window has moved on and it did not record), nothing is changed.
     """
     layers: list[Any] = cache.layers
     surplus = [_surplus(layer, num_tokens) for layer in layers]
@@ -152,7 +151,7 @@ def roll_back(cache: Cache, num_tokens: int) -> None:
 
 
 def _surplus(layer: Any, num_tokens: int) -> int:
-    """Rows of a layer beyond `num_tokens`; of a convolution's states those since it was last cropped."""
+    """Number of rows of a layer beyond `num_tokens`; for convolutions, states since the last crop."""
     if isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin):
         states: dict[int, Any] = layer.conv_states
         sizes: dict[int, Any] = layer.conv_kernel_size
@@ -171,7 +170,7 @@ def _can_crop(layer: Any) -> bool:
 
 
 def num_rows(cache: Cache) -> int:
-    """Tokens that a cache holds. A cache of states alone does not count them: 1 once it has read something."""
+    """Number of tokens in a cache. A cache of recurrent states only does not count them: 1 once it has read any."""
     for layer in cache.layers:
         if isinstance(layer, cache_utils.CacheLayerMixin):
             return int(cache.get_seq_length())  # of static caches it is a tensor
@@ -179,18 +178,18 @@ def num_rows(cache: Cache) -> int:
 
 
 def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor | None = None) -> None:
-    """Reduce a tree in the cache to one path, in place: ascending indices, the root (0) among them, also `on_device`.
+    """Reduce a tree in the cache to one path, in place: ascending indices, including the root (0), also `on_device`.
 
-    The rows of the path move up to the text, then the cache is cropped to them, which costs O(path): the text is
-    neither copied nor read. What the crop leaves is a view of the old storage; the next pass replaces the storage, so
-    that discarded rows never pile up. Sliding-window layers must have recorded their past (`activate_past_recording`)
-    since before the nodes were fed.
+    The rows of the path move up to the prefix, then the cache is cropped, which costs O(path): the prefix is neither
+    copied nor read. The crop leaves a view of the old storage, which the next pass replaces, so that discarded rows
+    never accumulate. Sliding-window layers must have recorded their past (`activate_past_recording`) since before the
+    nodes were read.
 
-    Example: 5 tokens of text and the nodes 0 to 4 lie in rows 0 to 9. For the path [0, 2, 4] node 0 stays in row 5,
+    Example: 5 tokens of prefix and the nodes 0 to 4 are in rows 0 to 9. For the path [0, 2, 4] node 0 stays in row 5,
     nodes 2 and 4 move from rows 7 and 9 to rows 6 and 7, and the crop leaves rows 0 to 7.
     """
     in_place, every_layer = num_in_place(path), list[Any](cache.layers)
-    layers = [layer for layer in every_layer if layer.keys is not None]  # others share keys, or were never fed
+    layers = [layer for layer in every_layer if layer.keys is not None]  # others share keys, or have read nothing
     counts = [layer.get_seq_length() - num_prefix for layer in layers]
     if in_place < len(path):
         known = (torch.tensor(path) if on_device is None else on_device)[in_place:]
@@ -201,15 +200,15 @@ def keep_path(cache: Cache, num_prefix: int, path: list[int], on_device: Tensor 
         for device, nodes in moving.items():
             move(nodes, known.to(device), in_place)
     for layer, count in zip(layers, counts, strict=True):
-        layer.crop(len(path) - count)  # also with nothing to remove: windows shrink back here
+        layer.crop(len(path) - count)  # windows shrink even if nothing is removed
 
 
 def num_in_place(path: list[int]) -> int:
-    """How many of the first rows of a path lie where they belong."""
+    """Number of leading rows of a path that need not move."""
     return len([node for place, node in enumerate(path) if place == node])
 
 
-@torch.inference_mode()  # a draft's rows are inference tensors, which cannot be written to outside of it
+@torch.inference_mode()  # a draft's rows are inference tensors, writable in inference mode only
 def move(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
     """Copy the rows `indices` of each tensor `[..., n, head]` to its rows from `to` on."""
     for each in rows:
@@ -217,5 +216,5 @@ def move(rows: Sequence[Tensor], indices: Tensor, to: int) -> None:
 
 
 def width_of(num_tokens: int) -> int:
-    """The width of a pass over so many tokens: 1 for 1, 2 for 2, 4 for 3 and 4, 8 for 5 to 8."""
+    """The width of a pass over `num_tokens` tokens: 1 for 1, 2 for 2, 4 for 3 and 4, 8 for 5 to 8."""
     return 1 << (num_tokens - 1).bit_length()

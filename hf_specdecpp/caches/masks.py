@@ -1,9 +1,7 @@
-"""Who sees whom: the masks that models take, by kind of attention layer, for batches and token trees, and the windows
-that caches and masks have.
+"""Attention masks by kind of layer, for batches and token trees, and the windows of caches and masks.
 
-A node of a tree sees the text and its own ancestors, and stands behind them as if no other node were there. Windows are
-measured between places in the text (number of tokens before), not between rows of the cache, where siblings lie in
-between.
+A node of a tree sees the prefix and its own ancestors, and its position follows from them as if there were no other
+nodes. Windows are measured in positions of the sequence, not in rows of the cache, which also hold siblings.
 """
 
 from __future__ import annotations
@@ -31,7 +29,8 @@ WINDOWS = (
 
 
 def counts_rows(config: Any) -> str | None:
-    """What about a model depends on the rows of its cache rather than on positions, so that holes would change it."""
+    """A dependence of the model on rows of its cache instead of positions, so that holes would change results; or
+    `None`."""
     if getattr(config, "attn_temperature_tuning", False):
         return "scales its attention by the row of the cache that a token lies in (attn_temperature_tuning)"
     if name := next((name for name in SPARSE if hasattr(config, name)), None):
@@ -44,16 +43,16 @@ def counts_rows(config: Any) -> str | None:
 def row_masks(model: CausalLM, valid: Tensor, count: int) -> Any:
     """The attention mask of a pass over the last `count` columns of a batch whose rows have holes.
 
-    Windows are measured between places in a row's text. A dummy sees itself, so that no query sees nothing at all.
+    Windows are measured in a row's tokens. A dummy sees itself, so that every query sees something.
 
-    Example: a row 1 0 1 1 whose last column is fed, with a window of 2: the token sees columns 2 and 3, its own.
+    Example: a row 1 0 1 1 whose last column is read, with a window of 2: the token sees columns 2 and 3, its own.
 
     Args:
-        valid: `[rows, columns]` bool: which columns are tokens of a row, those of the pass included.
+        valid: `[rows, columns]` bool: which columns are tokens of a row, including those of the pass.
 
     Returns:
-        `[rows, columns]` int64, from which transformers makes the mask, where no layer has a window; else masks as
-        `as_mask` makes them, by kind of layer where there are several.
+        `[rows, columns]` int64, from which transformers makes the mask, if no layer has a window; otherwise masks of
+        `as_mask`, by kind of layer if there are several.
     """
     config = model.config.get_text_config(decoder=True)
     kinds = set(layer_types(config, config.num_hidden_layers))
@@ -79,9 +78,9 @@ def layer_types(config: Any, num_layers: int) -> list[str]:
 
 
 def as_mask(seen: Tensor, model: CausalLM) -> Tensor:
-    """`[rows, 1, n_query, kv]` of bool `[rows, n_query, kv]`, or of one row without that dimension.
+    """`[rows, 1, n_query, kv]` from bool `[rows, n_query, kv]`, or from `[n_query, kv]` for one row.
 
-    Additive where the attention is eager, which adds its mask to the scores: a bool one would hide nothing.
+    Additive for eager attention, which adds its mask to the scores, so that a bool mask would hide nothing.
     """
     seen = seen.view(-1, 1, *seen.shape[-2:])
     if model.config.get_text_config(decoder=True)._attn_implementation != "eager":
@@ -100,10 +99,10 @@ def check_windows(target: CausalLM) -> None:
 
 
 def unknown_window(target: CausalLM, config: Any) -> str | None:
-    """What about a model's windows may be measured in another way than here: no short test reaches past them.
+    """Why a model's windows may be measured differently than here, which no short test finds; `None` if they are not.
 
-    A cache drops what has left a window whether or not the model hides it. Where the model does not, several tokens at
-    once see more than each would by itself. Whether it does is read from the code of its forward.
+    A cache drops tokens that have left a window even if the model does not hide them. Then several tokens read at once
+    would see more than each alone. Whether the model hides them is read from the code of its forward pass.
     """
     layers = DynamicCache(config=config).layers
     if not any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers):
@@ -124,17 +123,17 @@ def unknown_window(target: CausalLM, config: Any) -> str | None:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Names that a function uses, those of the functions in it included."""
+    """Names that a function uses, including those of inner functions."""
     inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*inner)
 
 
 class GrowingTreeLayer(DynamicSlidingWindowLayer):
-    """A sliding-window layer whose tree is fed in several passes.
+    """A sliding-window layer for a tree that is read in several passes.
 
-    transformers' layer shows a pass no more rows than a chain can need: a window of what was fed before. In a tree, the
-    nodes fed before are mostly not on the path, and would push text that the window still reaches out of sight. So this
-    layer shows all that it holds; the mask hides what lies outside the window.
+    transformers' layer shows a pass only the rows that a chain can need, a window. In a tree most earlier nodes are not
+    on the path, and would displace prefix tokens that are still in the window. So this layer shows all its rows; the
+    mask excludes those outside the window.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -148,19 +147,19 @@ class GrowingTreeLayer(DynamicSlidingWindowLayer):
 
 
 def grow_in(cache: Cache) -> None:
-    """Make the sliding-window layers of `cache` fit for a tree that is fed in several passes."""
+    """Prepare the sliding-window layers of `cache` for a tree that is read in several passes."""
     for layer in cache.layers:
         if type(layer) is DynamicSlidingWindowLayer:
             layer.__class__ = GrowingTreeLayer
 
 
 def held_rows(layer: Any) -> int:
-    """Rows of keys in a layer: for sliding-window layers fewer than the tokens fed."""
+    """Number of rows of keys in a layer; in sliding-window layers fewer than the tokens read."""
     return layer.keys.shape[-2] if layer.is_initialized and layer.keys.numel() else 0
 
 
 def shown_rows(layer: Any, num_queries: int) -> int:
-    """Rows of keys that a pass over `num_queries` tokens will see, those of its own tokens included."""
+    """Number of rows of keys that a pass over `num_queries` tokens will see, including its own tokens."""
     rows = held_rows(layer) + num_queries
     if type(layer) is DynamicSlidingWindowLayer and layer.record_past:
         return min(rows, layer.sliding_window - 1 + num_queries)
@@ -179,29 +178,29 @@ class CachedPrompt(NamedTuple):
     Example: `[pad, pad, 5, 6]` in a room of 8 is shown as 0011 1111, its offset is -2: 6 is in row 3, at position 1.
     """
 
-    shown: Tensor  # `[texts, room]` bool, false where a row is hidden from all queries
-    offset: Tensor  # `[texts, 1]`, or `[d, texts, 1]` where a model has d positions: of a token less its row
+    shown: Tensor  # `[sequences, room]` bool, false where a row is hidden from all queries
+    offset: Tensor  # `[sequences, 1]`, or `[d, sequences, 1]` if a model has d positions: position minus row
 
 
 def tree_inputs(model: CausalLM, cache: Cache, ancestors: Tensor, depths: Tensor, num_prefix: int) -> dict[str, Any]:
-    """Forward arguments for one pass over the last n_query of n nodes; `check_tree(model)` says whether they work.
+    """Arguments of a forward pass over the last n_query of n nodes; `check_tree(model)` tests whether the model
+    supports them.
 
-    Example: 3 tokens of text and a root with two children, none of them fed yet. The positions are 3, 4, 4; the mask's
-    rows, over the 3 rows of text and the 3 nodes, are 111 100, 111 110 and 111 101.
+    Example: 3 tokens of prefix and a root with two children, none of them read yet. The positions are 3, 4, 4; the
+    mask's rows, over the 3 rows of prefix and the 3 nodes, are 111 100, 111 110 and 111 101.
 
     Args:
-        cache: holds `num_prefix` tokens of text, then the n - n_query nodes fed earlier in this round (the levels of a
-            growing tree).
-        ancestors: bool `[n_query, n]`, on the model's device as `depths` are: which nodes, in feeding order and itself
-            included, a query sees.
-        depths: int `[n]`: node i stands at place `num_prefix + depths[i]`. The root, which is the last emitted token
-            and not yet in the cache, has depth 0.
-        num_prefix: tokens of text in the cache, masked ones included.
+        cache: holds `num_prefix` tokens, then the n - n_query nodes read earlier in this round (levels of a growing
+            tree).
+        ancestors: bool `[n_query, n]`, on the model's device like `depths`: the nodes, in reading order, that each
+            query sees, itself included.
+        depths: int `[n]`: node i has position `num_prefix + depths[i]`. The root, the last emitted token, has depth 0.
+        num_prefix: number of tokens in the cache before the root, including masked ones.
 
     Returns:
-        `attention_mask`: `[1, 1, n_query, kv]`, bool where the attention implementation is sdpa and additive in the
-        model's dtype where it is eager; or a dict of such masks by layer type where layers differ.
-        `position_ids`: `[1, n_query]`, where the root's is `num_prefix`.
+        `attention_mask`: `[1, 1, n_query, kv]`, bool for sdpa and additive in the model's dtype for eager attention; or
+            a dict of such masks by layer type if layers differ. `position_ids`: `[1, n_query]`, `num_prefix` for the
+            root.
     """
     mask = tree_mask(model, cache, ancestors, depths, num_prefix)
     return {"attention_mask": mask, "position_ids": (num_prefix + depths[-ancestors.shape[0] :])[None]}
@@ -215,8 +214,8 @@ def tree_mask(
     num_prefix: int,
     prefix_mask: Tensor | None = None,
 ) -> Any:
-    """The mask of `tree_inputs` alone, for a text whose rows are not its positions: after masked tokens and images.
-    `prefix_mask`, bool `[num_prefix]`, is false where a token is padding, which nobody sees; `None` if none is."""
+    """The mask of `tree_inputs`, for a prefix whose rows are not its positions, because of masked tokens or images.
+    `prefix_mask`: bool `[num_prefix]`, false for padding, which no query sees; `None` if there is none."""
     config = model.config.get_text_config(decoder=True)
     num_queries = ancestors.shape[0]
     if num_queries < ancestors.shape[1]:
@@ -255,8 +254,8 @@ def _kinds(config: Any, cache: Cache) -> dict[str, Any]:
 
 
 def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor | int = 0) -> Tensor:
-    """Bool `[..., n_query, kv]`: which keys lie within the window of each query, or its chunk, which counts no
-    padding; by their places `[..., n_query]` and `[..., kv]`."""
+    """Bool `[..., n_query, kv]`: the keys in each query's window, or in its chunk, which counts no padding; given their
+    positions `[..., n_query]` and `[..., kv]`."""
     keys, queries = keys[..., None, :], queries[..., None]
     if kind == "sliding_attention":
         return keys > queries - config.sliding_window
@@ -267,20 +266,20 @@ def _near(config: Any, kind: str, queries: Tensor, keys: Tensor, padding: Tensor
 def inputs_in_place(
     model: CausalLM, cache: Any, ancestors: Tensor, depths: Tensor, places: Tensor, num_prefix: Tensor
 ) -> dict[str, Any]:
-    """The same for texts in caches of fixed size, where nothing depends on numbers of the host: for captured passes.
+    """`tree_inputs` for sequences in caches of fixed size, without numbers of the host: for captured passes.
 
-    Example: a cache with room for 8 tokens holds 3 tokens of text and a root, below which two children are read. With
+    Example: a cache with room for 8 tokens holds 3 tokens of prefix and a root, below which two children are read. With
     room for 4 nodes, `ancestors` are 1100 and 1010, `depths` 0, 1, 1, 0 and `places` 1, 1. The positions are 4, 4; the
     mask's rows are 1111 1000 and 1111 0100.
 
     Args:
-        cache: has a `room` for so many tokens, and the `prompt`: what of it is hidden, and where its tokens stand;
-            `None` where nothing is, and rows are positions.
-        ancestors: bool `[n_query, n]`, or `[texts, n_query, n]` where texts have other trees: which of up to n nodes a
-            query sees. They lie after the text, in this order.
+        cache: with `room`, its number of rows, and `prompt` (`CachedPrompt`); `None` if no row is hidden and rows are
+            positions.
+        ancestors: bool `[n_query, n]`, or `[sequences, n_query, n]` if trees differ: which of up to n nodes a query
+            sees. The nodes follow the prefix in this order.
         depths: `[n]`, of all nodes.
         places: `[n_query]`, depths of the queries.
-        num_prefix: `[texts]`, tokens of each text in the cache.
+        num_prefix: `[sequences]`, number of prefix tokens in the cache.
     """
     config = model.config.get_text_config(decoder=True)
     begin, (count, most), prompt = num_prefix[:, None], ancestors.shape[-2:], cache.prompt
@@ -298,6 +297,6 @@ def inputs_in_place(
     }
     return {
         "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-        # Padding, which nobody sees, has no positions, and a table of positions has none below 0.
+        # Padding, which no query sees, would have negative positions, which position tables lack.
         "position_ids": queries if prompt is None else (queries + prompt.offset).clamp_min(0),
     }

@@ -1,5 +1,5 @@
-"""Recurrent states, which cannot drop tokens: copies that a cache is rolled back to (`RollbackPoint`), and
-which models continue from there."""
+"""Recurrent states, which cannot drop tokens: copies that a cache is rolled back to (`RollbackPoint`), and a test of
+whether a model continues correctly from there."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ HALF_STATE_TOLERANCE = 0.1
 
 
 class RollbackPoint:
-    """A place that a cache can go back to from layers that cannot drop tokens: recurrent states and those of
-    convolutions, which are copied, and windows, whose keys and values each pass replaces by new tensors.
+    """Copies of recurrent and convolution states, which cannot drop tokens, to roll a cache back to. Windows are only
+    referenced, since each pass replaces their keys and values by new tensors.
 
-    Example: a cache of 10 tokens is marked, and a pass over 5 more is made, of which 3 stand. `back()` leaves the 10
-    tokens; the 3 are read again, before whatever comes next.
+    Example: a cache of 10 tokens is marked, and a pass over 5 more is made, of which 3 are accepted. `roll_back()`
+    leaves the 10 tokens; the 3 are read again, before any others.
     """
 
     def __init__(self, cache: Cache) -> None:
-        stop_recording(cache)  # which serves caches without recurrent states
+        stop_recording(cache)  # used for caches without recurrent states
         layers: list[Any] = cache.layers
         self.recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
         self.copies = [[state.clone() for state in _states(layer)] for layer in self.recurrent]
@@ -44,7 +44,7 @@ class RollbackPoint:
         return sum(copy.numel() * copy.element_size() for copies in self.copies for copy in copies)
 
     def roll_back(self) -> None:
-        """Leave the cache as it was marked, wherever a pass was interrupted."""
+        """Restore the marked cache, wherever a pass was interrupted."""
         for layer, copies in zip(self.recurrent, self.copies, strict=True):
             for state, copy in zip(_states(layer), copies, strict=True):
                 state.copy_(copy)
@@ -57,7 +57,7 @@ class RollbackPoint:
 
 
 def stop_recording(cache: Cache) -> None:
-    """Let layers with windows and convolutions drop again what they do not need: nothing is taken back by `crop`."""
+    """Let layers with windows and convolutions drop old tokens again; `crop` can then not restore them."""
     layers: list[Any] = cache.layers
     for layer in layers:
         if getattr(layer, "record_past", False):
@@ -72,7 +72,7 @@ def is_recurrent(cache: Cache) -> bool:
 
 
 def _states(layer: Any) -> list[Tensor]:
-    """A recurrent layer's states, those of its convolutions included."""
+    """A recurrent layer's states, including those of its convolutions."""
     states = (*layer.conv_states.values(), *layer.recurrent_states.values())
     return [state for state in states if state is not None]
 

@@ -1,7 +1,7 @@
-"""Draft a chain (SpecDec++, Algorithm of section 3): draw, submit, ask a stopping rule whether to go on.
+"""Draft a chain (SpecDec++, section 3): draw a candidate, submit it, ask a stopping rule whether to continue.
 
-Losslessness: a rule may look at anything the draft knows, the last candidate included, because that candidate is
-submitted whatever the rule says. No rule can take a candidate back. (`docs/specdecpp.md`)
+The output is exact: a rule may use everything known to the draft, including the last candidate, because every drawn
+candidate is submitted. No rule can drop a candidate. (`docs/specdecpp.md`)
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Step: TypeAlias = Callable[[list[Tensor]], DraftStep | None]
 
 
 def at_once(chain: Chain) -> Drafting:
-    """A chain that is known, as a coroutine that asks for no step."""
+    """A finished chain as a coroutine that requests no draft step."""
     return chain
-    yield  # makes it one
+    yield  # makes this a coroutine
 
 
 def point_mass(token: int, size: int, device: torch.device) -> Tensor:
-    """Logits `[size]` whose softmax has all of its mass on a token."""
+    """Logits `[size]` whose softmax has probability 1 at `token`."""
     scores = torch.full((size,), float("-inf"), device=device)
     scores[token] = 0.0
     return scores
@@ -42,13 +42,13 @@ def point_mass(token: int, size: int, device: torch.device) -> Tensor:
 def next_step(
     session: DraftingSession, processing: Processing, input_ids: Tensor, greedy: bool, candidates: list[Tensor]
 ) -> DraftStep | None:
-    """`step` of `drafting` after the text `input_ids` `[1, length]`."""
+    """`step` of `drafting` for a sequence `input_ids` `[1, length]`: logits after all processors."""
     if (found := session.propose_next(candidates)) is None:
         return None
     scores, hidden = found
     if not processing.does_nothing:
         scores = processing.one(input_ids, candidates, scores).to(scores)
-    if processing.may_forbid_all and processing.forbids_all(scores):  # the target decides alone
+    if processing.may_forbid_all and processing.forbids_all(scores):  # the round ends
         return None
     return DraftStep(len(candidates), scores, hidden, session.embed, greedy)
 
@@ -63,22 +63,22 @@ def drafting(
 ) -> Drafting:
     """Draft until the rule stops, an end-of-sequence token is drawn, or `max_tokens` are drafted.
 
-    A coroutine, so that the rows of a batch can draft together (`draft_chains`): it yields the candidates so far before
-    each step, and ends where it is sent `False`.
+    A coroutine, so that the rows of a batch can draft together (`draft_chains`): yields the candidates so far before
+    each step, and ends if `False` is sent.
 
-    The candidates stay on the device that they are drawn on. The host reads each as it is drawn, together with what the
-    rule looks at; under a rule that looks at nothing, those of a device all at the end, since each read waits.
+    The candidates stay on their device. The host reads each candidate together with the rule's signal. If the rule uses
+    no signal, candidates on an accelerator are read once, at the end, because each read waits for the device.
 
     Args:
-        step: runs the draft on the prefix and the candidates so far (0-d int64 each) and returns what it predicts next,
-            `None` where it can propose no token: then the round ends, which is known before anything is drawn.
+        step: gets the candidates so far (0-d int64 each), runs the draft and returns its next distribution; `None` if
+            no token can be proposed: then the round ends without a further draw.
         rule: the stopping rule; its own bounds apply too.
         randomness: draws the candidates; `None` takes the likeliest token (greedy).
-        max_tokens: how many candidates there is room for.
-        unread: how many tokens the draft reads before the first candidate.
+        max_tokens: the most candidates.
+        unread: number of tokens that the draft reads before the first candidate.
 
-    The candidate that makes the rule stop has been drawn, so it is submitted: leaving it out because of what it is
-    would bias the output. (The forward that judges it "after" has drawn its successor, too: one token un-judged.)
+    The candidate at which the rule stops is submitted, since dropping it because of its value would bias the output.
+    (With a head that judges "after", the step that judges a candidate also draws the next one, which stays unjudged.)
     """
     drawn: list[Tensor] = []
     tokens: list[int] = []
@@ -97,7 +97,7 @@ def drafting(
             q.append(draft.q)
         drawn.append(draft.token)
         scores.append(draft.scores)
-        if rule.looks_at_nothing and draft.token.device.type != "cpu":  # from which each read waits
+        if rule.looks_at_nothing and draft.token.device.type != "cpu":  # a read would wait for the device
             continue
         token, stops = (int(draft.token), False) if rule.looks_at_nothing else _ask(rule, draft)
         tokens.append(token)
@@ -108,24 +108,24 @@ def drafting(
     ids = torch.stack(drawn)
     if tokens:
         return Chain(tokens, scores, q, ids)
-    # What follows a token that ends the text goes because of that token, not of its own value.
+    # Tokens after an end-of-sequence token are dropped because of that token, not because of their own values.
     tokens = until_end(ids.tolist(), eos_token_ids)
     count = len(tokens)
     return Chain(tokens, scores[:count], q[:count], ids[:count])
 
 
 class ChainDrafting:
-    """Drafts the chains of one text, or none, where it has no draft or no room. `TreeDrafting` has the same answers.
+    """Drafts the chains of one sequence. `TreeDrafting` has the same interface.
 
     Args:
-        session: what the draft has read of the text.
-        processing: makes q of the draft's logits.
+        session: the draft's side of the sequence.
+        processing: logits processors that turn the draft's logits into those of q.
         randomness: draws the candidates; `None` takes the likeliest (greedy).
         eos_token_ids: nothing is drafted after these.
-        rule: says how far chains go.
+        rule: decides the length of each chain.
 
     Attributes:
-        observers: learn what becomes of each round.
+        observers: rules whose `record_outcome` is called after each round.
         for_trees: whether rounds may be trees.
         branches: whether candidates may have siblings.
         makes_chains: whether a tree of one branch is a chain.
@@ -142,14 +142,14 @@ class ChainDrafting:
         self.observers: list[StoppingRule] = [] if rule.looks_at_nothing else [rule]
 
     def refuse(self, reason: str) -> None:
-        """No trees from here on, for a reason: chains need none."""
+        """Does nothing. `TreeDrafting` drafts no more trees after this call."""
 
     def longest(self, room: int, most: int) -> int:
-        """The longest path of the next round, which has so much room, and shall have `most` candidates."""
+        """Length of the next round's longest path: at most `most` candidates, and at most `room`."""
         return min(room, most)
 
     def draft(self, input_ids: Tensor, longest: int) -> Chain:
-        """The candidates after the text `input_ids` `[1, length]`, none deeper than `longest`."""
+        """Draft at most `longest` candidates after the sequence `input_ids` `[1, length]`."""
         row = self.step_by_step(input_ids, longest)
         try:
             while True:
@@ -160,18 +160,18 @@ class ChainDrafting:
         return chain
 
     def step_by_step(self, input_ids: Tensor, longest: int) -> Drafting:
-        """The same as a coroutine, so that the rows of a batch draft together."""
+        """`draft` as a coroutine, for the rows of a batch."""
         step = partial(next_step, self.session, self.processing, input_ids, self.randomness is None)
         return drafting(step, self.rule, self.randomness, longest, self.eos_token_ids, self.session.unread)
 
     def survival(self, chain: DraftTree) -> float | None:
-        """The chance that all of its candidates stand; `None` where nothing may follow them."""
+        """Estimated probability that all candidates are accepted; `None` if unknown, or if nothing may follow."""
         return None if self.eos_token_ids.intersection(chain.candidates) else self.rule.survival
 
 
 def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Tensor]]], bool]) -> list[Chain]:
-    """Draft the chains of several rows, each a coroutine, step by step together. `prepare` is called before each step
-    with the candidates of those that go on, by their places in `rows`; says whether they do."""
+    """Draft the chains of several rows (coroutines, `drafting`) step by step together. `prepare` is called before each
+    step with the candidates of the unfinished rows, by index in `rows`; if it returns `False`, all end."""
     chains: dict[int, Chain] = {}
     going, goes_on = list(range(len(rows))), None
     while going:
@@ -187,7 +187,7 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Ten
 
 
 def _ask(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
-    """The token that was drawn, and whether the rule stops there. Both are read with one wait for the device."""
+    """The drawn token, and whether the rule stops there. Both are read with one wait for the device."""
     token, signal = draft.token, rule.signal(draft)
     if signal is None:
         return int(token), rule.stops(None)
@@ -196,22 +196,22 @@ def _ask(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
     else:
         dtype = widest(token.device)
         values = torch.stack((token.to(dtype), signal.to(token.device, dtype))).tolist()
-    return int(values[0]), rule.stops(0.0 if math.isnan(values[1]) else values[1])  # nan would stay with the rule
+    return int(values[0]), rule.stops(0.0 if math.isnan(values[1]) else values[1])  # nan would stay in the rule
 
 
 # Stopping rules. -----------------------------------------------------------------------------------------------------
 
 
 class StoppingRule:
-    """Base: never stops before `max_tokens`. One instance serves one generation, so it may keep state.
+    """Base class: never stops before `max_tokens`. One instance serves one generation, so it may keep state.
 
-    A rule reads one number a candidate, `signal` (a 0-d tensor, so that the host waits once for token and signal), and
-    decides in `stops`.
+    A rule gets one number for each candidate from `signal` (a 0-d tensor, so that the host waits once for token and
+    signal), and decides in `stops`.
 
     Attributes:
-        looks_at_nothing: whether `signal` and `stops` never say anything.
-        survival: chance that all candidates so far stand; `None` where that is not known, or nothing may follow them.
-        worth: of a further candidate in a row of a batch, as a multiple of its price (`pays_to_go_on`).
+        looks_at_nothing: whether `signal` is always `None` and `stops` always `False`.
+        survival: probability that all candidates so far are accepted; `None` if unknown, or if nothing may follow them.
+        worth: value of a further candidate in a row of a batch, as a multiple of its cost (`pays_to_go_on`).
     """
 
     min_tokens = 1
@@ -232,30 +232,30 @@ class StoppingRule:
         """Forget the previous round."""
 
     def should_draft(self, unread: int) -> bool:  # noqa: ARG002 - for subclasses
-        """Whether the round drafts at all. `unread`: how many tokens the draft would have to read first."""
+        """Whether the round drafts at all. `unread`: number of tokens that the draft would have to read first."""
         return True
 
     def signal(self, step: DraftStep) -> Tensor | None:  # noqa: ARG002 - for subclasses
-        """What `stops` looks at, or `None` if nothing."""
+        """The number that `stops` gets for this candidate, or `None`."""
         return None
 
     def stops(self, signal: float | None) -> bool:  # noqa: ARG002 - for subclasses
-        """Whether the round ends after the candidate that `signal` belongs to."""
+        """Whether the round ends after the candidate that `signal` was computed for."""
         return False
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
-        """Learn which candidates of a round stand."""
+        """Called after verification with the accepted nodes (`path`)."""
 
 
 def pays_to_go_on(rules: Sequence[StoppingRule], rows: int) -> bool:
-    """Whether another candidate for each row that goes on pays for the batch: a further column of a pass has the price
-    of one for every row, whoever fills it.
+    """Whether all unfinished rows of a batch should draft another candidate. A further column of a pass costs the price
+    of a candidate for every row, including rows that have stopped.
 
-    Example: two of four rows go on, for which a candidate is worth 3 and 1.7 times its price. 4.7 > 4: they do.
+    Example: two of four rows are unfinished, and a candidate is worth 3 and 1.7 times its cost. 4.7 > 4: draft.
 
     Args:
-        rules: of the rows that go on.
-        rows: in the batch.
+        rules: those of the unfinished rows.
+        rows: number of rows in the batch.
     """
     return sum(rule.worth for rule in rules) > rows
 
@@ -267,12 +267,12 @@ class FixedLength(StoppingRule):
 
 
 class Threshold(StoppingRule):
-    """SpecDec++ (section 3): stop when the chance that at least one candidate was rejected passes h.
+    """SpecDec++ (section 3): stop when the probability that at least one candidate is rejected exceeds h.
 
     Args:
-        rates: calibrates the estimates by what earlier rounds said, and learns from each round; `None` takes them as
-            they are, as the paper does.
-        min_tokens (candidates): the fewest in a round.
+        rates: calibrates the estimates with the outcomes of earlier rounds, and is updated by each round; `None` uses
+            raw estimates, as in the paper.
+        min_tokens: the fewest candidates in a round.
     """
 
     def __init__(
@@ -290,12 +290,12 @@ class Threshold(StoppingRule):
         return self.estimator.estimate(step)
 
     def stops(self, signal: float | None) -> bool:
-        # A head that judges "after" has nothing to say on the first candidate: its estimate counts as 1.
+        # A head that judges "after" has no estimate for the first candidate, which counts as 1.
         if signal is not None:
             self.estimates.append(signal)
             self.chance *= signal if self.rates is None else self.rates.calibrated(signal)
         return 1.0 - self.chance > self.h
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
-        if self.rates is not None:  # what was looked up comes after what was drawn
+        if self.rates is not None:  # looked-up candidates come after drawn ones
             self.rates.record_chain(self.estimates, drawn := tree.num_drawn, min(len(path), drawn))

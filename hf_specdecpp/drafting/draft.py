@@ -1,6 +1,6 @@
-"""What drafts (`Draft`), and its side of one text (`DraftingSession`), as a generation sees them.
+"""A draft (`Draft`) and its side of one sequence (`DraftingSession`), the interfaces that a generation uses.
 
-`drafts` says what the kinds are, how they are stored and made.
+`draft_kinds` contains the kinds of draft: how they are made and stored.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ logger = logging.get_logger("hf_specdecpp")
 
 
 class SharedContext(Protocol):
-    """The tokens that the target has read but for the last (`generation.single_target.TargetContext`)."""
+    """The tokens that the target has read: all but the last (`generation.single_target.TargetContext`)."""
 
     @property
     def cache(self) -> Any:
-        """The target's own."""
+        """The target's cache."""
 
     @property
     def shown(self) -> Tensor | None:
-        """`[rows]` bool: which rows of the cache the target sees; `None` for all."""
+        """`[rows]` bool: rows of the cache that the attention mask shows to the target; `None`: all."""
 
     @property
     def position(self) -> Tensor:
-        """`[1, 1]`: where the text's last token stands."""
+        """`[1, 1]`: position of the sequence's last token."""
 
 
 class DraftingSession(ABC):
-    """What a draft has read of one text, and what it proposes next: in chains by `step`, in trees by `expand`.
+    """A draft's side of one sequence: the tokens read, and proposals, `propose_next` for chains, `expand` for trees.
 
     Attributes:
-        unread: how many tokens the draft is about to read.
-        passes: that it has made in this round.
-        embed: maps token ids to their input embeddings in the draft, for a head.
+        unread: number of tokens that the draft will read in its next pass.
+        passes: number of draft passes in this round.
+        embed: maps token ids to their input embeddings in the draft, for an acceptance head.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -57,54 +57,54 @@ class DraftingSession(ABC):
         self.unread = self.passes = 0
 
     def bind_cache(self, text: SharedContext) -> None:  # noqa: B027 - most drafts have nothing to do with it
-        """Told once, before the first round, where the target's own cache is; `ValueError` if it cannot be read."""
+        """Called once, before the first round, with the target's cache; `ValueError` if the draft cannot read it."""
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """Tokens that the draft has read or is about to read."""
+        """Number of tokens that the draft has read or will read in its next pass."""
 
     @abstractmethod
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
-        """Take note of what the last round emitted.
+        """Record the tokens that the last round emitted.
 
         Args:
             new_tokens: `[1, n]`, the prompt in the first round, then the accepted candidates and the token after them.
-            num_accepted: how many of them were candidates of the last round.
-            states: `[1, m, size]`, for a draft that reads them: the target's, at the tokens before the last m of these.
+            num_accepted: number of accepted candidates among them.
+            states: `[1, m, size]`, for a draft that reads them: the target's states before each of the last m tokens.
         """
 
     @abstractmethod
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor] | None:
         """Logits `[vocab_size]` of the next candidate, and the hidden state that they were computed from.
 
-        `candidates`, 0-d int64 each, must grow by one token from call to call within a round, starting empty. `None`
-        where the draft has nothing to propose: that must not depend on what was drawn since the round began, unless all
-        of it was certain (a point mass).
+        `candidates`, 0-d int64 each, starts empty in a round and grows by one token from call to call. `None` if the
+        draft has no proposal: this must not depend on tokens drawn in this round, unless they were certain (a point
+        mass).
         """
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after nodes of a tree: first after the root,
-        then after any whose parents have been asked about. Rows of nothing but -inf propose nothing."""
+        """Logits `[n, vocab_size]` and hidden states `[n, hidden_size]` after nodes of a tree: in the first call the
+        root, then nodes whose parents were in earlier calls. A row whose logits are all -inf gets no candidates."""
         raise NotImplementedError(f"{type(self).__name__} drafts chains.")
 
     def commit_path(self, path: list[int]) -> None:
-        """After a tree: go on from the accepted nodes."""
+        """Called after a tree was verified, with its accepted nodes."""
         raise NotImplementedError(f"{type(self).__name__} drafts chains.")
 
 
 class RowsAlone:
-    """The rows of a batch whose draft shares nothing between them: each runs by itself."""
+    """The rows of a batch whose draft shares no state between them: each row runs by itself."""
 
     def run_draft(self, _asking: dict[int, list[Tensor]]) -> None:
-        """Each row takes its step when it is asked for it."""
+        """Does nothing: `propose_next` of each row runs the draft."""
 
     def select(self, _places: Sequence[int]) -> None:
-        """The rows that are left go on as before."""
+        """Does nothing: the rows have no common state."""
 
 
 def check_beside(target: CausalLM) -> None:
-    """Raise `ValueError` if a draft that uses a target's embeddings cannot be put beside it."""
+    """Raise `ValueError` if `target` is spread over several processes, so that no draft can use its embeddings."""
     if (processes := num_processes(target)) > 1:
         raise ValueError(
             f"{type(target).__name__} is spread over {processes} processes, which would have to draft each token "
@@ -113,25 +113,25 @@ def check_beside(target: CausalLM) -> None:
 
 
 class Draft:
-    """Proposes candidates. It holds no state of a generation: its sessions do.
+    """Proposes candidates. A draft has no state of a generation; its sessions do.
 
-    Example: a draft with `block = 4` and `places = 4` gives the distributions of four places with one pass. A chain of
-    three candidates then costs one pass (`Costs.draft`) and two further places (`Costs.branch`).
+    Example: a draft with `block = 4` and `places = 4` gives the distributions of four positions with one pass. A chain
+    of three candidates then costs one pass (`Costs.draft`) and two further positions (`Costs.branch`).
 
     Attributes:
-        model: that drafts, or `None`.
+        model: the model that drafts, or `None`.
         parts: the modules that a draft step runs.
-        reads: what it reads of the target (`TargetStates`), or `None`.
-        block: candidates that one pass of the draft proposes.
-        places: the longest path of candidates that a round can have; 0 where nothing is ever drawn.
-        blocks_after: the final states `[batch, a, places, hidden_size]` of the blocks after some tokens of texts, given
-            token ids `[batch, n]`, the target's states there `[batch, n, width]` and the places `[batch, a]` of these
-            tokens; `None` where a pass proposes one candidate.
-        max_length: tokens of the longest text that it can read.
-        cannot: what this draft cannot do, with the reason: `"trees"`, `"batches"`.
-        agreement: how often it guesses its target's tokens, if that is known (`draft_kinds.acceptance.agreement`).
+        reads: reader of the target's states (`StateReader`), or `None`.
+        block: number of candidates that one draft pass proposes.
+        places: the most candidates in a path; 0 if nothing is ever drawn.
+        blocks_after: final states `[batch, a, places, hidden_size]` of the blocks after `a` tokens of each sequence,
+            given token ids `[batch, n]`, the target's states `[batch, n, width]` and the indices `[batch, a]` of these
+            tokens; `None` if a pass proposes one candidate.
+        max_length: number of tokens in the longest sequence that the draft can read.
+        cannot: unsupported uses, `"trees"` or `"batches"`, with the reason.
+        agreement: share of candidates equal to the target's choice, by position (`draft_kinds.acceptance.agreement`).
         shares_cache: whether its sessions read the target's own cache (`DraftingSession.bind_cache`).
-        captured: what captured rounds were made of, and the copy of this draft that drafts in them, if one can.
+        captured: identity of the draft at its capture, and the copy that drafts in captured rounds, if any.
     """
 
     model: CausalLM | None
@@ -164,38 +164,38 @@ class Draft:
         return None
 
     def session(self, vocab_size: int) -> DraftingSession:
-        """Its side of one text; `vocab_size` is the width of the target's logits."""
+        """The draft's side of one sequence; `vocab_size` is the width of the target's logits."""
         raise NotImplementedError
 
     def round_steps(self, vocab_size: int) -> RoundSteps | None:  # noqa: ARG002
-        """All steps of captured rounds; `None` where they are not captured."""
+        """The draft steps of captured rounds; `None` if they are not captured."""
         return None
 
     def row_session(self, vocab_size: int) -> DraftingSession:
-        """Its side of one row of a batch."""
+        """The draft's side of one row of a batch."""
         return self.session(vocab_size)
 
     def batch(self, rows: Sequence[Any]) -> Any:  # noqa: ARG002 - for drafts whose rows share something
-        """What runs the draft for the rows (their `row_session`s) that go on, as `BatchSession` does."""
+        """Runs the draft for all unfinished rows (`row_session`s) of a batch, as `BatchSession` does."""
         return RowsAlone()
 
     @property
     def tree_reader(self) -> CausalLM | None:
-        """The draft's model if it has to be tried on a token tree first (`trees.attention.check_tree`); `None` where
-        no model reads trees, or the model is known to."""
+        """The draft's model if trees must first be tested with it (`trees.attention.check_tree`); `None` if no model
+        reads trees, or the model is known to read them correctly."""
         return None
 
     def renew(self) -> None:
-        """Bring copies of the target's weights up to date: it may be in training."""
+        """Update copies of the target's weights, which may be in training."""
 
     def capture_steps(self, wanted: bool, fuse: bool) -> None:
-        """Let rounds be captured as CUDA graphs where that can be done, with small pieces compiled, or no longer."""
+        """If `wanted` and possible, prepare rounds captured as CUDA graphs; `fuse`: compile small pieces."""
         if self.model is None or not wanted or not graphs.can_capture(self.device):
             self.captured = None
             return
         now = [fuse, *identity({name: each for name, each in vars(self).items() if name != "captured"})]
         if self.captured is None or self.captured[0] != now:
-            self.captured = None  # of which the copy would have one, too
+            self.captured = None  # so that the copy has none
             code = next(foreign_code(self.model), None)
             reason = self.why_not_captured() if code is None else f"it runs {code.name}, which a graph would not call"
             self.captured = now, self.for_capture(fuse) if reason is None else None
@@ -203,15 +203,15 @@ class Draft:
                 self.give_up(reason)
 
     def why_not_captured(self) -> str | None:
-        """What is known of it that rules out captured rounds."""
+        """Why rounds with this draft cannot be captured; `None` if no reason is known."""
         return None
 
     def for_capture(self, fuse: bool) -> Any:  # noqa: ARG002
-        """A copy of it whose model is captured."""
+        """A copy of the draft whose model is captured."""
         return None
 
     def give_up(self, reason: str) -> None:
-        """Capture nothing of it, as it is now, any more."""
+        """Stop capturing this draft until it or `fuse` changes, and warn with the reason."""
         self.captured = None if self.captured is None else (self.captured[0], None)
         logger.warning(
             f"Rounds with {type(self.model).__name__} cannot be captured as CUDA graphs here ({reason}), so they run "
@@ -220,12 +220,12 @@ class Draft:
 
     @property
     def captured_copy(self) -> Any:
-        """The copy of it that drafts in captured rounds, or `None`."""
+        """The copy of the draft that drafts in captured rounds, or `None`."""
         return None if self.captured is None else self.captured[1]
 
 
 class StateDraft(Draft):
-    """A draft on the device of the target that it has met, which reads its states and is no causal LM by itself."""
+    """A draft on the target's device that reads the target's states and is no causal LM by itself."""
 
     model: Any
     draft_vocab = None  # all tokens

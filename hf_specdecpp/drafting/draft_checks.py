@@ -1,4 +1,4 @@
-"""What is refused of a model that drafts, with the reason; and whether a head was trained for it."""
+"""Checks of a draft model, and of a head or fusion that was trained for it. Each error names the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_specdecpp.models.target_states import StateReader
 
 
 def check_draft_vocab(ids: Tensor, num_ids: int) -> None:
-    """Raise `ValueError` unless these are distinct token ids below `num_ids`."""
+    """Raise `ValueError` unless `ids` are distinct token ids below `num_ids`."""
     is_list = ids.numel() and ids.dim() == 1 and not ids.is_floating_point()
     if not is_list or int(ids.min()) < 0 or int(ids.max()) >= num_ids or ids.unique().numel() != ids.numel():
         span = f"{ids.min():g} to {ids.max():g}" if ids.numel() else "none"
@@ -25,7 +25,7 @@ def check_draft_vocab(ids: Tensor, num_ids: int) -> None:
 
 
 def check_can_draft(model: CausalLM) -> None:
-    """Raise `ValueError` if a model predicts no tokens, or cannot take them back."""
+    """Raise `ValueError` if a model predicts no tokens, or cannot roll back rejected tokens."""
     name, head = type(model).__name__, model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
         raise ValueError(f"{name} has no LM head, so it cannot predict tokens. Load it with AutoModelForCausalLM.")
@@ -36,7 +36,7 @@ def check_can_draft(model: CausalLM) -> None:
 
 
 def check_fusion(fusion: StateReader, drafter: Any) -> None:
-    """Raise `ValueError` unless the fusion was made for states and embeddings of the draft's sizes."""
+    """Raise `ValueError` unless the fusion was made for hidden states and embeddings of the draft's sizes."""
     theirs = fusion.hidden_size, fusion.embedding_size
     if theirs != (ours := (drafter.hidden_size, drafter.embedding_size)):
         raise ValueError(
@@ -46,7 +46,7 @@ def check_fusion(fusion: StateReader, drafter: Any) -> None:
 
 
 def check_head(head: AcceptanceHead, drafter: Any, draft_name: str) -> None:
-    """Raise `ValueError` unless the head was trained for states and embeddings of the draft's sizes."""
+    """Raise `ValueError` unless the head was trained for hidden states and embeddings of the draft's sizes."""
     ours = {"hidden_size": head.hidden_size}
     theirs = {"hidden_size": drafter.hidden_size}
     if head.inputs == "before":
@@ -59,14 +59,14 @@ def check_head(head: AcceptanceHead, drafter: Any, draft_name: str) -> None:
 
 
 def check_logits(drafter: Any) -> None:
-    """Raise `ValueError` where the drafter's logits of a token are not those of the model's own forward."""
+    """Raise `ValueError` unless the drafter's logits of a token equal those of the model's own forward pass."""
     model = drafter.model
     probe = torch.zeros((1, 1), dtype=torch.long, device=drafter.device)
     with trying(model) as read:
         try:
             expected = read(probe).logits[0, -1].float()
             hidden = drafter.hidden_states(probe, **positions_of(drafter._decoder, probe))[0, -1]
-        except Exception as failure:  # models whose input is more than a text fail in ways of their own
+        except Exception as failure:  # models with other inputs than tokens raise errors of any class
             raise ValueError(
                 f"{type(model).__name__} does not read a token by itself ({type(failure).__name__}: "
                 f"{failure}), so it cannot draft. Use another model."
@@ -78,7 +78,7 @@ def check_logits(drafter: Any) -> None:
                 "know. Use another model."
             )
         actual = drafter._head_logits(model.get_output_embeddings(), hidden)
-    # Inkling drops rows that pad its head, and a spread model returns logits to where it began.
+    # Inkling drops rows that pad its head, and a model on several devices returns logits on its first one.
     actual = actual[: len(expected)].to(expected.device)
     tolerance = 1e-3 if drafter.dtype in (torch.float32, torch.float64) else 5e-2
     error = float((actual - expected).abs().max())

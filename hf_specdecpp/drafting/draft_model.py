@@ -1,5 +1,5 @@
-"""A model that drafts (`DraftModel`), and its side of one text: which tokens it has read (`ModelSession`), its KV cache
-and the next step (`DraftSession`)."""
+"""A model that drafts (`DraftModel`) and its side of one sequence: the tokens read (`ModelSession`), its KV cache and
+draft steps (`DraftSession`)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from hf_specdecpp.trees.tree import DraftTree, Lineage, upload
 
 
 class DraftModel(nn.Module):
-    """A causal LM read piece by piece, its inner decoder and its LM head, as drafts are; it holds no state of a
-    generation, so several threads may share one. `ValueError` if the model cannot draft, `draft_vocab` is no set of
-    token ids, the fusion has other sizes, or how states become logits is not understood.
+    """A causal LM as inner decoder and LM head, which are called separately. It has no state of a generation, so
+    several threads may share one. `ValueError` if the model cannot draft, `draft_vocab` is no set of token ids, the
+    fusion has other sizes, or the model computes logits from hidden states in an unknown way.
 
     Args:
         model: an independent draft, or an early exit of the target (`early_exit.early_exit`).
         draft_vocab: optional int64 token ids; the LM head computes only these, and q is zero elsewhere.
-        shares_target: the model's tensors are the target's. Then it is not registered as a submodule: `.to()` and
-            friends on the drafter never move or cast the target, and its small head stays where the target is.
-        fusion: makes inputs of the target's hidden states and embeddings, for a draft that reads them.
+        shares_target: whether the model's tensors are the target's. If so, the model is not registered as a submodule:
+            `.to()` and similar calls on the drafter never move or cast the target or the small head.
+        fusion: turns the target's hidden states and embeddings into inputs, for a draft that reads them.
     """
 
     model: CausalLM
@@ -52,11 +52,11 @@ class DraftModel(nn.Module):
         super().__init__()
         self.shares_target = shares_target
         if shares_target:
-            object.__setattr__(self, "model", model)  # past nn.Module's registration, on purpose
+            object.__setattr__(self, "model", model)  # not registered as a submodule
         else:
             self.model = model
         self.text_config = model.config.get_text_config(decoder=True)
-        # What each step needs is looked up once: on small models the ways there take as long as the products.
+        # Looked up once: on small models these look-ups take as long as the matrix multiplications of a step.
         object.__setattr__(self, "_decoder", inner_decoder(model))
         self._cache_argument = causal_lm.cache_argument(self._decoder)
         self._scale = getattr(self.text_config, "logit_scale", None)  # Cohere
@@ -96,7 +96,7 @@ class DraftModel(nn.Module):
         return self._longest
 
     def embed(self, token: Tensor, are_known: bool = False) -> Tensor:
-        """Input embeddings `[..., embedding_size]` of token ids `[...]`, on their device; unknown ids count as 0."""
+        """Embeddings `[..., embedding_size]` of ids `[...]` on their device; ids beyond the table are read as 0."""
         weight = self.model.get_input_embeddings().weight
         known = token if are_known else self.known(token)
         return nn.functional.embedding(known.to(weight.device), weight).to(token.device)
@@ -104,8 +104,8 @@ class DraftModel(nn.Module):
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """Logits `[..., vocab_size]` float32 of hidden states `[..., hidden_size]`.
 
-        Cut or padded to `vocab_size`, the width of the target's logits; ids that the model does not have, and those
-        that are not in `draft_vocab`, get -inf.
+        Cut or padded to `vocab_size`, the width of the target's logits. Ids that the model or `draft_vocab` lacks get
+        -inf.
         """
         if self.small_head is None:
             logits = self._head_logits(self.model.get_output_embeddings(), self.before_head(hidden))
@@ -119,7 +119,7 @@ class DraftModel(nn.Module):
         return self.model.get_output_embeddings()
 
     def _head_logits(self, head: Any, hidden: Tensor) -> Tensor:
-        """The model's own route from hidden state to logits: the head, then what some families do to its output."""
+        """Logits of hidden states as the model computes them: the head, then scaling and capping in some families."""
         if type(head) is nn.Linear:  # Mamba 2 in half precision keeps its residual stream in float32
             logits = head(hidden.to(head.weight.dtype))
         elif hidden.dim() == 1:  # bitsandbytes' layers take matrices only
@@ -135,17 +135,17 @@ class DraftModel(nn.Module):
         return logits.float()
 
     def known(self, token_ids: Tensor) -> Tensor:
-        """Replace ids beyond the embedding table: a draft then guesses badly, but its guesses are verified."""
+        """Replace ids beyond the embedding table by 0. Candidates are verified, so this costs acceptance only."""
         return token_ids.where(token_ids < num_embeddings(self.model), 0)
 
     @property
     def num_ids(self) -> int:
-        """Tokens that its logits are of."""
+        """Number of rows of the LM head."""
         return sizes_of(self._head())[1]
 
     @property
     def parts(self) -> list[nn.Module]:
-        """The modules that a draft step runs; of an LM head of which only some rows are used, these."""
+        """The modules that a draft step runs. With `draft_vocab` the head is the small one."""
         head = self._head() if self.small_head is None else self.small_head
         return [inner_decoder(self.model), head, *([] if self.fusion is None else [self.fusion])]
 
@@ -158,11 +158,11 @@ class DraftModel(nn.Module):
         are_known: bool = False,
         **inputs: Any,
     ) -> Tensor:
-        """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`; a draft that
-        reads the target also reads `states`, those before each token.
+        """Last hidden states (after the final norm) `[batch, n, hidden_size]` of `input_ids` `[batch, n]`. A draft that
+        reads the target also gets `states`, the target's before each token.
 
-        With a cache they are fed after what it holds, and added to it. `inputs` are further arguments of the forward.
-        Unknown ids count as 0, unless they `are_known` to the embedding table.
+        With a cache the tokens follow those in the cache, and are added to it. `inputs` are further arguments of the
+        forward pass. Ids beyond the embedding table count as 0; `are_known`: there are none.
         """
         if states is None:
             inputs["input_ids"] = input_ids if are_known else self.known(input_ids)
@@ -177,27 +177,27 @@ class DraftModel(nn.Module):
         return output.last_hidden_state
 
     def vocab_logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., d]` float32 of the d tokens that it may propose, in their order in `draft_vocab`."""
+        """Logits `[..., d]` float32 of the d tokens in `draft_vocab`, in that order."""
         return self.head_logits(self.before_head(hidden))
 
     def before_head(self, hidden: Tensor) -> Tensor:
-        """What its LM head reads, of the states that a step returns."""
+        """The LM head's inputs, given hidden states of a step."""
         return hidden
 
     def head_logits(self, inputs: Tensor) -> Tensor:
-        """`vocab_logits` of what the LM head reads."""
+        """`vocab_logits`, given the LM head's inputs."""
         return self._head_logits(self._head() if self.small_head is None else self.small_head, inputs)
 
     def _head_of_draft_vocab(self) -> nn.Module | None:
-        """What computes the logits of these tokens alone."""
+        """A module that computes only the logits of `draft_vocab`."""
         return None if self.draft_vocab is None else _slice_head(self._head(), self.draft_vocab)
 
     @torch.inference_mode()
     def renew(self) -> None:
-        """Copy the rows of `draft_vocab` again if the LM head has changed, as with each step of a target in training.
+        """Copy the rows of `draft_vocab` again if the LM head has changed, as after each step of a target in training.
 
-        In place, so that what was compiled or captured with them goes on. One number of each row is compared, since an
-        optimiser moves all; the fused ones leave autograd's count of writes alone.
+        In place, so that compiled and captured code stays valid. One number of each row is compared, because an
+        optimiser changes all; fused optimisers do not update autograd's version counter.
         """
         head, small, ids = self._head(), self.small_head, self.draft_vocab
         if ids is None or not isinstance(small, nn.Linear) or small is head or is_quantised(head):
@@ -214,19 +214,19 @@ class DraftModel(nn.Module):
 
 
 def as_wide_as(vocab_size: int, logits: Tensor) -> Tensor:
-    """Logits `[..., vocab_size]` of a draft whose own vocabulary is wider or narrower: -inf for ids that it lacks.
+    """Pad logits with -inf, or cut them, to `[..., vocab_size]`.
 
-    A target's width may change at any time (`resize_token_embeddings`).
+    The target's width may change at any time (`resize_token_embeddings`).
     """
     missing = vocab_size - logits.shape[-1]
     return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
 
 
 def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
-    """The rows of an LM head that belong to `token_ids`."""
+    """A head with the rows of `token_ids` only."""
     with torch.no_grad():
         weight = rows_of(head, token_ids) if is_quantised(head) else head.weight[token_ids]
-        bias = getattr(head, "bias", None)  # an adapter beside a quantised head has none of its own
+        bias = getattr(head, "bias", None)  # an adapter around a quantised head has none
         small = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
         small.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
@@ -235,54 +235,54 @@ def _slice_head(head: Any, token_ids: Tensor) -> nn.Linear:
 
 
 class ModelSession(DraftingSession):
-    """What a draft model has read of one text, and what it has still to read.
+    """The tokens of one sequence that a draft model has read, and the unread ones.
 
-    Invariant: between rounds the cache holds a prefix of the accepted tokens, each fed exactly once.
+    Invariant: between rounds the cache holds a prefix of the accepted tokens, each once.
 
-    A draft that reads the target's states reads each token together with that at the token before it; the first token
-    of the text has none, and is left out. What it read of candidates with states of its own is read again with the
-    target's once they are accepted. A draft with recurrent layers, too, goes back to where the round began.
+    A draft that reads the target's states reads each token with the target's state at the token before; the first token
+    has none and is skipped. Candidates are read with the draft's own states, and once accepted again with the target's.
+    A draft with recurrent layers also rolls back to the start of the round, and reads accepted candidates again.
     """
 
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__()
         self.drafter, self.vocab_size, self.embed = drafter, vocab_size, drafter.embed
-        self.reads_states = self.reads_again = drafter.fusion is not None  # the latter: what was accepted, once more
-        # Of what is emitted and drafted; prompts may hold more.
+        self.reads_states = self.reads_again = drafter.fusion is not None  # the latter: accepted candidates again
+        # Whether all emitted and drafted ids are in the embedding table; prompts may contain others.
         self.knows_all = num_embeddings(drafter.model) >= vocab_size
-        self.device = drafter.device  # once: finding it takes as long as a small product
+        self.device = drafter.device  # looked up once, which takes as long as a small matrix multiplication
         self.waits = waits_for_reads(self.device)
-        # Tokens `[1, n]` and the states `[1, n, size]` that are read with them: put together once the draft reads them.
+        # Unread tokens `[1, n]` and their states `[1, n, size]`, by round; concatenated when the draft reads them.
         self._pending: list[tuple[Tensor, Tensor | None]] = []
         self._fed_candidates = 0
-        self._own_states: dict[int, Tensor] = {}  # if it reads states: its own `[hidden_size]` after these nodes
+        self._own_states: dict[int, Tensor] = {}  # its own states `[hidden_size]` after these nodes
 
     @abstractmethod
     def propose_next(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """As in `DraftingSession`: a model always has something to propose."""
+        """As in `DraftingSession`, but never `None`."""
 
     @abstractmethod
     def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
-        """Keep in the cache the first `count` of the last `of` tokens that were read, or of a tree these rows."""
+        """Keep in the cache the first `count` of the last `of` tokens that were read; of a tree the given rows."""
 
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
-        # The last token is read in any case, since the next candidate comes after it. It is an accepted candidate where
-        # rows in step end a round together.
+        # The last token is always read, because the next candidate follows it. It can be an accepted candidate if the
+        # rows of a batch end their rounds together.
         keep = 0 if self.reads_again else max(min(num_accepted, self._fed_candidates, new_tokens.shape[1] - 1), 0)
         self._keep(keep, of=self._fed_candidates)
         new_tokens = new_tokens[:, keep:]
         if states is not None:
-            known = min(states.shape[1], new_tokens.shape[1])  # fewer than the tokens where a cache is carried on
+            known = min(states.shape[1], new_tokens.shape[1])  # fewer than tokens if a cache is reused
             new_tokens, states = new_tokens[:, -known:], states[:, -known:]
         if self.length == 0 or not self.knows_all:
             new_tokens = self.drafter.known(new_tokens)
-        # A view would keep the whole text, one for each round.
+        # A view would keep the whole sequence alive, once per round.
         self._pending.append((new_tokens.clone(), states))
         self.unread += new_tokens.shape[1]
         self._fed_candidates = self.passes = 0
 
     def _take(self, candidates: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The tokens `[1, n]` to feed now, and a conditioned draft's states `[1, n, size]` before them."""
+        """The tokens `[1, n]` of the next pass, and the states `[1, n, size]` before them if the draft reads states."""
         self.passes += 1
         if candidates:
             self._fed_candidates += 1
@@ -299,7 +299,7 @@ class ModelSession(DraftingSession):
 
 
 class DraftSession(ModelSession):
-    """The draft model's side of one generation: its KV cache, and the next step."""
+    """A draft model's side of one sequence: its KV cache and draft steps."""
 
     def __init__(self, drafter: DraftModel, vocab_size: int) -> None:
         super().__init__(drafter, vocab_size)
@@ -313,7 +313,7 @@ class DraftSession(ModelSession):
         return self.text.held + self.unread
 
     def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
-        if self._recording and not self.unread:  # something was fed in the last round
+        if self._recording and not self.unread:  # the last round had draft passes
             path = None if rows is None else PathRows(list(rows), torch.tensor(rows))
             self.text.commit(count, of, path)
 
@@ -322,8 +322,8 @@ class DraftSession(ModelSession):
         hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=True)[0, -1]
         self._own_states = {0: hidden}
         if not self._recording:
-            # From here on the cache must be able to roll back. Not before: the prompt needs no roll-back, and its
-            # sliding-window layers would keep all of it.
+            # From here on the cache must be able to roll back. The prompt needs no roll-back: recording it, layers
+            # with a sliding window would keep all of it.
             self.cache.activate_past_recording()
             self._recording = True
         if not candidates:
@@ -332,7 +332,7 @@ class DraftSession(ModelSession):
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """As in `DraftingSession`: the root after all pending tokens, and later nodes whose parents were read."""
+        """As in `DraftingSession`. The root must be read first, alone: it follows all unread tokens."""
         if nodes == [0]:
             self._lineage = Lineage()
             self._lineage.feed(tree, nodes)
@@ -346,7 +346,7 @@ class DraftSession(ModelSession):
         num_prefix = self.cache.get_seq_length() - len(self._lineage.nodes)
         fed = torch.tensor([[tree.tokens[node] for node in nodes]]), *self._lineage.feed(tree, nodes)
         tokens, ancestors, depths = upload(fed, self.device)
-        inputs = {}  # of a node that sees all before it, as in a chain
+        inputs = {}  # none for a single node that sees all earlier nodes, as in a chain
         if len(nodes) > 1 or not bool(fed[1].all()):
             inputs = tree_inputs(self.drafter.model, self.cache, ancestors, depths, num_prefix)
         hidden = self.drafter.hidden_states(tokens, self.cache, states, are_known=self.knows_all, **inputs)[0]
@@ -355,10 +355,10 @@ class DraftSession(ModelSession):
         return self.drafter.logits(hidden, self.vocab_size), hidden
 
     def commit_path(self, path: list[int]) -> None:
-        """As in `DraftingSession`: accepted nodes that were read stay in the cache, or the root alone.
+        """As in `DraftingSession`: the root and the accepted nodes that were read stay in the cache.
 
-        On an accelerator they are: a pass over a few tokens more takes no longer there, and their rows would have to
-        be uploaded.
+        If the draft reads states or runs on an accelerator, only the root stays, and accepted nodes are read again: a
+        pass over a few more tokens takes no longer on an accelerator, and moving rows would need an upload.
         """
         if self._lineage is None:  # nothing was drafted
             return

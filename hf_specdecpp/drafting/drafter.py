@@ -1,4 +1,4 @@
-"""A draft that is a causal LM (`Drafter`), and its steps as captured rounds take them (`ModelSteps`)."""
+"""A causal LM as a draft (`Drafter`), and its steps in captured rounds (`ModelSteps`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_specdecpp.models.target_states import StateReader
 
 
 class Drafter(DraftModel, Draft):
-    """A causal LM as a draft: it proposes one distribution a step. The arguments are those of `DraftModel`."""
+    """A causal LM as a draft: one distribution per pass. The arguments are those of `DraftModel`."""
 
     @property
     def reads(self) -> StateReader | None:
@@ -56,7 +56,7 @@ class Drafter(DraftModel, Draft):
 
 
 class ModelSteps(RoundSteps):
-    """Of a draft model, or an early exit of the target, whose states it may read."""
+    """Captured steps of a draft model or of an early exit of the target, which may read the target's states."""
 
     def __init__(self, drafter: Any, vocab_size: int) -> None:
         self.drafter = drafter
@@ -83,17 +83,17 @@ class ModelSteps(RoundSteps):
 
 
 def read(drafter: DraftModel, cache: FixedCache, window: Window, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Logits `[texts, vocab_size]` and hidden states `[texts, hidden_size]` after a window without its dummies."""
+    """Logits `[rows, vocab_size]` and hidden states `[rows, hidden_size]` after the last real token of a window."""
     hidden = at_last(read_chain(drafter, cache, window.tokens, window.states), window.last)
     cache.length.add_(window.last + 1)
     return drafter.logits(hidden, vocab_size), hidden
 
 
 def read_chain(drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: Tensor | None) -> Tensor:
-    """Hidden states `[texts, n, hidden_size]` of a pass over tokens one after another, of which nothing is kept yet."""
+    """Hidden states `[rows, n, hidden_size]` of a pass over n consecutive tokens. `cache.length` does not change."""
     span = torch.arange(tokens.shape[1], device=tokens.device)
     seen = span <= span[:, None]
-    if cache.prompt is not None:  # padding sees itself, and nobody else sees it
+    if cache.prompt is not None:  # padding is seen by itself only
         own = cache.prompt.shown.gather(1, (cache.length[:, None] + span).clamp_max(cache.room - 1))
         seen = seen & (own[:, None] | (span == span[:, None]))
     inputs = inputs_in_place(drafter.model, cache, seen, span, span, cache.length)
@@ -103,6 +103,6 @@ def read_chain(drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: T
 def hidden_states(
     drafter: DraftModel, cache: FixedCache, tokens: Tensor, states: Tensor | None, inputs: dict[str, Any]
 ) -> Tensor:
-    """`[texts, n, hidden_size]` of a captured pass over `tokens` `[texts, n]` with these masks and positions."""
+    """`[rows, n, hidden_size]` of a captured pass over `tokens` `[rows, n]` with the given masks and positions."""
     inputs = prepared(inputs, drafter.model, cache, tokens, drafter.max_length)
     return drafter.hidden_states(tokens, cache, states, are_known=True, **inputs)

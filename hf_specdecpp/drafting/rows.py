@@ -1,4 +1,4 @@
-"""A draft model's side of a batch: what it has read of each row (`RowSession`), and its cache (`BatchSession`)."""
+"""A draft model's side of a batch: the tokens read of each row (`RowSession`), and one cache (`BatchSession`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hf_specdecpp.models.causal_lm import inner_decoder, takes_positions
 
 
 class RowSession(ModelSession):
-    """What the draft has read of one row. The batch feeds it, and leaves here what the row's next step has `found`:
-    logits `[vocab_size]` and hidden state. `forgotten` tokens are to be taken out of the row's part of the cache."""
+    """The tokens read of one row. `BatchSession` runs the draft and stores the row's next step in `found`: logits
+    `[vocab_size]` and hidden state. `forgotten`: number of tokens to remove from the row's part of the cache."""
 
     found: tuple[Tensor, Tensor]
 
@@ -39,19 +39,19 @@ class RowSession(ModelSession):
         return tokens, states
 
     def leave(self, logits: Tensor, hidden: Tensor) -> None:
-        """What the draft said after them."""
+        """Store the draft's logits and hidden state after the tokens of `feed`."""
         self.found, self._own_states = (logits, hidden), {0: hidden}
 
     def propose_next(self, _candidates: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """As in `DraftSession`: the batch has run the draft for these candidates."""
+        """As in `DraftSession`: `BatchSession` has run the draft for these candidates already."""
         return self.found
 
 
 class BatchSession:
     """The draft's cache for all rows of a batch; `ValueError` if the draft has layers that are not attention.
 
-    Rows that draft on are fed together. In a round's first step rows have different numbers of tokens to read, so
-    dummies stand before the shorter ones; a row that does not draft is fed dummies only.
+    Unfinished rows are read in one pass. In a round's first step rows have different numbers of unread tokens, so
+    shorter rows are padded on the left with dummies; a row that does not draft has dummies only.
     """
 
     def __init__(self, rows: Sequence[RowSession]) -> None:
@@ -61,8 +61,8 @@ class BatchSession:
         self._takes_positions = takes_positions(inner_decoder(self.drafter.model))
 
     def run_draft(self, asking: dict[int, list[Tensor]]) -> None:
-        """Run the draft for the rows that go on: each finds in its session what comes after its candidates. `asking`:
-        their candidates, by place in the batch: none of them has any in a round's first step."""
+        """Run the draft for the unfinished rows and store the results in their sessions. `asking`: their candidates, by
+        index in the batch; in a round's first step no row has any."""
         if not any(asking.values()):
             forgotten = torch.tensor([row.forgotten for row in self.rows])
             self.text.commit(torch.zeros_like(forgotten), of=forgotten)
@@ -77,7 +77,7 @@ class BatchSession:
             self.rows[place].leave(of_row, hidden[place])
 
     def _read(self, fed: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
-        """Feed tokens and states by row: the draft's hidden state after the last of each, `[rows, hidden_size]`."""
+        """Read tokens and states by row: hidden states `[rows, hidden_size]` after the last token of each row."""
         device, dtype = self.rows[0].device, self.drafter.dtype
         width = max(tokens.shape[1] for tokens, _ in fed.values())
         all_tokens = torch.zeros(len(self.rows), width, dtype=torch.long, device=device)

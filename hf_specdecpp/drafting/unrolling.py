@@ -1,8 +1,8 @@
-"""The steps of a round, for every place of a text at once: how a conditioned draft is taught to go on by itself.
+"""All steps of a round, at every position of a sequence at once, to train a draft that reads the target's states.
 
-In its first step the draft reads states of the target, in each further one its own. So it is unrolled while it is
-trained (EAGLE-3, arXiv 2503.01840, "training-time test"): step s reads every token of the text as the s-th of a round
-whose candidates were the text's own tokens.
+Such a draft reads states of the target in its first step and its own states in later steps, so training unrolls it
+(EAGLE-3, arXiv 2503.01840, "training-time test"): step s reads every token of the sequence as the s-th token of a round
+whose candidates are the sequence's own tokens.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from hf_specdecpp.caches.masks import as_mask, layer_types
 from hf_specdecpp.drafting.drafter import Drafter
 from hf_specdecpp.models.causal_lm import CausalLM
 
-ROUND = 5  # candidates of the rounds that a head learns from
+ROUND = 5  # candidates of the rounds that a head is trained on
 
 
 def unrolled(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
-    """The draft's states `[batch, n, hidden_size]` at each token, as the first, second, ... that a round reads.
+    """The draft's states `[batch, n, hidden_size]` at each token as the first, second, ... token that a round reads.
 
-    Example: the text is a b c d. Row d of step 1 reads d with the target's state at c, after b and c in the same way.
-    Row d of step 2 reads it with the draft's state at c in step 1, so after b and c as in step 1. Row d of step 3 sees
-    b as in step 1 and c as in step 2. Rows whose round would begin before the text mean nothing.
+    Example: the sequence is a b c d. Row d of step 1 reads d with the target's state at c, after b and c, read
+    likewise. Row d of step 2 reads d with the draft's state at c in step 1, after b and c as in step 1. Row d of step 3
+    sees b as in step 1 and c as in step 2. Rows whose round would begin before the sequence are meaningless.
 
     Args:
-        drafter: with a fusion.
+        drafter: a draft with a fusion.
         input_ids: `[batch, n]`, padded on the right.
-        states: `[batch, n, width]`, the target's at each token.
+        states: `[batch, n, width]`, the target's states at each token.
     """
     later, length = input_ids[:, 1:], input_ids.shape[1] - 1  # the first token has no state before it
-    cache = DynamicCache()  # without windows, which the masks have: all steps lie one behind the other
+    cache = DynamicCache()  # rows of all steps, one step after another; masks apply windows
     positions = torch.arange(length, device=input_ids.device)[None]
     before = states[:, :-1]
     for step in range(1, steps + 1):
@@ -46,7 +46,7 @@ def unrolled(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int) ->
 
 
 def in_rounds(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int = ROUND) -> Tensor:
-    """The draft's states `[batch, n, hidden_size]` as if the text had been accepted in rounds of `steps` candidates.
+    """The draft's states `[batch, n, hidden_size]` if the sequence is accepted in rounds of `steps` candidates.
 
     Example: with 3 steps the tokens a b c d e f are read as the first, second, third, first, second, third of a round.
     """
@@ -56,10 +56,10 @@ def in_rounds(drafter: Drafter, input_ids: Tensor, states: Tensor, steps: int = 
 
 
 def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
-    """States `[batch, n, hidden_size]` that q after each token comes from, as if the text had been accepted in blocks.
+    """States `[batch, n, hidden_size]` that give q after each token, if whole blocks are accepted.
 
-    Example: with 3 places what follows b, c and d in the text a b c d e f is the first, second and third candidate of
-    the block after b, and what follows e and f those after e. Before a there is no state, so nothing follows it.
+    Example: 3 places, sequence a b c d e f. What follows b, c and d are candidates 1, 2 and 3 of the block after b,
+    what follows e and f are candidates 1 and 2 of that after e. The row of a is zero, because no state precedes a.
     """
     anchors = torch.arange(1, input_ids.shape[1], int(draft.places), device=input_ids.device)
     blocks = draft.blocks_after(input_ids, states, anchors.expand(len(input_ids), -1))
@@ -67,7 +67,7 @@ def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
 
 
 def _mask(model: CausalLM, length: int, step: int, device: torch.device) -> Any:
-    """Which rows of this and the earlier steps a token sees: `[1, 1, length, step * length]`, by layer type."""
+    """Bool `[1, 1, length, step * length]` by layer type: the rows of this and earlier steps that each token sees."""
     places = torch.arange(length, device=device)
     key, query = places[None], places[:, None]
     blocks = [key <= query - step + 1]

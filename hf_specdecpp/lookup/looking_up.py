@@ -1,5 +1,5 @@
-"""Looking up in one generation (`LookingUp`): what is found, and what becomes of it; looking up, drafting or neither,
-as promises most tokens a second (`Choice`), or in a simple order (`by_estimate`)."""
+"""Lookups in one generation (`LookingUp`), and the choice between looking up, drafting and neither, by expected tokens
+per second (`Choice`) or by estimates only (`by_estimate`)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hf_specdecpp.estimation.ledger import LEAST_GAIN, RECENT, Ledger
 from hf_specdecpp.lookup.token_index import Continuation, LookupRates, TextLookup, TextRates
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
-LEAST_SURVIVAL = 0.3  # of candidates that are looked up where nothing is known of costs
-USUAL_ACCEPTANCE = 0.7  # of drafts, before there were any
+LEAST_SURVIVAL = 0.3  # of looked-up candidates, if costs are unknown
+USUAL_ACCEPTANCE = 0.7  # assumed of drafts at first
 
 
 class Choice(Ledger):
-    """What drafting has brought, and when looking up is better.
+    """Measured rate of drafting, and whether a round should look up instead.
 
-    A passage that repeats what was seen has to be written whatever was fast before it, and so has one that does not. So
-    each round takes what promises most tokens a second there and then. What was looked up is judged by its estimates,
-    round by round; drafting by the mean of its rounds.
+    Whether the text repeats itself changes from passage to passage, so past speed is a poor guide. Each round takes the
+    option with the most expected tokens per second: lookups are judged by the estimates of this round, drafting by the
+    mean of its rounds.
 
-    Example: a pass over one token takes 10 ms and each further one 1 ms. Drafting has brought 1.8 tokens in 12 ms,
-    which are 150 a second. Three candidates are expected to be right with 0.9, 0.8 and 0.7, so looking up brings
-    1 + 0.9 + 0.72 + 0.504 = 3.1 tokens in 13 ms, 240 a second: it is done.
+    Example: a pass over one token takes 10 ms and each further one 1 ms. Drafting has generated 1.8 tokens in 12 ms,
+    150 per second. Three candidates have estimates 0.9, 0.8 and 0.7, so looking up is expected to generate 1 + 0.9 +
+    0.72 + 0.504 = 3.1 tokens in 13 ms, 240 per second: the round looks up.
 
     Args:
-        seconds: of a round without candidates.
-        drafting: tokens a second that drafting promises; `None` where nothing drafts.
+        seconds: duration of a round without candidates.
+        drafting: expected tokens per second of drafting; `None` without a draft.
     """
 
     def __init__(self, seconds: float, drafting: float | None) -> None:
@@ -39,10 +39,10 @@ class Choice(Ledger):
     def length(
         self, estimates: Sequence[Sequence[float]], seconds: Floats, catching_up: float = 0.0, drafts: bool = True
     ) -> int:
-        """How many candidates a round looks up; 0 leaves it to the draft.
+        """Number of candidates that a round looks up; 0 leaves the round to the draft.
 
         Args:
-            estimates: of the candidates of each row, in order; of one text one row.
+            estimates: for each row those of its candidates, in order.
             seconds: `[n + 1]`, a row's share of a round with 0, 1, ... candidates and without a draft.
             catching_up: seconds that the draft takes later for each token that it has not read.
             drafts: whether there is drafting to compare with.
@@ -58,28 +58,28 @@ class Choice(Ledger):
         return best if rates[best] > least else 0
 
     def further(self, survival: float, estimates: Sequence[float], seconds: Floats) -> int:
-        """How many candidates go on after those that were drafted, which all stand with chance `survival`. `seconds`:
-        `[n + 1]`, of passes with 0, 1, ... of them."""
+        """Number of candidates to look up after drafted ones, all of which are accepted with probability `survival`.
+        `seconds`: `[n + 1]`, of passes with 0, 1, ... of them."""
         tokens = survival * np.cumsum(np.concatenate(([0.0], np.cumprod(estimates))))
         return int((tokens - self.rate * seconds).argmax())
 
 
 def by_estimate(estimates: Sequence[float], drafting: float) -> int:
-    """How many candidates are looked up where costs do not decide: none unless the first one's estimate is above
-    `drafting`, the share of the draft's candidates that is accepted; then while all stand with `LEAST_SURVIVAL`.
+    """Number of candidates to look up if costs do not decide: 0 unless the first estimate exceeds `drafting`, the
+    draft's acceptance rate; then as many as are all accepted with probability `LEAST_SURVIVAL`.
 
-    Example: 0.9, 0.8, 0.5, 0.5 against 0.7: the first three, which all stand with 0.36.
+    Example: 0.9, 0.8, 0.5, 0.5 against 0.7: the first three, which are all accepted with probability 0.36.
     """
     if not estimates or estimates[0] <= drafting:
         return 0
     return int((np.cumprod(estimates) >= LEAST_SURVIVAL).sum())
 
 
-ASSUMED = 8.0  # candidates that `USUAL_ACCEPTANCE` counts for
+ASSUMED = 8.0  # number of candidates as which `USUAL_ACCEPTANCE` counts
 
 
 class LookupPlan(Protocol):
-    """Knows what rounds cost, at the length of the text at hand."""
+    """Has the costs of rounds at the present sequence length."""
 
     costs: Costs
 
@@ -87,19 +87,19 @@ class LookupPlan(Protocol):
 class LookingUp:
     """The lookups of one generation.
 
-    Each token that the target says is compared with what would have been looked up there, proposed or not: so
-    estimates cost no candidates to learn.
+    Each emitted token is compared with the token that would have been looked up there, proposed or not, so that
+    learning the estimates costs no candidates.
 
     Args:
-        most: candidates in a round.
-        has_draft: whether something else drafts, too.
-        plan: knows what rounds cost; `None` where another rule than throughput decides.
+        most: most candidates in a round.
+        has_draft: whether there is also a draft.
+        plan: has the costs of rounds; `None` with other rules than throughput.
 
     Attributes:
-        found: what the round could propose now.
-        estimates: of these candidates.
-        waits: whether the round does without the draft, which has much to read (`_must_wait`).
-        verify: `[most + 1]` seconds of a row's share of a pass over 0, 1, ... candidates, all but drafting included.
+        found: the continuation that the round could propose.
+        estimates: those of its candidates.
+        waits: whether the round does not use the draft, which has much to read (`_must_wait`).
+        verify: `[most + 1]` seconds of a row's share of a round with 0, 1, ... candidates, without drafting.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class LookingUp:
         self.verify: Floats = np.zeros(1)
 
     def look_up(self, new_tokens: Sequence[int], room: int, unread: int = 0) -> None:
-        """Find what may follow, at most `room` candidates; `unread`: tokens that the draft has not read."""
+        """Find at most `room` candidates after `new_tokens`; `unread`: number of tokens that the draft has not read."""
         most = self._room = min(room, self.most)
         if not len(self.text):
             self.text.read_prompt(new_tokens)
@@ -141,12 +141,12 @@ class LookingUp:
         self.waits = self._must_wait(unread, room)
 
     def _must_wait(self, unread: int, room: int) -> bool:
-        """Whether reading costs the draft more than it could have saved in this text, or can save in what is left.
+        """Whether reading costs the draft more than it could have saved, or can save in the rest.
 
-        So a text that repeats itself never needs the draft, and any other pays for its reading twice at most.
+        So a text that repeats itself never needs the draft, and any other costs at most twice the reading.
 
-        Example: the draft takes 2 s to read a prompt, a plain pass 0.45 s, and drafting brings three tokens a second.
-        Each plain pass then misses 0.12 s, so the draft reads after 17 of them; with 16 tokens left it never does.
+        Example: the draft takes 2 s to read a prompt, a plain pass 0.45 s, and drafting generates three tokens a
+        second. Each plain pass loses 0.12 s, so the draft reads after 17 of them; with 16 tokens left, never.
         """
         if self.choice is None or not self.has_draft:
             return False
@@ -154,20 +154,20 @@ class LookingUp:
         return saving > 0.0 and reading > min(self._missed, room * saving)  # else the draft's own rule decides
 
     def first_candidates(self, count: int) -> Chain:
-        """The first `count` of what was found, as the candidates of the round."""
+        """The first `count` tokens of `found`, as the candidates of the round."""
         return Chain(self.found.tokens[:count])
 
     def count(self) -> int:
-        """How many candidates the round looks up and drafts none; 0 leaves it to the draft."""
+        """Number of candidates that the round looks up instead of drafting; 0 leaves the round to the draft."""
         return count_together([self]) if self.choice is not None else self.count_alone()
 
     def count_alone(self) -> int:
-        """The same by estimates only."""
+        """`count` by estimates only."""
         return by_estimate(self.estimates, self._accepted / self._tested if self.has_draft else 0.0)
 
     def extend(self, chain: DraftTree, survival: float | None) -> DraftTree:
-        """What was drafted, which all stands with chance `survival`, and what is worth looking up after it; nothing
-        where the chance is `None`."""
+        """Add looked-up candidates to a drafted chain, which is accepted as a whole with probability `survival`, while
+        worth their cost; none if `survival` is `None`."""
         drawn, room = len(chain), self._room - len(chain)
         if self.choice is None or survival is None or not drawn or room < 1 or not isinstance(chain, Chain):
             return chain
@@ -179,9 +179,9 @@ class LookingUp:
         return chain.followed_by(found.tokens[:count])
 
     def branch(self, tree: DraftTree, count: int = 0) -> None:
-        """Let what was found be a branch of a tree: `count` tokens, or by default as far as it pays beside the tree.
+        """Add `found` to a tree as a branch: `count` tokens, or by default as many as are worth their cost.
 
-        It goes along nodes that were drawn while they have its tokens, and below the last of them on its own.
+        The branch follows drawn nodes while they have its tokens, and continues with new nodes below the last of them.
         """
         node, reached, place = 0, 1.0, 0
         for token in self.found.tokens:
@@ -202,7 +202,7 @@ class LookingUp:
             node, reached = tree.add(node, token, reached, estimate, looked_up=True), reached * estimate
 
     def record_outcome(self, tree: DraftTree, path: Sequence[int]) -> None:
-        """Take note of a round, of whose candidates those of a path stand."""
+        """Record a round, of whose candidates those in `path` were accepted."""
         drawn, width, kept = min(tree.num_drawn, tree.levels), len(tree), len(path) + 1  # drawn: in trees by depth
         if not drawn:
             if self.choice is not None and self.has_draft:
@@ -219,12 +219,12 @@ class LookingUp:
 
     @property
     def catching_up(self) -> float:
-        """Seconds that the draft takes later for a token that it has not read."""
+        """Seconds that the draft takes later for each token that it has not read."""
         return 0.0 if self._costs is None or not self.has_draft else self._costs.read
 
 
 def count_together(rows: Sequence[LookingUp]) -> int:
-    """How many candidates the rows of a batch look up, none of which drafts then; 0 leaves the round to the draft."""
+    """The most candidates that each row of a batch looks up instead of drafting; 0 leaves the round to the draft."""
     first = rows[0]
     if first.choice is None:
         return 0

@@ -1,9 +1,9 @@
-"""Text that was seen before, and the places in it that match the end of a text (`TokenIndex`), also earlier answers
-(`Answers`); what followed at such places (`TextLookup`), and how often that was right, by what it rested on
-(`LookupRates`, in one text `TextRates`): the target's text says so for every token that could have been looked up.
+"""Earlier text and its matches with the end of a sequence (`TokenIndex`), also in earlier answers (`Answers`); the
+continuation at such matches (`TextLookup`), and how often continuations were right, by class (`LookupRates`, for one
+sequence `TextRates`): every emitted token shows whether the token looked up there was right.
 
-Where one or two tokens stood before is found in a dictionary; longer matches grow from shorter ones, a token at a time.
-So reading a token and finding all that matches after it take a few microseconds, however long the text is.
+A dictionary finds earlier places of one or two tokens; longer matches grow from shorter ones, token by token. So
+reading a token and finding all its matches takes a few microseconds, however long the text is.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ LONGEST = 64
 SHARES = 4  # fewer than half of the places agree, at least half, there is one place, there are several and all agree
 NUM_CLASSES = (len(LENGTHS) + 1) * SHARES
 
-# Before anything is known: log-odds by the class of length and of share. They count as so many tokens.
-PRIOR_OF_LENGTH = (-0.9, 0.5)  # of the first class, and what each further one adds
+# Prior log-odds by class of length and of share, which count as `PRIOR_COUNT` tokens.
+PRIOR_OF_LENGTH = (-0.9, 0.5)  # of the first class, and the step to each further one
 PRIOR_OF_SHARE = (-1.0, -0.6, 0.0, 0.2)
 PRIOR_COUNT = 6.0
 MOST_COUNTED = 400.0  # tokens of a class; of more, older ones fade
-OF_TEXT = 0.97  # what is left, a token later, of a token's weight in how the text at hand differs
+OF_TEXT = 0.97  # decay per token of a token's weight in the factor of a sequence
 TEXT_PRIOR = 2.0
 
 _CLASSES = [[bisect_right(LENGTHS, length) * SHARES + of for length in range(LONGEST + 1)] for of in range(SHARES)]
 
 
 def classes_of(lengths: range, agree: int, total: int) -> list[int]:
-    """The classes of candidates that follow one another, after matches of these `lengths`, where `agree` of `total`
-    places go on like this.
+    """The classes of consecutive candidates after matches of these `lengths`, if `agree` of `total` places continue
+    with them.
 
-    Example: after matches of 5 and 6 tokens, where 3 of 4 places go on like this, they are 4 * 4 + 1 = 17, twice.
+    Example: after matches of 5 and 6 tokens, if 3 of 4 places agree, they are 4 * 4 + 1 = 17, twice.
     """
     share = (2 if total == 1 else 3) if agree == total else int(2 * agree >= total)
     known = _CLASSES[share][lengths.start : lengths.stop]
@@ -48,7 +48,7 @@ def classes_of(lengths: range, agree: int, total: int) -> list[int]:
 
 
 class LookupRates:
-    """What is known of candidates by class, in whatever text: how many were right and judged; older ones fade.
+    """Number of right and of judged candidates by class, in all sequences; older ones fade.
 
     Attributes:
         odds: of a candidate of each class to be right.
@@ -62,7 +62,7 @@ class LookupRates:
         self.right, self.judged = [0.0] * NUM_CLASSES, [0.0] * NUM_CLASSES
 
     def record(self, of: int, was_right: bool) -> None:
-        """Take note of what a token was for which one of this class could have been looked up."""
+        """Record whether a candidate of class `of` was, or would have been, right."""
         if self.judged[of] >= MOST_COUNTED:
             self.judged[of] *= 0.5
             self.right[of] *= 0.5
@@ -73,15 +73,15 @@ class LookupRates:
 
 
 class TextRates:
-    """The same for one text, which may be right more often than usual, or less; what is usual learns from it."""
+    """Rates of one sequence, which may be right more or less often than usual; also updates the common `rates`."""
 
     def __init__(self, rates: LookupRates) -> None:
         self.rates = rates
         self._right = self._expected = self._count = 0.0
-        self._factor = 1.0  # of odds, by which this text differs
+        self._factor = 1.0  # of odds, relative to other sequences
 
     def estimates(self, classes: Sequence[int]) -> list[float]:
-        """The chance that each of these candidates is right, if those before it are."""
+        """The probability that each of these candidates is right, if those before it are."""
         known, factor = self.rates.odds, self._factor
         return [(odds := known[each] * factor) / (1.0 + odds) for each in classes]
 
@@ -97,18 +97,18 @@ class TextRates:
 
 
 MOST_MATCHES = 64  # the latest
-MOST_SINGLE = 4  # the same of matches of one token, which are looked at where there are no others
-NOTHING = -1  # no token: it stands between texts
+MOST_SINGLE = 4  # of matches of one token, which are used if there are no others
+NOTHING = -1  # no token: separates sequences
 MOST_ID = 1 << 31
 
-# The last token of each earlier place that matches the end of a text, and how many tokens match; the latest first.
+# Index of the last token of each earlier match with the end of a sequence, and its number of tokens; latest first.
 Matches = dict[int, int]
 
 
 class TokenIndex:
-    """Tokens in order, and where each of them and each pair of them stood.
+    """Tokens in order, with the earlier places of each token and of each pair.
 
-    Example: in 5 6 7 8 5 6 7 the last token matches place 2, by three tokens; what followed there is 8.
+    Example: in 5 6 7 8 5 6 7 the last token matches place 2, by three tokens; the token after that place is 8.
 
     Attributes:
         tokens: all of them.
@@ -137,7 +137,7 @@ class TokenIndex:
         self.tokens.append(token)
 
     def matches(self, last: int, token: int, before: Matches) -> Matches:
-        """What matches the end of a text once `token` follows `last`; `before` is what matched there."""
+        """Matches with the end of a sequence after `token` follows `last`; `before`: the matches at `last`."""
         place, earlier = self._latest.get(_pair(last, token), -1), self._earlier_pair
         found: Matches = {}
         while place >= 0 and len(found) < MOST_MATCHES:
@@ -157,10 +157,10 @@ def _pair(last: int, token: int) -> int:
 
 
 class Answers:
-    """Earlier answers, which lookups may search, too. Kept in memory only, unless they are saved.
+    """Earlier answers, which lookups may search. Kept in memory only, unless saved.
 
     Args:
-        most (tokens): the oldest answers go when there are more.
+        most: number of tokens; if there are more, the oldest answers are dropped.
 
     Attributes:
         seen: all of them, `NOTHING` after each.
@@ -179,14 +179,14 @@ class Answers:
         self.seen = TokenIndex()
 
     def add(self, answer: Sequence[int]) -> None:
-        """Remember one, of which the last `most` tokens count."""
+        """Add an answer, of which at most the last `most - 1` tokens are kept."""
         if not (answer := list(answer)[-max(self.most - 1, 0) :]) or self.most < 1:
             return
         self._answers.append(array("i", answer))
         self.seen.extend((*answer, NOTHING))
         if len(self.seen) <= self.most:
             return
-        # Down to half of the room, so that this is seldom: all others are read again.
+        # Down to half of the limit, so that this is rare: all other answers are indexed again.
         kept = sum(len(answer) + 1 for answer in self._answers)
         while len(self._answers) > 1 and kept > self.most // 2:
             kept -= len(self._answers.popleft()) + 1
@@ -195,11 +195,11 @@ class Answers:
             self.seen.extend((*answer, NOTHING))
 
     def save(self, file: str | Path) -> None:
-        """Write them as JSON."""
+        """Write all answers as JSON."""
         save_text(json.dumps({"answers": [list(answer) for answer in self._answers]}), Path(file))
 
     def load(self, file: str | Path) -> None:
-        """Add those of a file; `ValueError` if it holds no answers."""
+        """Add the answers in a file; `ValueError` if it holds none."""
         found = read_json(Path(file))
         answers: Any = found.get("answers") if isinstance(found, dict) else None
         is_list = isinstance(answers, list) and all(isinstance(answer, list) for answer in answers)
@@ -209,13 +209,13 @@ class Answers:
             self.add(answer)
 
 
-CONTEXT = 64  # tokens of the prompt's end that matches are looked for with, which is the longest match there
+CONTEXT = 64  # tokens at the prompt's end that are matched: the longest match there
 EQUAL = 8  # matches of this many tokens and more count as equally good
 
 
 @dataclass
 class Continuation:
-    """What is expected after a text: candidates, each after those before it, and what each rests on (`classes_of`)."""
+    """Candidates that are expected after a sequence, each after the earlier ones, and their classes (`classes_of`)."""
 
     tokens: list[int] = field(default_factory=list)
     classes: list[int] = field(default_factory=list)
@@ -225,15 +225,15 @@ class Continuation:
 
 
 class TextLookup:
-    """A text as it grows, and its continuation by what was seen.
+    """A growing sequence and its continuation by earlier text.
 
-    Example: after 5 6 7 8 9 5 6 7 8 5 6 the latest earlier 5 6 is at its sixth and seventh token, and 7 8 5 followed
-    there; after the first one 7 8 9. Both have 7 8 (two of two), then one of two has 5, the later one.
+    Example: after 5 6 7 8 9 5 6 7 8 5 6 the latest earlier 5 6 is at its sixth and seventh token, followed by 7 8 5;
+    the first one is followed by 7 8 9. Both have 7 8 (two of two), then one of two has 5, the later one.
 
     Args:
         never: ids that are not proposed; a continuation ends before them.
-        vocab_size: nor are ids from here on.
-        earlier: other texts to look in.
+        vocab_size: ids from here on are not proposed either.
+        earlier: other text to search.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class TextLookup:
         self.sources[0].append(token)
 
     def ahead(self, most: int, after: Sequence[int] = ()) -> Continuation:
-        """At most `most` tokens that are expected after the text, and after these further ones."""
+        """At most `most` tokens that are expected after the sequence followed by `after`."""
         matches = self._after(after) if after else self._matches
         if most < 1 or not any(matches):
             return Continuation()
@@ -269,7 +269,7 @@ class TextLookup:
             if total == 1 and place < len(alive[0]):
                 tokens += alive[0][place:]
             else:
-                # Beyond the end of the text stands what was found.
+                # The sequence continues with the tokens found so far.
                 next_ones = [each[place] if place < len(each) else tokens[place - len(each)] for each in alive]
                 best = next_ones[0]
                 if (agree := next_ones.count(best)) < total:
@@ -282,7 +282,7 @@ class TextLookup:
         return Continuation(tokens[:count], classes[:count])
 
     def _pieces(self, matches: list[Matches], least: int, most: int, after: Sequence[int]) -> list[list[int]]:
-        """What follows each place where `least` tokens match, the latest first; `NOTHING` ends those of other texts."""
+        """The tokens after each match of at least `least` tokens, latest first; `NOTHING` ends those of other text."""
         pieces = []
         for seen, each in zip(self.sources, matches, strict=True):
             for place, length in each.items():
@@ -294,7 +294,7 @@ class TextLookup:
         return pieces
 
     def _after(self, tokens: Sequence[int]) -> list[Matches]:
-        """What matches once these have followed the text."""
+        """The matches after `tokens` have followed the sequence."""
         matches, own = self._matches, self.sources[0].tokens
         last = own[-1] if own else NOTHING
         for token in tokens:
@@ -303,7 +303,7 @@ class TextLookup:
         return matches
 
     def _sayable(self, tokens: list[int]) -> int:
-        """How many of the tokens may be said, from the first on."""
+        """Number of leading tokens that may be proposed."""
         if not tokens or (min(tokens) >= 0 and max(tokens) < self.vocab_size and self.never.isdisjoint(tokens)):
             return len(tokens)
         is_allowed = (0 <= token < self.vocab_size and token not in self.never for token in tokens)

@@ -1,4 +1,4 @@
-"""Logits processors on several positions of one sequence: each position sees its own prefix."""
+"""Logits processors on several positions of one sequence, each with its own prefix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.generation import logits_process, stopping_criteria
 # Candidates: token ids on the host, or 0-d or `[k]` tensors of them, which need no upload.
 Tokens: TypeAlias = Sequence[int] | Sequence[Tensor] | Tensor
 
-# Never look at the tokens: all positions can go through them as one batch.
+# Do not depend on the tokens: all positions can be processed as one batch.
 PREFIX_FREE = frozenset(
     {
         logits_process.EpsilonLogitsWarper,
@@ -28,12 +28,12 @@ PREFIX_FREE = frozenset(
         logits_process.TypicalLogitsWarper,
     }
 )
-# Ask which tokens there were, and not how often or in which order: further ones of the text may follow it.
+# Depend on the set of tokens only, not on their number or order: a sequence may be padded with tokens of its own.
 ASKS_WHICH = frozenset({logits_process.RepetitionPenaltyLogitsProcessor})
-# Leave at least one token that was allowed before, and of `PREFIX_FREE` only this one does not.
+# Leave at least one allowed token if there was one. Of `PREFIX_FREE` only the subtracted class may not.
 KEEPS_SOME = (PREFIX_FREE | ASKS_WHICH) - {logits_process.SuppressTokensLogitsProcessor}
-# All processors and criteria of transformers that depend on their arguments alone and have an answer to any text.
-# Others call a function or a model, or remember earlier calls; what a new release adds may do so, too.
+# All processors and criteria of transformers that depend on their arguments only and accept any sequence. Others call a
+# function or a model, or remember earlier calls, as classes of new releases may.
 KNOWN = PREFIX_FREE | ASKS_WHICH | {
     logits_process.AlternatingCodebooksLogitsProcessor, logits_process.BarkEosPrioritizerLogitsProcessor,
     logits_process.EncoderNoRepeatNGramLogitsProcessor, logits_process.EncoderRepetitionPenaltyLogitsProcessor,
@@ -51,22 +51,22 @@ OWNERS = {"transformers", __name__.partition(".")[0]}
 
 
 def name_of(processor: object) -> str:
-    """A processor's or a criterion's class, with its module: several libraries have a `LogitsProcessor`."""
+    """Module and class of a processor or criterion: several libraries have a `LogitsProcessor`."""
     return f"{type(processor).__module__}.{type(processor).__name__}"
 
 
 def class_of(each: object) -> type | None:
-    """The class of a processor or a criterion of transformers; `None` where another's code is called."""
-    known = getattr(type(each).__call__, "__globals__", {})  # names do not tell: `functools.wraps` copies them
+    """The class of a processor or criterion of transformers or this package; `None` if other code is called."""
+    known = getattr(type(each).__call__, "__globals__", {})  # names are unreliable: `functools.wraps` copies them
     return type(each) if known.get("__name__", "").partition(".")[0] in OWNERS else None
 
 
 def reads_prefix_only(processor: Any) -> bool:
-    """Whether a processor or a criterion depends on its arguments alone.
+    """Whether a processor or a criterion depends on its arguments only.
 
-    True of those `KNOWN`, and of others with an attribute `reads_prefix_only = True`, or whose
-    `prefix_allowed_tokens_fn` has it. All others may count their calls or follow a grammar token by token, as those of
-    xgrammar and outlines do, or note which rows have ended, as lm-eval's criterion does.
+    True for the `KNOWN` ones, and for others with an attribute `reads_prefix_only = True`, also of a
+    `prefix_allowed_tokens_fn`. All others may count their calls, follow a grammar token by token, as those of xgrammar
+    and outlines do, or note which rows have ended, as lm-eval's criterion does.
     """
     if class_of(processor) in KNOWN or getattr(processor, "reads_prefix_only", False):
         return True
@@ -75,13 +75,13 @@ def reads_prefix_only(processor: Any) -> bool:
 
 
 def remembers(processor: object) -> bool:
-    """Whether a processor or a criterion may remember what it was asked, a `prefix_allowed_tokens_fn` left out: of a
-    batch that is told the row's number and text, and nothing that only a row that has ended would know."""
+    """Whether a processor or a criterion may remember earlier calls. `prefix_allowed_tokens_fn` is excluded: it gets
+    the row's number and sequence."""
     return not reads_prefix_only(processor) and class_of(processor) is not PrefixConstrainedLogitsProcessor
 
 
 class InOrder(LogitsProcessor):
-    """A processor that is asked what plain `generate()` would ask, in that order, whatever it says of itself."""
+    """A processor that is called exactly as plain `generate()` would call it, whatever its `reads_prefix_only`."""
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self.processor = processor
@@ -91,17 +91,17 @@ class InOrder(LogitsProcessor):
 
 
 def in_order(processors: Sequence[LogitsProcessor], criteria: Sequence[Any] = ()) -> list[LogitsProcessor]:
-    """The same, of which only those `KNOWN` are asked about candidates; and none beside criteria that may do more than
-    read the text, such as change a processor's penalty from token to token."""
+    """Wrap processors in `InOrder` unless they are `KNOWN`; all of them if a criterion does not read the prefix only,
+    since it could change a processor's penalty from token to token."""
     asked = KNOWN if all(map(reads_prefix_only, criteria)) else frozenset()
     return [each if class_of(each) in asked else InOrder(each) for each in processors]
 
 
 class OfRow(LogitsProcessor):
-    """A processor of a batch, of those `KNOWN`, asked about one of its sequences.
+    """A `KNOWN` processor of a batch, called for one of its sequences.
 
-    Some have a number for each row, such as where the padding of `repetition_penalty` ends. So it gets the sequence in
-    every row, and its own row of the answer counts.
+    Some have a number for each row, such as where the padding of `repetition_penalty` ends. So the sequence is repeated
+    in every row, and only this row of the result is used.
     """
 
     reads_prefix_only = True
@@ -115,19 +115,19 @@ class OfRow(LogitsProcessor):
 
 
 def for_row(processors: Sequence[LogitsProcessor], row: int, rows: int) -> list[LogitsProcessor]:
-    """The processors of a batch for one of its sequences; those that are not `KNOWN` are asked about all at once."""
+    """The processors of a batch for one of its sequences; those not `KNOWN` are called for all rows at once."""
     as_they_are = (*PREFIX_FREE, InOrder)
     return [each if isinstance(each, as_they_are) else OfRow(each, row, rows) for each in in_order(processors)]
 
 
 def _of_all_rows(processor: Any) -> Any:
-    """What `for_row` was given."""
+    """The batch's own processor, without `OfRow`."""
     return processor.processor if isinstance(processor, OfRow) else processor
 
 
 def _ignored(processor: Any) -> Any:
-    """How many of its first tokens a penalty leaves out of a text: a number, or `[texts]`, as `generate()` says where
-    prompts are padded. `None`: it leaves out none."""
+    """Number of first tokens that a penalty ignores (`int`, or `[rows]` for padded prompts); `None` if it ignores
+    none."""
     processor, row = (processor.processor, processor.row) if isinstance(processor, OfRow) else (processor, 0)
     ignored = getattr(processor, "prompt_ignore_length", None)
     if class_of(processor) not in ASKS_WHICH or not isinstance(ignored, int | Tensor):
@@ -139,13 +139,13 @@ class Processing:
     """The logits processors of one generation.
 
     Attributes:
-        does_nothing: whether scores stay as they are.
-        prefix_free: whether none looks at the tokens.
-        fits_graphs: whether graphs can run all: at most one looks at the tokens, and asks only which there were.
+        does_nothing: whether scores stay unchanged.
+        prefix_free: whether no processor depends on the tokens.
+        fits_graphs: whether CUDA graphs can run all: at most one depends on the tokens, and only on their set.
         may_forbid_all: whether one may forbid every token that a draft with a vocabulary of its own can propose.
-        in_order: those that must be called once for each emitted token, in the order of the text, and never otherwise.
-        answers_all: whether all have an answer to any text. Others may know none to one that they forbid, or that has
-            ended, such as a function that follows a trie: they are asked about the text and what was accepted alone.
+        in_order: processors that must be called exactly once for each emitted token, in order.
+        answers_all: whether all accept any sequence. Others, such as a function that follows a trie, may fail for a
+            sequence that they forbid or that has ended: they are called for the sequence and accepted candidates only.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
@@ -159,34 +159,34 @@ class Processing:
         self.answers_all = all(class_of(_of_all_rows(each)) in KNOWN for each in self.processors)
 
     def for_graphs(self) -> Processing:
-        """Those of them that `fits_graphs`."""
+        """The processors that CUDA graphs can run."""
         found = Processing([each for each in self.processors if class_of(each) in KEEPS_SOME])
         if found.fits_graphs:
             return found
         return Processing([each for each in found.processors if class_of(each) in PREFIX_FREE])
 
     def for_draft(self) -> Processing:
-        """Without the processors that must not see candidates: the draft guesses without them. Those `KNOWN` may."""
+        """Without the processors that must not be called for candidates; `KNOWN` ones in `InOrder` are unwrapped."""
         inner = [each.processor if isinstance(each, InOrder) else each for each in self.processors]
         pairs = zip(self.processors, inner, strict=True)
         return Processing([own for each, own in pairs if class_of(own) in KNOWN or reads_prefix_only(each)])
 
     def cooled(self, temperature: float) -> Processing:
-        """With a temperature before all others."""
+        """With a temperature before all other processors."""
         return Processing([logits_process.TemperatureLogitsWarper(temperature), *self.processors])
 
     def together(self) -> Processing:
-        """For all texts of a call at once, as `shown` leaves them: with nothing of one call, so that it fits others."""
+        """For all sequences of a call at once, as returned by `shown`, without state of one call."""
         processors = [(_of_all_rows(each), _ignored(each)) for each in self.processors]
         return Processing([each if left is None else type(each)(each.penalty) for each, left in processors])
 
     def can_show(self, length: int) -> bool:
-        """Whether a text of so many tokens can be `shown`: no penalty leaves out its last token, or what follows."""
+        """Whether a sequence of `length` tokens can be `shown`: no penalty ignores its last token or later ones."""
         return all(int(ignored) < length for ignored in map(_ignored, self.processors) if ignored is not None)
 
     def shown(self, text: Tensor) -> Tensor:
-        """A text `[1, length]` of these processors, with its last token in the place of the tokens that a penalty
-        leaves out: `[[0, 0, 5, 6]]` with two tokens of padding is `[[6, 6, 5, 6]]`."""
+        """The sequence `[1, length]` with its last token in place of tokens that a penalty ignores: `[[0, 0, 5, 6]]`
+        with two ignored tokens becomes `[[6, 6, 5, 6]]`."""
         places = torch.arange(text.shape[1], device=text.device)
         for ignored in map(_ignored, self.processors):
             if ignored is not None:
@@ -201,14 +201,14 @@ class Processing:
         return self._apply(prefix, scores[None])[0]
 
     def of_nodes(self, scores: Tensor, texts: Tensor | None) -> Tensor:
-        """Process `scores` `[texts, n, vocab]`, without a number of the host. `texts`: `[texts, n, length]`, the tokens
-        before each; `None` where no processor looks at them."""
+        """Process `scores` `[rows, n, vocab]` without reads by the host. `texts`: `[rows, n, length]`, the prefix of
+        each; `None` if no processor depends on the tokens."""
         rows = scores.flatten(0, 1)
         before = rows.new_zeros((len(rows), 1), dtype=torch.long) if texts is None else texts.flatten(0, 1)
         return self._apply(before, rows).view_as(scores)
 
     def forbids_all(self, scores: Tensor) -> bool:
-        """Whether processed `scores` (`[vocab]`) leave no token. Waits for the device only where that may happen."""
+        """Whether processed `scores` (`[vocab]`) allow no token. Waits for the device only if that is possible."""
         return self.may_forbid_all and not bool(scores.amax() > float("-inf"))
 
     def along(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class Processing:
 
 
 def extend(input_ids: Tensor, candidates: Tokens) -> Tensor:
-    """`input_ids` `[1, length]` and k candidates after them, `[1, length + k]`."""
+    """`input_ids` `[1, length]` followed by k candidates, `[1, length + k]`."""
     if not isinstance(candidates, Tensor) and len(candidates) and isinstance(candidates[0], Tensor):
         candidates = torch.stack(list(candidates))  # type: ignore[arg-type]  # all are
     return torch.cat((input_ids, torch.as_tensor(candidates).to(input_ids)[None]), dim=1)

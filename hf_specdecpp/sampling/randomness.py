@@ -1,4 +1,4 @@
-"""The only random decisions of speculative decoding, so that a test can enumerate every outcome of each.
+"""All random decisions of speculative decoding, so that a test can enumerate the outcomes of each.
 
 Training and benchmarks draw many rows at once (`draw_rows`), from seeds of their own (`seed_of`).
 """
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DRAWS_AHEAD = 8  # each of a float for every token: 5 MB for a vocabulary of 150k, and for each row of a batch
+DRAWS_AHEAD = 8  # of one float per token: 5 MB per row of a batch for a vocabulary of 150k
 
 
 class NothingToDrawError(RuntimeError):
-    """There is no token to draw; begins as plain `generate()` says it."""
+    """No token can be drawn. The message begins like that of plain `generate()`."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -36,11 +36,11 @@ class Randomness(Protocol):
         """True with this probability."""
 
     def outcome(self, tests: Tensor, weights: Tensor) -> tuple[int, int]:
-        """The first test that passes, from the last to the first, then an index drawn from its row. One read.
-        `NothingToDrawError` if there is none.
+        """The index of the first test that passes, from the last to the first, then an index drawn from its row. One
+        read. `NothingToDrawError` if no index can be drawn.
 
         Args:
-            tests: `[n]`, the chances to pass. Where none passes, it is the first.
+            tests: `[n]`, probabilities to pass. If none passes, index 0 is used.
             weights: `[n, size]`.
         """
 
@@ -51,13 +51,13 @@ class TreeRandomness(Randomness, Protocol):
 
 
 def waits_for_reads(device: torch.device) -> bool:
-    """Whether reading a number from the device waits for all that it has to do, so that a round should read once."""
+    """Whether reading a number from the device waits for all queued work, so that a round should read once."""
     return device.type != "cpu"
 
 
 @cache
 def widest(device: torch.device) -> torch.dtype:
-    """What sums and ratios of probabilities are computed in: float64, where the device has it, which is tried once."""
+    """The dtype for sums and ratios of probabilities: float64 if the device supports it, which is tested once."""
     try:
         torch.ones(2, dtype=torch.float64, device=device).cumsum(0)
     except torch.OutOfMemoryError:
@@ -68,7 +68,7 @@ def widest(device: torch.device) -> torch.dtype:
 
 
 class TorchRandomness:
-    """Draws from torch's global generators, so `torch.manual_seed` fixes a run. For one generation."""
+    """Draws from torch's global generators, so `torch.manual_seed` fixes a run. One instance per generation."""
 
     def __init__(self) -> None:
         self._ahead = torch.empty(0, 0)
@@ -83,12 +83,12 @@ class TorchRandomness:
         return torch.tensor(drawn[0])
 
     def bernoulli(self, probability: float) -> bool:
-        # float64 on the CPU: no wait for a device, and a probability of exactly 0 or 1 is honoured.
+        # float64 on the CPU: no wait for a device, and probabilities 0 and 1 are exact.
         return bool(torch.rand((), dtype=torch.float64) < probability)
 
     def outcome(self, tests: Tensor, weights: Tensor) -> tuple[int, int]:
         passes = torch.rand(len(tests), dtype=tests.dtype, device=tests.device) < tests
-        last = passes.cumsum(0).argmax(0, keepdim=True)  # the sum grows for the last time there
+        last = passes.cumsum(0).argmax(0, keepdim=True)  # index of the last increase
         rates, tokens = self._race(weights.index_select(0, last))
         index, token, rate = torch.cat((last, tokens, rates)).tolist()  # float32 is exact for ids below 2^24
         if not rate > 0.0:
@@ -96,13 +96,13 @@ class TorchRandomness:
         return int(index), int(token)
 
     def _race(self, weights: Tensor) -> torch.return_types.max:
-        """An index of `weights` `[..., n]`, drawn by them, and w_i / E_i there, E_i being exponential numbers: i fires
-        at time E_i / w_i, so it is the first with probability w_i / sum(w)."""
+        """An index drawn with `weights` `[..., n]`, and w_i / E_i there, with exponential numbers E_i: i fires at time
+        E_i / w_i, so it is the first with probability w_i / sum(w)."""
         # `multinomial` does the same, but waits for the device to check its arguments.
         return (weights / self._times(weights[None] if weights.dim() == 1 else weights)[0]).max(-1)
 
     def _times(self, like: Tensor) -> Tensor:
-        """An exponential number, never 0, for each of `like` `[n, size]`. They are made for several draws at once."""
+        """A positive exponential number for each element of `like` `[n, size]`, made in advance for several draws."""
         count, size = like.shape
         if self._used + count > len(self._ahead) or (size, like.device) != (self._ahead.shape[1], self._ahead.device):
             times = torch.empty((max(count, DRAWS_AHEAD), size), device=like.device).exponential_()
@@ -117,9 +117,9 @@ class TorchRandomness:
 
 
 class AsPlain(TorchRandomness):
-    """Draws each token as plain `generate()` does, and nothing else: the same seed gives the same text.
+    """Draws each token as plain `generate()` does, and nothing else: equal seeds give equal tokens.
 
-    For rounds without drawn candidates, of which every test is certain.
+    For rounds without drawn candidates, in which the result of every test is certain.
     """
 
     def categorical(self, probs: Tensor) -> Tensor:
@@ -133,9 +133,8 @@ class AsPlain(TorchRandomness):
 
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Numbers in [0, 1) of `shape`, in `widest`. The host draws them, so a seed gives the same ones on every device.
-
-    `generator`: of the host, by default torch's global one."""
+    """Numbers in [0, 1) of `shape`, in `widest`. Drawn on the host by `generator`, by default torch's global one, so
+    that a seed gives the same numbers for every device."""
     return torch.rand(shape, generator=generator, dtype=torch.float64).to(device, widest(device))
 
 
@@ -144,16 +143,16 @@ def draw_rows(probs: Tensor, generator: torch.Generator | None = None) -> Tensor
 
     By inverting the cumulative sums: `multinomial` draws an exponential number for each entry, which takes longer.
     """
-    if widest(probs.device) != torch.float64:  # sums in float32 may fall, and an entry of probability zero be drawn
+    if widest(probs.device) != torch.float64:  # float32 sums may fall, so that probability 0 could be drawn
         return draw_rows(probs.cpu(), generator).to(probs.device)
     sums = probs.cumsum(-1, dtype=torch.float64)
     at = uniform((len(probs), 1), generator, probs.device) * sums[:, -1:]
-    # The first entry whose sum is above: one of probability zero never is.
+    # The first entry whose sum is larger, which never has probability 0.
     return torch.searchsorted(sums, at, right=True)[:, 0].clamp_max(probs.shape[-1] - 1)
 
 
 def seed_of(seed: int, *parts: object) -> int:
-    """A seed for these parts of a run: 31 bits, which leave room to add a row's number in 32."""
+    """A seed of 31 bits for these parts of a run; adding a row's number stays within 32 bits."""
     digest = hashlib.sha256("/".join(map(str, (seed, *parts))).encode()).digest()
     return int.from_bytes(digest[:4], "big") // 2
 
@@ -165,33 +164,33 @@ class Siblings(Protocol):
     """Draws from the rows of q `[n, vocab]`."""
 
     def draw_next(self, row: int) -> tuple[int, float] | None:
-        """The next token drawn from a row and its probability in the row as given; `None` when no token is left."""
+        """The next token drawn from a row, with its original probability in the row; `None` if no token is left."""
 
 
 def likeliest(q: Tensor) -> Siblings:
-    """The draft's likeliest tokens, for greedy targets. `q` may be overwritten."""
+    """The draft's tokens in descending order of probability, for greedy targets. `q` may be overwritten."""
     return Likeliest(q) if q.device.type == "cpu" else Ranked(q, q)
 
 
 class Ranked:
-    """Tokens by descending `keys` `[n, vocab]`, none whose key is 0 or nan. Overwrites `keys`, which may be `q`.
+    """Tokens by descending `keys` `[n, vocab]`, none with key 0 or nan. Overwrites `keys`, which may be `q`.
 
-    With keys = q these are the likeliest tokens. With keys = q / E, E being independent exponential numbers, they are
-    drawn without replacement: token i fires at time E_i / q_i, and whatever has fired, the next to fire is i with
-    probability proportional to q_i. One transfer from the device serves many draws.
+    With keys = q these are the likeliest. With keys = q / E, E independent exponential numbers, they are drawn without
+    replacement: token i fires at time E_i / q_i, and the next to fire is i with probability proportional to q_i. One
+    transfer from the device serves many draws.
     """
 
     def __init__(self, q: Tensor, keys: Tensor, ahead: int = 8) -> None:
         self.q, self.keys = q, keys
         self.ahead = [ahead] * q.shape[0]
-        self.latest: list[Tensor] = []  # of each row the tokens that were fetched last
+        self.latest: list[Tensor] = []  # by row, the tokens fetched last
         self.fetched = self._fetch(slice(None), ahead)
 
     def _fetch(self, rows: slice, ahead: int) -> list[Iterator[tuple[int, float]]]:
         keys, tokens = self.keys[rows].topk(min(ahead, self.keys.shape[-1]), dim=-1)
         self.latest[rows] = tokens
         parts = (tokens, keys) if self.keys is self.q else (tokens, self.q[rows].gather(-1, tokens), keys)
-        # As floating-point numbers, which are exact for ids below 2^24.
+        # Floating-point numbers, exact for ids below 2^24.
         found = torch.cat(parts, dim=-1).unflatten(-1, (len(parts), -1)).tolist()
         return [
             iter([(int(token), q) for token, q, key in zip(row[0], row[1], row[-1], strict=True) if key > 0.0])
@@ -209,9 +208,9 @@ class Ranked:
 
 
 class Likeliest:
-    """Tokens by descending probability, none of probability 0: first the block of the largest maximum, then within it.
+    """Tokens by descending probability, none of probability 0: first finds the block with the largest maximum.
 
-    On a CPU this is many times faster than to sort. Overwrites `q` `[n, vocab]`, as `Inverted` does.
+    On a CPU this is many times faster than sorting. Overwrites `q` `[n, vocab]`, as `Inverted` does.
     """
 
     def __init__(self, q: Tensor) -> None:
@@ -232,10 +231,10 @@ class Likeliest:
 
 
 class Inverted:
-    """Draws by inverting the distribution function, first of blocks of tokens and then within the block.
+    """Draws without replacement by inverting cumulative sums, first of blocks of tokens, then within the block.
 
-    On a CPU this is many times faster than a random number for every token of the vocabulary. A drawn token's
-    probability is set to zero in `q` (so `q` belongs to this object) and its block is summed anew: no error builds up.
+    On a CPU this is many times faster than a random number for every token. A drawn token's probability is set to zero
+    in `q`, which is overwritten, and its block is summed again, so that no error accumulates.
     """
 
     def __init__(self, q: Tensor) -> None:
@@ -250,7 +249,7 @@ class Inverted:
         begin = block * BLOCK
         probabilities = self.q[row, begin : begin + BLOCK]
         place = _invert(probabilities, v)
-        if place is None:  # the block's sum is positive, so one of its tokens is
+        if place is None:  # unreachable: a block with a positive sum has a token
             return None
         probability = float(probabilities[place])
         probabilities[place] = 0.0
@@ -259,17 +258,17 @@ class Inverted:
 
 
 def _by_block(q: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """`[n, blocks]`: the maxima or sums of all blocks of `q` `[n, vocab]`, a shorter last one too."""
+    """`[n, blocks]`: maximum or sum of each block of `q` `[n, vocab]`, including a shorter last one."""
     whole = q.shape[-1] // BLOCK * BLOCK
     reduced = reduce(q[:, :whole].unflatten(-1, (-1, BLOCK)), -1)
     return torch.cat((reduced, reduce(q[:, None, whole:], -1)), dim=-1) if whole < q.shape[-1] else reduced
 
 
 def _invert(weights: np.ndarray, u: float) -> int | None:
-    """The index at which the cumulated `weights` `[n]` pass the share u of their sum; `None` if all are zero."""
+    """The index at which the cumulative `weights` `[n]` exceed the share u of their sum; `None` if all are zero."""
     cumulated = np.add.accumulate(weights, dtype=np.float64)
     total = cumulated[-1]
     if not total > 0.0:
         return None
-    # u is below 1, but u * total may round to total, behind the last positive weight.
+    # u is below 1, but u * total may round to total, which is after the last positive weight.
     return int(cumulated.searchsorted(min(u * total, np.nextafter(total, 0.0)), side="right"))

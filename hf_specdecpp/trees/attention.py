@@ -1,5 +1,5 @@
-"""Which models read a token tree in one pass as they read its paths one by one: refused with the reason, or tried
-(`check_tree`). `caches.masks` makes what they are given."""
+"""Checks that a model reads a token tree in one pass as it reads the paths one by one (`check_tree`): unsuitable models
+are refused with the reason, others are tested. `caches.masks` makes the inputs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from hf_specdecpp.trees.tree import relations
 
 CHAIN = "Draft chains instead (tree=False)"
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-# Relative error of the logits that rounding alone does not reach; wrong masks and positions are far above it. Some
-# families compute partly in float32 whatever their dtype.
+# Relative errors of the logits that rounding stays below; wrong masks and positions are far above. Some families
+# compute partly in float32 in any dtype.
 TREE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
 HALF_TREE_TOLERANCE = 0.1
 
@@ -40,20 +40,20 @@ _passed: WeakKeyDictionary[CausalLM, tuple[str, torch.dtype]] = WeakKeyDictionar
 
 
 def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = None) -> None:
-    """Raise `ValueError` unless `target`, the `role` in messages, reads a token tree in one pass as it reads its paths.
+    """Raise `ValueError` unless `target` (`role` in messages) reads a token tree in one pass as it reads the paths.
 
-    A model that is known not to (`refuse_tree`) is not run. Any other reads a small tree, once, and the logits are
-    compared: in `cache`, where that is not the model's own kind.
+    First `refuse_tree` checks the model and the layers of `cache` without a pass. Then the model reads a small tree,
+    once, and the logits are compared.
     """
     refuse_tree(target, role, cache)
     if has_read_tree(target):
         return
-    if role == "target" and any(True for _ in foreign_code(target)):  # compared in each text until enough is known
+    if role == "target" and any(True for _ in foreign_code(target)):  # tested during generation (`caches.trial`)
         return
     subject = f"The {role} {type(target).__name__}"
     try:
         error = tree_error(target)
-    except Exception as failure:  # whatever goes wrong in a foreign forward, trees are refused
+    except Exception as failure:  # a model's forward pass may raise errors of any class
         raise ValueError(f"{subject} fails on a token tree ({failure!r}). {CHAIN}.") from failure
     exact = None if multiplies_in_half(target) else TREE_TOLERANCE.get(target.dtype)
     tolerance = exact or HALF_TREE_TOLERANCE
@@ -66,13 +66,13 @@ def check_tree(target: CausalLM, role: str = "target", cache: Cache | None = Non
 
 
 def check_trees(readers: Mapping[str, CausalLM]) -> None:
-    """`check_tree` for each of the models by their roles."""
+    """`check_tree` for each model, by role."""
     for role, model in readers.items():
         check_tree(model, role)
 
 
 def refuse_tree(target: CausalLM, role: str = "target", cache: Cache | None = None) -> None:
-    """Raise `ValueError` if `target`, the `role` in messages, is known, without a pass, not to read token trees."""
+    """Raise `ValueError` if it is known without a pass that `target` (`role` in messages) cannot read token trees."""
     check_target(target, recurrent=True)
     subject, config = f"The {role} {type(target).__name__}", target.config.get_text_config(decoder=True)
     if (implementation := config._attn_implementation) not in MASKED:
@@ -86,7 +86,7 @@ def refuse_tree(target: CausalLM, role: str = "target", cache: Cache | None = No
 
 
 def has_read_tree(target: CausalLM) -> bool:
-    """Whether `check_tree` has run a model as it is now, and the logits were right."""
+    """Whether the model, with its present attention implementation and dtype, has passed the test of `check_tree`."""
     return _passed.get(target) == _way_to_read(target)
 
 
@@ -95,7 +95,7 @@ def _way_to_read(target: CausalLM) -> tuple[str, torch.dtype]:
 
 
 def _no_tree(target: CausalLM, config: Any, layers: list[Any]) -> str | None:
-    """What is known about the model, without running it, that rules out trees."""
+    """Why the model cannot read trees, as far as is known without running it; `None` if no reason is known."""
     if target.config.model_type == "paligemma":
         return "reads its prompt in both directions and counts positions from 1"
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
@@ -120,9 +120,8 @@ TEST_PATHS = [[0, 1, 2], [0, 1, 3], [0, 4, 5]]
 
 
 def tree_error(model: CausalLM) -> float:
-    """How far the model's logits on a small tree are from those of its paths read one by one, relative to how much
-    the logits vary from node to node. Three passes, of at most 18 tokens.
-    """
+    """Largest error of the model's logits on a small tree, compared with its paths read one by one, relative to the
+    variation of the logits between nodes. Three passes, of at most 18 tokens."""
     device = input_device(model)
     with trying(model) as read:
         tokens = (11 + 7 * torch.arange(3 + len(TEST_PARENTS), device=device)) % num_embeddings(model)

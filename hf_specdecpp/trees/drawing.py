@@ -10,12 +10,12 @@ from pathlib import Path
 from hf_specdecpp.trees.tree import DraftTree
 
 ACCEPTED = "*"
-LINES = ("│", "├─", "└─")  # pipes and files have none of them on Windows, where they are written in cp1252
+LINES = ("│", "├─", "└─")  # missing in cp1252, the encoding of pipes and files on Windows
 
 
 @dataclass(frozen=True, repr=False)
 class DrawnTree:
-    """A tree, its root the last token before it, and the accepted `path`; `str()` draws it with token ids."""
+    """A tree, whose root is the last token before it, and the accepted `path`; `str()` draws it with token ids."""
 
     tree: DraftTree
     path: list[int]
@@ -24,7 +24,7 @@ class DrawnTree:
         return self.text()
 
     def text(self, decode: Callable[[int], str] = str) -> str:
-        """A line a node: `*` if accepted, the token by `decode`, its estimate a and the value v of its slot."""
+        """One line per node: `*` if accepted, the token by `decode`, its estimate a and the value v of its slot."""
         tree, accepted = self.tree, set(self.path)
         lines = [
             f"{decode(tree.tokens[0])}   ({len(tree)} candidates, depth {tree.depth}, "
@@ -44,7 +44,7 @@ class DrawnTree:
         return "\n".join(lines)
 
     def save(self, file: str | Path, decode: Callable[[int], str] = str) -> None:
-        """Write a picture, by the file's ending: accepted nodes filled, others paler by value. Needs matplotlib."""
+        """Write a picture, format by the file's ending: accepted nodes filled, others paler. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         tree, accepted = self.tree, {0, *self.path}
@@ -67,7 +67,7 @@ class DrawnTree:
         figure.savefig(file)
 
     def _places(self) -> list[tuple[float, float]]:
-        """Where each node is drawn: leaves side by side, parents above the middle of their children."""
+        """Coordinates of each node: leaves next to each other, parents above the middle of their children."""
         tree, leaves = self.tree, 0
         across = [0.0] * len(tree.tokens)
         for node in tree.depth_first()[::-1]:

@@ -2,14 +2,14 @@
 
 Explained with an example in `docs/dyspec.md`.
 
-In the paper's notation: Tr the tree, D(.|x) the draft's distribution after x, R what is left of it once siblings have
-been drawn, v the value of a slot, t the threshold. A node whose D is known has one open slot, its next child. A slot of
-value v where y is drawn, y having the chance a(y) of acceptance, opens two: y's first child, v * a(y), and y's next
+In the paper's notation: Tr is the tree, D(.|x) the draft's distribution after x, R the rest of D after siblings were
+drawn, v the value of a slot, t the threshold. A node whose D is known has one open slot, its next child. Drawing y,
+whose acceptance probability is a(y), at a slot of value v opens two slots: y's first child, v * a(y), and y's next
 sibling, v * (1 - a(y)). With a(y) = R(y) this is DySpec.
 
-Losslessness: whether to draw at a slot depends on its value, which is known before the draw. What was drawn stays.
-For a greedy target nothing is drawn: the next sibling is the next likeliest token, known before it is taken. So there
-the slots compete with v * a(y), the chance that taking y adds a token, instead of the paper's v.
+The output is exact: whether to draw at a slot depends on its value, which is known before the draw, and drawn nodes
+stay. For a greedy target nothing is drawn: the next sibling is the next likeliest token, known in advance. So its slots
+are ranked by v * a(y), the probability that y adds a token, instead of the paper's v.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from hf_specdecpp.trees.head_siblings import AHEAD, HeadJudgedSiblings, Level
 from hf_specdecpp.trees.shapes import Shape
 from hf_specdecpp.trees.tree import DraftTree
 
-# A level that takes too little of the budget leaves it to the next one; one that takes too much cannot give it back.
+# A factor on h, which raises t: the next level uses the budget that a level leaves, but drawn nodes stay.
 # With it, expected acceptance is 0 to 3 % below Algorithm 1's, without it up to 4 % (tests/trees/test_growth.py).
 CAUTION = 0.85
 LATEST = 0.1  # share of the latest round in the running means of `ThresholdSchedule`, once there are many
 
 
 def grow_exactly(growth: Growth, budget: int, threshold: float = 0.0) -> None:
-    """Algorithm 1: always draw at the slot of the highest value. A draft pass for every node that gets a child."""
+    """Algorithm 1: always draw at the slot of the highest value. One draft pass for each node that gets a child."""
     leaves = [(-v, node) for node, v in growth.leaves.items()]
     while len(growth.tree) < budget:
-        promised = -leaves[0][0] if leaves else -1.0  # no child of a leaf competes with more
+        promised = -leaves[0][0] if leaves else -1.0  # no child of a leaf has a higher value
         if max(promised, growth.best) < max(threshold, 0.0):
             break
         if promised >= growth.best:
@@ -51,13 +51,13 @@ def grow_exactly(growth: Growth, budget: int, threshold: float = 0.0) -> None:
 
 
 def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshold: float = 0.0) -> None:
-    """Algorithm 2: one draft pass a level, then a draw at every slot above t, best first.
+    """Algorithm 2: one draft pass per level, then a draw at every slot of value t or more, best first.
 
-    The paper fixes t, and where the draft is unsure most of the budget stays unused. Here `pace` chooses t anew for
-    each level, above `threshold`, and what is left in the end goes to the best open slots above that; 0 uses it all.
+    With the paper's fixed t most of the budget is unused if the draft is unsure. Here `pace` chooses t for each level,
+    at least `threshold`; in the end the best open slots above that get the rest of the budget, with 0 all of it.
     """
     tree, done = growth.tree, False
-    usual = pace.estimate if growth.greedy else 1.0  # a(y) of a leaf's child, which is not known yet
+    usual = pace.estimate if growth.greedy else 1.0  # expected a(y) of a leaf's child
     while not done and len(tree) < budget:
         level = {node: v * usual for node, v in growth.leaves.items() if tree.depths[node] == tree.levels}
         t = max(threshold, pace.threshold([*level.values(), *growth.open.values()], budget - len(tree)))
@@ -65,7 +65,7 @@ def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshol
         if worth:
             growth.expand(worth)
             values = {node: growth.open.get(node, -1.0) for node in worth}
-            growth.draw(max(values, key=values.__getitem__))  # so that no pass is in vain
+            growth.draw(max(values, key=values.__getitem__))  # so that every pass has a draw
         done = not worth and growth.best < t
         while len(tree) < budget and growth.best >= t:
             growth.draw_best()
@@ -75,16 +75,16 @@ def grow_by_level(growth: Growth, budget: int, pace: ThresholdSchedule, threshol
 
 
 class ThresholdSchedule:
-    """Chooses the thresholds of `grow_by_level` so that the budget is used up, and used well.
+    """Chooses the thresholds of `grow_by_level` so that the whole budget is used for the best slots.
 
-    The best tree of a budget holds every slot above one threshold t, the one that Algorithm 1 ends at. Level by level,
-    t must be known before the deeper slots are. A slot of value v is split by a draw, v = v a + v (1 - a), so it takes
-    about 1 + (v / t - 1) / h draws until all its parts are below t, h being the mean entropy of a split (renewal
-    theory: exact in the limit of small t where a does not depend on v). t is where these add up to the budget. For
-    greedy targets the same holds with v times the mean a in the place of v.
+    The best tree of a budget holds all slots above one threshold t, at which Algorithm 1 ends. Level by level, t must
+    be chosen before deeper slots are known. A draw splits a slot of value v into v a and v (1 - a), so about 1 + (v / t
+    - 1) / h draws bring all parts below t, where h is the mean entropy of a split (renewal theory: exact in the limit
+    of small t if a does not depend on v). t is chosen so that these draws add up to the budget. For greedy targets v is
+    replaced by v times the mean a.
 
     Attributes:
-        split_entropy: h in nats, a running mean over the draws of all rounds. What it begins with counts as a round.
+        split_entropy: h in nats, a running mean over the draws of all rounds. The initial value counts as a round.
         estimate: the mean a, likewise.
     """
 
@@ -92,7 +92,7 @@ class ThresholdSchedule:
         self.split_entropy, self.estimate, self.rounds = split_entropy, estimate, 1
 
     def threshold(self, values: list[float], budget: int) -> float:
-        """t, given the values of the slots and what is left of the budget. The best slot always passes."""
+        """t, given the values of the slots and the remaining budget. The best slot always passes."""
         ranked = sorted(values, reverse=True)[:budget]
         h = CAUTION * self.split_entropy
         total, t = 0.0, math.inf
@@ -104,7 +104,7 @@ class ThresholdSchedule:
         return t
 
     def record_tree(self, tree: DraftTree) -> None:
-        """Take note of a finished tree."""
+        """Update the running means with a finished tree."""
         if len(tree):
             self.rounds += 1
             share = max(1.0 / self.rounds, LATEST)
@@ -117,7 +117,7 @@ class ThresholdSchedule:
 
 
 def grow_shape(growth: Growth, shape: Shape) -> None:
-    """A given shape, one draft pass a level, as far as depth, ends of sequences and the supports of D allow."""
+    """Grow a given shape, one draft pass per level, up to the maximum depth, end-of-sequence tokens and exhausted D."""
     tree = growth.tree
     ranks: dict[int, tuple[int, ...]] = {0: ()}
     while level := [node for node in growth.leaves if tree.depths[node] == tree.levels and shape.get(ranks[node])]:
@@ -132,7 +132,7 @@ def grow_shape(growth: Growth, shape: Shape) -> None:
 # The tree, its open slots and the siblings drawn there. --------------------------------------------------------------
 
 
-# Nobody gets to a slot of a smaller value: q has no token left but for rounding.
+# Slots of a smaller value are never reached: apart from rounding, q has no token left.
 SMALLEST = 1e-12
 
 Draw = Callable[[Tensor], Siblings]
@@ -143,14 +143,14 @@ class Growth:
     """A growing tree, its open slots, and its leaves: nodes that may get children but whose q is not known yet.
 
     Args:
-        expand: what the draft says after nodes of the tree (the root first, then any whose parents it was asked about):
-            by node, with a pass of the draft, or by depth, from the marginals of a block.
+        expand: gives the draft's `Level` after nodes of the tree (the root first, then any whose parents were
+            expanded): by node, with a draft pass, or by depth, from the marginals of a block.
         max_depth: nodes of this depth get no children.
 
     Attributes:
-        open: what the open slot of each node whose q is known competes with: v, or v * a(y) for a greedy target.
+        open: priority of the open slot of each node whose q is known: v, or v * a(y) for a greedy target.
         leaves: value v of the first child's slot of each other node that may have children.
-        forgone: what the slots of further siblings would compete with, where `Slots.branches` is `False`.
+        forgone: priorities of slots of further siblings that were not opened, if `Slots.branches` is `False`.
     """
 
     def __init__(self, expand: Expand, how: Slots, root: int, max_depth: int) -> None:
@@ -161,12 +161,12 @@ class Growth:
         self.max_depth, self.greedy = max_depth, how.randomness is None
         self._slots: dict[int, tuple[float, tuple[int, float] | None]] = {}  # v of `open`, with y and a(y) if known
         self._expand, self._how, self._valuation = expand, how, how.valuation
-        how.buffer.used = 0  # nobody needs the q of an earlier tree any more
-        self._heap: list[tuple[float, int]] = []  # `open` as (-v, node), with entries that are out of date
-        self._next: dict[int, Callable[[], tuple[int, float] | None]] = {}  # of a node, its next child and a(y)
+        how.buffer.used = 0  # the q of earlier trees is no longer used
+        self._heap: list[tuple[float, int]] = []  # `open` as (-priority, node), with outdated entries
+        self._next: dict[int, Callable[[], tuple[int, float] | None]] = {}  # draws a node's next child
 
     def expand(self, nodes: list[int]) -> None:
-        """Learn D(.|path to node) for `nodes`, with a draft pass or from an earlier one: their first slots open."""
+        """Get D(.|path to node) for `nodes`, from a draft pass or an earlier one, and open their first slots."""
         level = self._expand(self.tree, nodes)
         self.tree.passes += level.passes
         self.tree.levels += 1
@@ -186,20 +186,20 @@ class Growth:
 
     @property
     def best(self) -> float:
-        """The highest value of an open slot, -1 if there is none."""
+        """The highest priority of an open slot, -1 if there is none."""
         while self._heap and self.open.get(self._heap[0][1]) != -self._heap[0][0]:
             heappop(self._heap)
         return -self._heap[0][0] if self._heap else -1.0
 
     def draw_best(self) -> int | None:
-        """Draw at the open slot of the highest value; the new node, or `None` if no token was left there."""
-        if self.best < 0.0:  # also clears what is out of date from the top of the heap
+        """Draw at the open slot of the highest priority; the new node, or `None` if no token was left there."""
+        if self.best < 0.0:  # also removes outdated entries from the top of the heap
             return None
         return self.draw(self._heap[0][1])
 
     def draw(self, parent: int) -> int | None:
         """Draw at the slot of `parent`; the new node, or `None` if no token is left there."""
-        if self.open.pop(parent, None) is None:  # a greedy target's next sibling is known before, and there is none
+        if self.open.pop(parent, None) is None:  # for a greedy target: no further sibling
             return None
         v, drawn = self._slots.pop(parent)
         if (drawn := drawn or self._next[parent]()) is None:  # R is all zero
@@ -216,7 +216,7 @@ class Growth:
         return child
 
     def slots(self) -> list[tuple[float, float]]:
-        """v of each open slot, and what it competes with."""
+        """v and priority of each open slot."""
         return [(self._slots[node][0], value) for node, value in self.open.items()]
 
     def _open(self, node: int, v: float) -> None:
@@ -234,13 +234,13 @@ class Growth:
 
 
 class SlotValuation:
-    """What estimates and slots count for; `rates` has what rounds taught of estimates, as the paper has not."""
+    """Turns estimates into a(y) and slot priorities. `rates` calibrates by verified candidates (not in the paper)."""
 
     def __init__(self, rates: AcceptanceRates | None = None) -> None:
         self._learned = rates
 
     def calibrated(self, estimate: float) -> float:
-        """a(y)."""
+        """a(y), given the estimate."""
         return estimate if self._learned is None else self._learned.calibrated(estimate)
 
     def expected(self, _last: float | None, /) -> float:
@@ -249,17 +249,17 @@ class SlotValuation:
 
 
 class SoftmaxBuffer:
-    """Memory for the q of `num_rows` nodes of a tree, used again by the next tree; further ones get their own.
+    """Memory for the q of up to `num_rows` nodes, reused by the next tree; further nodes get their own memory.
 
-    On a CPU a softmax that has to ask the system for memory takes four times as long.
+    On a CPU a softmax that allocates memory takes four times as long.
     """
 
     def __init__(self, num_rows: int = 0) -> None:
-        self.num_rows, self.used = num_rows, 0  # the latter: rows that are needed
+        self.num_rows, self.used = num_rows, 0  # rows of the current tree
         self.rows: Tensor | None = None
 
     def softmax(self, scores: Tensor) -> Tensor:
-        """Of logits `[n, vocab]`. Rows of nothing but -inf, where no token is left, become 0, on a device nan."""
+        """q of logits `[n, vocab]`. Rows whose logits are all -inf become 0 on a CPU, nan elsewhere."""
         begin, self.used = self.used, self.used + scores.shape[0]
         if scores.device.type != "cpu":
             return scores.softmax(dim=-1)
@@ -276,15 +276,15 @@ class SoftmaxBuffer:
 
 @dataclass
 class Slots:
-    """How the slots of one text's trees are valued and filled.
+    """How the slots of one sequence's trees are valued and filled.
 
     Args:
-        estimator: judges the tokens that are drawn.
+        estimator: estimates the acceptance of drawn tokens.
         randomness: draws siblings without replacement; `None` takes the likeliest tokens (greedy targets).
         eos_token_ids: these tokens get no children.
-        valuation: what estimates and slots count for.
-        buffer: for q; trees that are grown one after another share it.
-        ahead: how many siblings of a node a head may judge before they are asked for.
+        valuation: turns estimates into priorities.
+        buffer: memory for q, shared by consecutive trees.
+        ahead: number of siblings of a node that a head judges in advance.
         branches: whether nodes may have siblings.
     """
 
@@ -302,17 +302,17 @@ class Slots:
 
 @dataclass
 class JudgedSiblings:
-    """The siblings of each node of a level, drawn one by one, judged by the draft: a(y) = q(y) / (1 - q of earlier).
+    """The siblings of each node of a level, drawn one by one, with a(y) = q(y) / (1 - q of earlier siblings).
 
     Attributes:
-        mass: of the siblings drawn so far, by node.
+        mass: sum of q of the siblings drawn so far, by node.
     """
 
     siblings: Siblings
     mass: list[float]
 
     def draw_next(self, row: int) -> tuple[int, float] | None:
-        """The next sibling and its estimate, `None` when no token is left."""
+        """The next sibling and its estimate, `None` if no token is left."""
         drawn = self.siblings.draw_next(row)
         if drawn is None:
             return None
@@ -323,7 +323,7 @@ class JudgedSiblings:
 
 
 def check_estimator(estimator: Estimator) -> None:
-    """Raise `ValueError` if `estimator` cannot value slots."""
+    """Raise `ValueError` if `estimator` cannot value slots before the draw."""
     if estimator.inputs != "before":
         raise ValueError(
             'This acceptance head judges a candidate after the draft has read it (inputs="after"), but a tree must '

@@ -1,4 +1,4 @@
-"""Siblings of a tree judged by an acceptance head (`HeadJudgedSiblings`), a few at once, and what the head is told."""
+"""Siblings judged by an acceptance head (`HeadJudgedSiblings`), a few at once, and the head's input features."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import NUM_SCALARS
 from hf_specdecpp.sampling.randomness import Siblings, likeliest
 
-# How many siblings of a node a head judges at once. A forward of the head costs the same for one as for a few.
+# Number of siblings of a node that a head judges at once: its pass costs the same for one as for a few.
 AHEAD = 4
 
 
 @dataclass
 class Level:
-    """What the draft says after some nodes of a tree: scores `[n, vocab]` float32 after all processors, whose softmax
-    is q; for a head the hidden states `[n, hidden_size]` that they are of and the map from token ids to input
-    embeddings; and the passes of the draft that this took: none where an earlier one has answered for these places,
-    too."""
+    """The draft's output after n nodes of a tree: `scores` `[n, vocab]` float32 after all processors, whose softmax is
+    q; for a head the `hidden` states `[n, hidden_size]` they were computed from, and `embed`, which maps token ids to
+    input embeddings; and the number of draft `passes`, 0 if an earlier pass gave this output."""
 
     scores: Tensor
     hidden: Tensor
@@ -32,10 +31,10 @@ class Level:
 
 
 class HeadJudgedSiblings:
-    """The same, judged by a head with `inputs="before"`.
+    """As `growth.JudgedSiblings`, with estimates of a head with `inputs="before"`.
 
-    A few siblings are drawn ahead for every node, so that one pass of the head serves a level. That is harmless: the
-    growth does not see a sibling before it has decided to take it, and those that it does not take are forgotten.
+    A few siblings of every node are drawn ahead, so that one pass of the head serves a level. The tree stays exact: its
+    growth sees a sibling only after deciding to take it, and siblings that are not taken are forgotten.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class HeadJudgedSiblings:
 
     @torch.inference_mode()
     def _judge(self, rows: range) -> None:
-        """Draw and judge some siblings in each of `rows`, all of which have as many already."""
+        """Draw and judge further siblings in each of `rows`, which all have the same number of judged siblings."""
         ahead, span = self.ahead[rows[0]], slice(rows.start, rows.stop)
         tops = self.tops
         if (num_judged := len(self.judged[rows[0]])) > 0:
@@ -86,7 +85,7 @@ class HeadJudgedSiblings:
 
 
 class SiblingDistribution:
-    """What a head is told about q without the siblings drawn so far, kept up to date; `entropy`: of q, in nats."""
+    """A head's features of q without the siblings drawn so far; `entropy`: that of q, in nats."""
 
     def __init__(self, entropy: float, greedy: bool) -> None:
         self.entropy, self.greedy = entropy, float(greedy)
@@ -96,15 +95,15 @@ class SiblingDistribution:
     def scalars_of(
         self, drawn: list[tuple[int, float]], likeliest: Sequence[tuple[float, float]]
     ) -> list[tuple[float, ...]]:
-        """`scalar_features` of further siblings, each for the q without those before it, of tokens with their q:
-        `drawn`, in order, and the `likeliest` first, two more than will have been drawn by the last sibling."""
+        """`scalar_features` of the siblings `drawn` next, in order, each for q without earlier siblings. `likeliest`:
+        tokens of q in descending order, two more than the siblings drawn by then. All tokens come with their q."""
         rows: list[tuple[float, ...]] = []
         place = 0
         for token, q in drawn:
             while place < len(likeliest) and likeliest[place][0] in self.gone:
                 place += 1
             left = list(islice((q_of for other, q_of in islice(likeliest, place, None) if other not in self.gone), 2))
-            margin = sum(left[:1]) - sum(left[1:])  # the only token left has no rival
+            margin = sum(left[:1]) - sum(left[1:])  # a single token left has margin q
             rest = max(1.0 - self.mass, 1e-12)
             entropy = max((self.entropy - self.part) / rest + math.log(rest), 0.0)
             log_q = math.log(min(max(q / rest, 1e-30), 1.0))
@@ -116,7 +115,7 @@ class SiblingDistribution:
 
 
 def _entropies(q: Tensor, scores: Tensor) -> Tensor:
-    """`[n]`, of each row in nats, q being the softmax of `scores`: log of the normaliser, less the mean score."""
+    """`[n]`, entropies in nats of q, the softmax of `scores`: log of the normaliser minus the mean score."""
     log_normaliser = scores.amax(-1) - q.amax(-1).log()
     # Scores of -inf have q = 0 and add nothing, but 0 * -inf would be nan.
     finite = scores.clamp_min(torch.finfo(scores.dtype).min)
@@ -124,7 +123,7 @@ def _entropies(q: Tensor, scores: Tensor) -> Tensor:
 
 
 def _likeliest(q: Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """For each row of `q`, the likeliest tokens and their q, as `SiblingDistribution.scalars_of` takes them."""
+    """For each row of `q` the `count` likeliest tokens with their q, descending."""
     ranked = likeliest(q.clone())
     rows = [[ranked.draw_next(row) for _ in range(count)] for row in range(q.shape[0])]
     return [[each for each in row if each is not None] for row in rows]

@@ -1,4 +1,4 @@
-"""Shapes of static token trees: given (SpecInfer), or the best for measured rates of acceptance (Sequoia)."""
+"""Shapes of static token trees: given (SpecInfer), or the best for measured acceptance rates (Sequoia)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def from_expansions(counts: Sequence[int]) -> Shape:
 
 
 def from_nodes(nodes: Sequence[Sequence[int]]) -> Shape:
-    """A shape from the names of all nodes but the root; `ValueError` where parents or earlier siblings are missing."""
+    """A shape from the paths of all nodes but the root; `ValueError` if a parent or an earlier sibling is missing."""
     listed = {tuple(node) for node in nodes}
     shape: Shape = {}
     for node in listed:
@@ -57,13 +57,13 @@ def best_shape(rates: Sequence[float], budget: int, max_depth: int) -> Shape:
     """The shape with the most expected accepted candidates (Sequoia, arXiv 2402.12374, section 3.1).
 
     Args:
-        rates: chance that the child of each rank is the accepted one, first child first, as measured
-            (`SpeculationStats.acceptance_by_rank`), taken to be the same at every node.
+        rates: probability that the child of each rank is the accepted one, first child first, as measured
+            (`SpeculationStats.acceptance_by_rank`), assumed equal at every node.
         budget: number of candidates.
         max_depth: longest path.
 
-    Below a node that is reached, F_d(n) is the most that n candidates in d levels can bring, and G_k(n) what the
-    children from rank k on can bring with n candidates in all:
+    Let F_d(n) be the most expected accepted candidates from n candidates in d levels below an accepted node, and G_k(n)
+    the part of the children from rank k on, with n candidates in total:
         G_k(n) = max(0, max_m rates[k] (1 + F_{d-1}(m - 1)) + G_{k+1}(n - m)),    F_d = G_0,    F_0 = 0.
     """
     below = np.zeros(budget + 1)

@@ -1,5 +1,5 @@
-"""What a round submits (`DraftTree`): a token tree, or a chain, which is a tree of one branch; and its rows in the
-target's pass (`TreePass`), with all that a device is told about them. No model inside."""
+"""The candidates of a round (`DraftTree`): a token tree, or a chain, which is a tree of one branch; and the rows of a
+tree in the target's pass (`TreePass`). No model inside."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch import Tensor, nn
 class DraftTree:
     """Nodes in the order in which they were drawn. Node 0 is the root: the last emitted token, not a candidate.
 
-    Example: the text ends with 6, and the chain 7 8 was drafted after it. `tokens` are [6, 7, 8], `parents` [-1, 0, 1]
-    and `children` [[1], [2], []]; `scores[0]` is what 7 was drawn from, `scores[1]` what 8 was.
+    Example: the sequence ends with 6, and the chain 7 8 was drafted after it. `tokens` are [6, 7, 8], `parents` [-1, 0,
+    1] and `children` [[1], [2], []]; 7 was drawn from `scores[0]`, 8 from `scores[1]`.
 
     Args:
         root: the last emitted token; unused for chains.
 
     Attributes:
         tokens, parents, depths: of each node; the root has parent -1 and depth 0.
-        ranks: how many siblings were drawn before each node.
-        values: value of the slot that each node was drawn at: the estimated chance that the verifier gets there, known
-            before the draw (the root's is 1).
-        estimates: chance that the node is accepted once the verifier got there.
+        ranks: number of siblings drawn before each node.
+        values: value of the slot that each node was drawn at: the estimated probability that verification reaches the
+            slot, known before the draw (the root's is 1).
+        estimates: estimated probability that the node is accepted once verification reaches it.
         children: of each node, in the order drawn.
-        looked_up: further nodes, by parent and token. They were not drawn, and are no `children`.
-        scores: for each node that the draft was asked about, `[vocab]` logits: its first child was drawn from their
-            softmax q, each further one from q without the earlier ones, renormalised.
-        distributions: q of such nodes, where drawing has computed it.
-        passes: draft passes that it took.
-        levels: how often the draft was asked.
+        looked_up: nodes that were looked up instead of drawn, by parent and token. They are not in `children`.
+        scores: `[vocab]` logits after each node that the draft has expanded. The first child was drawn from their
+            softmax q, each further child from q without the earlier children, renormalised.
+        distributions: q of such nodes, if drawing has computed it.
+        passes: number of draft passes.
+        levels: number of calls that expanded nodes.
     """
 
     def __init__(self, root: int = -1) -> None:
@@ -51,7 +51,7 @@ class DraftTree:
 
     @property
     def num_drawn(self) -> int:
-        """Candidates that were drawn."""
+        """Number of candidates that were drawn."""
         return len(self.tokens) - 1 - len(self.looked_up)
 
     def __len__(self) -> int:
@@ -59,8 +59,8 @@ class DraftTree:
         return len(self.tokens) - 1
 
     def add(self, parent: int, token: int, value: float = 0.0, estimate: float = 0.0, looked_up: bool = False) -> int:
-        """Append a child of `parent` after its other children; the new node. A token that was `looked_up` is below it,
-        and none of its children: these have other tokens."""
+        """Append a node below `parent` and return its index. A `looked_up` token must differ from the tokens of the
+        parent's children, and is not added to them."""
         node = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
@@ -77,29 +77,29 @@ class DraftTree:
         return node
 
     def child(self, parent: int, token: int) -> int | None:
-        """The child of `parent` with this token, if it has one."""
+        """The drawn child of `parent` with this token, or `None`."""
         for child in self.children[parent]:
             if self.tokens[child] == token:
                 return child
         return None
 
     def below(self, parent: int) -> list[int]:
-        """All nodes right below one: its children, then those that were looked up."""
+        """All nodes directly below `parent`: its children, then looked-up nodes."""
         if not self.looked_up:
             return self.children[parent]
         return self.children[parent] + [node for (above, _), node in self.looked_up.items() if above == parent]
 
     def q(self, node: int) -> Tensor:
-        """`[vocab]`, what the node's first child was drawn from."""
+        """`[vocab]`, the distribution that the node's first child was drawn from."""
         found = self.distributions.get(node)
         return self.scores[node].softmax(dim=-1) if found is None else found
 
     def path(self, node: int) -> list[int]:
-        """Tokens from below the root down to `node`."""
+        """Tokens from below the root down to `node`, included."""
         return [self.tokens[each] for each in self.nodes_to(node)]
 
     def nodes_to(self, node: int) -> list[int]:
-        """The nodes from below the root down to `node`."""
+        """The nodes from below the root down to `node`, included."""
         nodes = []
         while node > 0:
             nodes.append(node)
@@ -107,10 +107,8 @@ class DraftTree:
         return nodes[::-1]
 
     def depth_first(self) -> list[int]:
-        """All nodes, parents before children and each subtree in one piece: the order in which the target reads them.
-
-        (Rows of attention then fall into few blocks; DySpec, appendix C.)
-        """
+        """All nodes, parents before children and each subtree contiguous: the order of rows in the target's pass.
+        Attention masks then have few blocks (DySpec, appendix C)."""
         below = [list(children) for children in self.children]
         for (parent, _), node in self.looked_up.items():
             below[parent].append(node)
@@ -122,7 +120,7 @@ class DraftTree:
         return order
 
     def as_chain(self) -> DraftTree:
-        """The same as a chain, which is verified in another way, if it has one branch."""
+        """This tree as a `Chain`, which is verified differently, if it has one branch; otherwise the tree itself."""
         if self.parents != list(range(-1, len(self))):
             return self
         chain = Chain.__new__(Chain)
@@ -142,26 +140,27 @@ class DraftTree:
         return counts
 
     def judged(self, path: Sequence[int]) -> Iterator[tuple[list[float], int | None]]:
-        """For the root and the drawn nodes of `path`: the children's estimates, and the rank of the accepted one."""
+        """For the root and each drawn node of `path`: its children's estimates, and the accepted child's rank or
+        `None`."""
         drawn = self.drawn(path) if self.looked_up else path
         for node, after in zip((0, *drawn), (*drawn, None), strict=True):
             yield [self.estimates[child] for child in self.children[node]], None if after is None else self.ranks[after]
 
     def drawn(self, path: Sequence[int]) -> Sequence[int]:
-        """The part of a path that was drawn: what was looked up comes after it."""
+        """The drawn part of a path, which precedes the looked-up part."""
         looked_up = set(self.looked_up.values())
         return [node for node in path if node not in looked_up]
 
 
 class Chain(DraftTree):
-    """A tree of one branch, which was drafted as a chain.
+    """A tree of one branch.
 
     Args:
         tokens: k candidates.
-        scores: for each candidate that was drawn, `[vocab]` float32 logits whose softmax q it was drawn from. Further
-            tokens were looked up.
-        q: these distributions, where drawing has computed them.
-        ids: the candidates `[k]` int64 where they were drawn, so that they need no upload to that device.
+        scores: for each drawn candidate the `[vocab]` float32 logits whose softmax q it was drawn from. Further tokens
+            were looked up.
+        q: these distributions, if drawing has computed them.
+        ids: the candidates `[k]` int64 on the device where they were drawn, so that they need no upload.
     """
 
     widths = None
@@ -188,7 +187,7 @@ class Chain(DraftTree):
         return self.tokens[1 : node + 1]
 
     def followed_by(self, tokens: Sequence[int]) -> Chain:
-        """The chain itself, with candidates at its end that were looked up."""
+        """Append candidates that were looked up, and return this chain."""
         if tokens:
             self._ids = None
         for token in tokens:
@@ -197,30 +196,30 @@ class Chain(DraftTree):
 
     @property
     def drawn_from(self) -> list[Tensor]:
-        """For each candidate that was drawn the `[vocab]` logits whose softmax it was drawn from."""
+        """For each drawn candidate the `[vocab]` logits whose softmax it was drawn from."""
         return [self.scores[node] for node in range(self.num_drawn)]
 
     def ids(self, device: torch.device) -> Tensor:
-        """The candidates `[k]` on a device."""
+        """The candidates `[k]` on `device`."""
         if self._ids is None:
-            tokens = self.tokens[1:]  # no upload where there are none
+            tokens = self.tokens[1:]  # no upload of an empty list
             self._ids = torch.tensor(tokens) if tokens else torch.empty(0, dtype=torch.long, device=device)
-        self._ids = self._ids.to(device)  # the pass and its verification ask for them
+        self._ids = self._ids.to(device)  # used by the pass and by verification
         return self._ids
 
 
 @dataclass
 class Lineage:
-    """Who descends from whom among nodes that are fed to a model piece by piece: in `ancestors`, bool `[n, n]`, row i
-    marks the nodes that node i sees, itself included."""
+    """Ancestors of tree nodes that a model reads in several passes. In `ancestors`, bool `[n, n]`, row i marks the
+    nodes that node i sees, itself included."""
 
     nodes: list[int] = field(default_factory=list)
     places: dict[int, int] = field(default_factory=dict)
     ancestors: Tensor = field(default_factory=lambda: torch.zeros((0, 0), dtype=torch.bool))
 
     def feed(self, tree: DraftTree, nodes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Append `nodes`, each after its parent, at most the first of them the root: `ancestors` `[n_query, n]` of the
-        new nodes and `depths` `[n]` of all, as `tree_inputs` takes them."""
+        """Append `nodes`, each after its parent; only the first may be the root. Returns `ancestors` `[n_query, n]` of
+        the new nodes and `depths` `[n]` of all nodes, as `tree_inputs` takes them."""
         before = len(self.nodes)
         for node in nodes:
             self.places[node] = len(self.nodes)
@@ -231,13 +230,13 @@ class Lineage:
 
 
 def relations(parents: Sequence[int], known: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Who descends from whom, and how deep each node lies.
+    """Ancestors and depths of nodes.
 
-    A root with two children, the first of which has a child, has parents [-1, 0, 0, 1]. Its rows of ancestors are
-    1000, 1100, 1010 and 1101, its depths 0, 1, 1, 2.
+    Example: a root with two children, the first of which has a child, has parents [-1, 0, 0, 1]. Its rows of ancestors
+    are 1000, 1100, 1010 and 1101, its depths 0, 1, 1, 2.
 
     Args:
-        parents: place of each node's parent, -1 for a root; parents come first.
+        parents: index of each node's parent, -1 for a root; parents come first.
         known: bool `[m, m]`, `ancestors` of m nodes that come before these; none by default.
 
     Returns:
@@ -255,10 +254,10 @@ def relations(parents: Sequence[int], known: Tensor | None = None) -> tuple[Tens
 
 
 class TreePass:
-    """The rows of a pass over a tree, by default depth first: which node, of its shape as it is now, is read in which.
+    """The node in each row of a pass over a tree as it is now, by default depth first.
 
-    A tree whose root has the children 1 and 2, of which 1 has the child 3, is read as the nodes 0, 1, 3, 2: node 2 is
-    in row 3.
+    Example: a root has the children 1 and 2, and 1 has the child 3. The rows are the nodes 0, 1, 3, 2: node 2 is in row
+    3.
     """
 
     def __init__(self, tree: DraftTree, order: Sequence[int] | None = None) -> None:
@@ -267,9 +266,9 @@ class TreePass:
         self.rows = dict(zip(self.order, range(len(self.order)), strict=True))  # row of each node
 
     def upload(self, device: torch.device, width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """What the pass needs, with one copy to the device: tokens `[n]` of all nodes but the root, and `ancestors`
-        `[width, width]` and `depths` `[width]` as `tree_inputs` takes them. A width beyond the nodes is filled up with
-        dummies, which stand where the root stands, and see and are seen by none of the nodes."""
+        """Inputs of the pass, with one copy to the device: tokens `[n]` of all nodes but the root, and `ancestors`
+        `[width, width]` and `depths` `[width]` for `tree_inputs`. If `width` exceeds the number of nodes, dummies
+        follow, at the root's position, which see only themselves and are seen by no node."""
         fed = torch.tensor([self.tree.tokens[node] for node in self.order[1:]], dtype=torch.long)
         parents = self.tree.parents
         ancestors, depths = relations([-1, *(self.rows[parents[node]] for node in self.order[1:])])
@@ -281,7 +280,7 @@ class TreePass:
 
 
 def upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Integers and truth values of the host on a device, with one copy for all of them."""
+    """Integer and bool tensors of the host on a device, with one copy for all."""
     if device.type == "cpu":
         return list(parts)
     together = torch.cat([part.flatten().long() for part in parts]).to(device)
