@@ -56,7 +56,7 @@ class Eagle3(PublishedKind):
         return f"EAGLE-3 {pinned(config)}{f', read with {otherwise}' if otherwise else ''}"
 
     def recognises(self, raw: Config) -> bool:
-        """Also accepts unmarked configs of one layer: EAGLE's first drafts have no other sign."""
+        """Also accepts unmarked Llama and Qwen3 configs of one layer: EAGLE's first drafts have no other sign."""
         layers = raw.get("num_hidden_layers") if raw.get("model_type") in tuple(config_eagle3.LAYER_CONFIGS) else None
         return layers == 1 or self.is_marked(raw)
 
@@ -106,7 +106,7 @@ class Eagle3(PublishedKind):
 
     def bind(self, module: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
         """If the layer ids of the config are ambiguous, measures the `agreement` of each meaning, keeps the best, and
-        sets `module.agreement`. If the target has no tokenizer, takes the likeliest with a warning."""
+        sets `module.agreement`. Without a tokenizer that fits, takes the likeliest with a warning."""
         super().bind(module, target, name, dtype)
         config, made_for = target.config.get_text_config(decoder=True), module.settings.layer["vocab_size"]
         if made_for != config.vocab_size:

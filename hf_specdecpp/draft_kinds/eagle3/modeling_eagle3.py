@@ -41,7 +41,7 @@ class Eagle3Input(StateReader):
         return max(self.num_reads, 1) * self.state_size
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """Return `[..., 2 * hidden_size]`: the embedding, then g. `states`: `[..., width]` of the target, or the draft's."""
+        """`[..., 2 * hidden_size]`: the embedding, then g. `states`: the target's `[..., width]` or the draft's."""
         if self.fc is not None and states.shape[-1] == self.width:
             states = self.fc(self.normed(states))
         return torch.cat((embeddings, states), dim=-1)
@@ -63,7 +63,7 @@ class FirstLayer(nn.Module):
         x = [norm_e(e); norm_g(g)],   r = g + attention(x),   y = r + mlp(norm(r))
 
     Args:
-        layer: a decoder layer of transformers, whose modules are reused; q, k and v projections become twice as wide.
+        layer: a decoder layer of transformers, whose modules are reused; q, k and v get twice as many inputs.
         norm_before_residual: r = norm_g(g) + attention(x).
     """
 
