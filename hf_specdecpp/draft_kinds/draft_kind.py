@@ -96,7 +96,7 @@ class DraftKind(ABC):
     @abstractmethod
     def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:
         """Make the draft of an assistant. `ValueError` if the parts do not fit one another or the target
-        (`how.target`, required if `rests_on` is `"target"`)."""
+        (`Loading.target`, required if `rests_on` is `"target"`)."""
 
     @abstractmethod
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
@@ -139,7 +139,7 @@ class DraftKind(ABC):
         )
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        """Write the draft to `to.folder` in a format that other engines serve; `ValueError` if that is impossible."""
+        """Write the draft to a folder (`Destination`) in a format that other engines serve; `ValueError` if that is impossible."""
         raise NotImplementedError
 
 
