@@ -139,7 +139,7 @@ class DraftKind(ABC):
         )
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        """Write the draft to a folder (`Destination`) in a format that other engines serve; `ValueError` if that is impossible."""
+        """Write the draft to a folder in a format that other engines serve; `ValueError` if that is impossible."""
         raise NotImplementedError
 
 
