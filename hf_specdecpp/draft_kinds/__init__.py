@@ -1,1 +1,1 @@
-"""The kinds of draft (`draft_kind.DraftKind`): a class each, in a folder where it has modules of its own."""
+"""The kinds of draft (`draft_kind.DraftKind`): one class each, in a folder if the kind has modules of its own."""

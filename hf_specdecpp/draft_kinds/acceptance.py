@@ -1,4 +1,4 @@
-"""How often a draft guesses what its target says of a few short texts: the check of drafts that others published."""
+"""Check of published drafts: how often the draft's candidates equal the target's choices in a few short texts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hf_specdecpp.drafting.draft import Draft
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, longest_text, num_embeddings, trying
 from hf_specdecpp.models.target_states import TargetStates
 
-PLACES = 3  # candidates of a round that are looked at
-FIRST, EVERY = 8, 4  # where the first round of a text begins, and the tokens between two rounds
-NOTHING = 0.1  # of the first candidates: below it a draft is for another target, or its files are misread
+PLACES = 3  # candidates per round that are compared
+FIRST, EVERY = 8, 4  # fewest tokens before a round, and the tokens between the starts of two rounds
+NOTHING = 0.1  # share of first candidates below which a draft is for another target, or misread
 WRONG = "It is probably for another target, or read in a wrong way: docs/ready-made.md says what else to try."
 TEXTS = (
     "The old lighthouse at the end of the harbour had not been used for twenty years. When the town decided to sell "
@@ -28,20 +28,20 @@ TEXTS = (
 
 
 def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[float]:
-    """The share of first, second and third candidates that are the target's choice; `[]` without texts.
+    """Return the share of first, second and third candidates that equal the target's choice; `[]` without texts.
 
-    Rounds begin at several places of each text. Each reads the text before, and proposes candidates after the text's
-    own tokens, which the target, too, has read: one pass of the target a text. Of two ways to read the files of a draft
-    the one with more agreement is right.
+    Rounds start at several positions of each text. In each the draft reads the tokens before and proposes candidates
+    that follow the text's own tokens, so that one forward pass of the target per text gives all its choices. Of two
+    readings of a draft's files, the one with higher agreement is right.
 
     Args:
-        draft: that has met the target.
-        texts: token ids `[1, n]` each (`texts_for`).
+        draft: bound to the target.
+        texts: token ids, `[1, n]` each (`texts_for`).
     """
     places, rounds = int(min(PLACES, draft.places)), 0
     hits, width = [0] * places, target.config.get_text_config().vocab_size
     for text in (each.to(input_device(target)) for each in texts):
-        # The target's own rows, for drafts that read them: the cache is cropped from round to round.
+        # Drafts that read the target's cache get it cropped to the prefix of each round.
         cache: Any = DynamicCache(config=target.config) if draft.shares_cache else None
         states = TargetStates(target, draft.reads)
         with trying(target) as read:
@@ -62,16 +62,16 @@ def agreement(draft: Draft, target: CausalLM, texts: Sequence[Tensor]) -> list[f
 
 
 def texts_for(target: CausalLM, tokenizer: Any | None) -> list[Tensor]:
-    """The texts of the check, `[1, n]` token ids each, as far as the target has positions; none without a tokenizer.
-    Left out are texts that have too few tokens (transformers makes tokenizers without a vocabulary of some configs) or
-    ids that the target does not embed."""
+    """Return token ids `[1, n]` of each text, cut to the target's positions (at most 256); `[]` without a tokenizer.
+    Texts with too few tokens (transformers makes tokenizers without a vocabulary for some configs) or with ids that the
+    target does not embed are left out."""
     known, most = num_embeddings(target), int(min(longest_text(target), 256))
     made = [] if tokenizer is None else [tokenizer(text)["input_ids"][:most] for text in TEXTS]
     return [torch.tensor([ids]) for ids in made if len(ids) >= FIRST + PLACES and max(ids) < known]
 
 
 def describe(shares: Sequence[float]) -> str:
-    """The result of `agreement` in sentences, with what to do where the draft is useless (`is_wrong`)."""
+    """Describe the result of `agreement` in sentences, with a remedy if the draft is useless (`is_wrong`)."""
     if not shares:
         return "How often it guesses right is not known, as the target has no tokenizer that fits it."
     words = ", ".join(("first", "second", "third")[: len(shares)])
@@ -80,5 +80,5 @@ def describe(shares: Sequence[float]) -> str:
 
 
 def is_wrong(shares: Sequence[float]) -> bool:
-    """Whether the target chose next to none of the first candidates."""
+    """Whether fewer than 10 % of the first candidates (`NOTHING`) equal the target's choice."""
     return bool(shares) and shares[0] < NOTHING

@@ -1,7 +1,7 @@
-"""Make a module of a config and tensors that anybody may have written.
+"""Make a module from a config and tensors that are not trusted.
 
-The config is read with bounds, names and shapes of the tensors are compared with what it says, and only then is a
-module made: none of a repository's numbers decides how long loading takes or how much memory it needs.
+The config's numbers are bounded, and the names and shapes of the tensors are compared with the config, before memory
+for weights is used: a repository cannot make loading slow or large by writing big numbers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from hf_specdecpp.models.causal_lm import renew_rotary
 
 Module = TypeVar("Module", bound=nn.Module)
 
-SPECULATORS = "speculators_model_type"  # marks the dialect of that package
-DEFAULT_THETA = 10000.0  # of the original code, whatever the target's is
+SPECULATORS = "speculators_model_type"  # this field identifies configs of the package speculators
+DEFAULT_THETA = 10000.0  # the default of the original EAGLE code, independent of the target
 INSTEAD = "Load an EAGLE-3 or DFlash draft of this target, or train one of this package (specdecpp train)"
 
 
@@ -31,7 +31,7 @@ INSTEAD = "Load an EAGLE-3 or DFlash draft of this target, or train one of this 
 
 
 def mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A part of a config, empty where it is missing; `ValueError` where it is something else."""
+    """Return a mapping within a config, empty if it is missing; `ValueError` if it is not a mapping."""
     found = raw.get(name) or {}
     if not isinstance(found, Mapping):
         raise ValueError(f"{name}={str(found)[:200]!r} of config.json must be a mapping. Download it again.")
@@ -39,13 +39,13 @@ def mapping(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def target_of(raw: Mapping[str, Any]) -> str | None:
-    """The target that a config of speculators names, if it does."""
+    """Return the target that a speculators config names, or `None`."""
     name = mapping(mapping(raw, "speculators_config"), "verifier").get("name_or_path")
     return name if isinstance(name, str) else None
 
 
 def refuse_other_types(raw: Mapping[str, Any], own: str) -> None:
-    """Raise `ValueError` for a config of speculators whose type is not `own`."""
+    """Raise `ValueError` for a speculators config of another type than `own`."""
     if (found := raw.get(SPECULATORS, own)) != own:
         raise ValueError(
             f"This repository holds a draft of speculators of type {shown(found)}, which hf_specdecpp cannot draft "
@@ -54,11 +54,11 @@ def refuse_other_types(raw: Mapping[str, Any], own: str) -> None:
 
 
 def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: float | None = None) -> dict[str, Any]:
-    """What a config says of a draft's layers `but` some fields, in transformers' names; bounds are not checked yet.
+    """Return a config's fields of a draft's layers, except `but`, by their names in transformers. Not yet bounded.
 
-    The rotary parameters are the draft's own, not a target's: of `rope_parameters`, or of `rope_theta` and
-    `rope_scaling`. `ValueError`, with a `cure`, if they make no sense, or a part of each head only is rotated. `theta`:
-    in the place of what stands there.
+    Rotary parameters are read from `rope_parameters`, or from `rope_theta` and `rope_scaling`, never from the target;
+    `theta` replaces the config's `rope_theta`. `ValueError` if they are invalid (ends with `cure`), or if only a part
+    of each head is rotated.
     """
     names = [name for name in LAYER if name not in (*but, "rope_parameters") and config.get(name) is not None]
     rope = dict(mapping(config, "rope_parameters") or mapping(config, "rope_scaling"))
@@ -74,14 +74,14 @@ def layers_of(config: Mapping[str, Any], but: Iterable[str], cure: str, theta: f
     if type(found) not in (int, float) or found <= 0 or any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(f"The draft's rotary parameters make no sense: rope_theta={found!r}, {rope}. {cure}")
     if kind in ("mrope", "default") or "mrope_section" in rope:
-        rope, kind = {}, "default"  # a draft's positions are those of text
+        rope, kind = {}, "default"  # a draft has positions of text tokens only
     rotary = {"rope_type": kind, "rope_theta": found, **rope}
     return {**{name: config[name] for name in names}, "rope_parameters": rotary}
 
 
 @contextmanager
 def as_described(name: str) -> Iterator[None]:
-    """What goes wrong within is a `ValueError` about the description of a module."""
+    """Convert exceptions in the `with` block to a `ValueError`: the module `name` cannot be built as described."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - transformers and torch raise anything for numbers that do not go together
@@ -91,8 +91,8 @@ def as_described(name: str) -> Iterator[None]:
 
 
 def read_own(settings: Any, build: Callable[..., Module], title: str, arguments: dict[str, Any], path: Path) -> Module:
-    """A draft that was trained here, with these arguments of its settings and the tensors in a file; errors of `build`.
-    Nothing but the header of the file is read before names and shapes are seen to fit."""
+    """Load a draft trained by this package: `settings(**arguments)` and the tensors of a file; raises as `build` does.
+    Only the header of the file is read before names and shapes are checked."""
     with as_described(title):
         check_arguments(settings, arguments)
         made = settings(**arguments)
@@ -106,12 +106,12 @@ def read_own(settings: Any, build: Callable[..., Module], title: str, arguments:
 
 @dataclass(frozen=True)
 class Names:
-    """What the tensors of a checkpoint are called here, and in its file.
+    """Translation between tensor names in a checkpoint and in the module.
 
     Attributes:
-        patterns: each in turn is replaced in a name of the file by what stands beside it.
-        ignored: names of tensors that say nothing, such as rotary frequencies.
-        original: the name in a file of what has this name here: the patterns undone.
+        patterns: pairs (regular expression, replacement), applied in order to a name of the checkpoint.
+        ignored: regular expression for names of tensors to skip, such as rotary frequencies.
+        original: maps a name in the module to its name in a checkpoint.
     """
 
     patterns: Sequence[tuple[str, str]] = ()
@@ -119,7 +119,7 @@ class Names:
     original: Callable[[str], str] = str
 
     def here(self, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-        """The tensors of a checkpoint by their names here; `ValueError` if two have one name."""
+        """Return a checkpoint's tensors by their names in the module; `ValueError` if two get the same name."""
         named: dict[str, Tensor] = {}
         for there, tensor in tensors.items():
             if re.search(self.ignored, there):
@@ -133,12 +133,12 @@ class Names:
         return named
 
     def in_file(self, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """The tensors of a module by their names in a file, in a dtype; as they are by default."""
+        """Return a module's tensors by their names in a checkpoint, converted to `dtype` if given."""
         return {self.original(name): tensor.to(dtype or tensor.dtype) for name, tensor in state.items()}
 
 
 def renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
-    """The name here of a tensor of a checkpoint."""
+    """Apply the patterns of `Names` to the name of a checkpoint's tensor."""
     for pattern, here in patterns:
         name = re.sub(pattern, here, name)
     return name
@@ -147,15 +147,15 @@ def renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
 def build(
     make: Callable[[], Module], named: Mapping[str, Tensor], depth: int, source: str, title: str, names: Names = Names()
 ) -> Module:  # fmt: skip
-    """A draft with the tensors of a checkpoint, which are taken as they are, not copied; `ValueError` if it cannot be
-    made, or a tensor is missing, unexpected, of another shape, or of whole numbers. Of tensors on the meta device
-    (`Weights.outline`) all is checked but the numbers in them.
+    """Make a draft from the tensors of a checkpoint, without copying them. `ValueError` if the module cannot be made,
+    or if a tensor is missing, unexpected, of another shape, or not floating point. Tensors on the meta device
+    (`Weights.outline`) get all these checks, too.
 
     Args:
-        make: makes it; is called on no device.
-        named: the tensors, by the names that they have in it.
-        depth: how many layers the config says. That is compared first: making layers takes time also on no device.
-        source, title, names: where they are from, and what such drafts and their tensors are called, for messages.
+        make: makes the module; called on the meta device.
+        named: the tensors, by their names in the module.
+        depth: number of layers in the config, checked before `make`, which takes time per layer even on meta.
+        source, title, names: for messages: the checkpoint's name, the kind of draft, and tensor names in the file.
     """
     found = {int(match[1]) for name in named if (match := re.search(r"(?:^|\.)layers\.(\d{1,4})\.", name))}
     if found and found != set(range(depth)):
@@ -193,7 +193,7 @@ def build(
 
 
 def not_of_form(source: str, title: str, missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """The error message for tensors that do not match a config: names of missing and of unexpected tensors."""
+    """Return the error message for tensors that do not match a config: lists missing and unexpected tensors."""
     lists = (("missing", sorted(missing)), ("unexpected", sorted(unexpected)))
     named = ", ".join(f"{what} {', '.join(names[:9])}" for what, names in lists if names)
     article = "an" if title[0] in "AEIOU" else "a"
@@ -204,9 +204,9 @@ def not_of_form(source: str, title: str, missing: Iterable[str], unexpected: Ite
 
 
 def read_module(kind: type[Module], name: str, arguments: dict[str, Any], path: Path, hint: str) -> Module:
-    """A module with these arguments, whose weights are in `path`. No memory is taken before they are seen to fit.
-    `ValueError` if the arguments make no sense, or the file is damaged or does not fit them. `name` and `hint`: what it
-    is called in a message, and what ends the message if the weights are of another one."""
+    """Make `kind(**arguments)` with the weights in `path`. Memory is used only after names and shapes were checked.
+    `ValueError` if the arguments are invalid, or the file is damaged or does not fit them. For messages: `name` of the
+    module, and `hint`, the last sentence if the weights do not fit."""
     with as_described(name):
         check_arguments(kind.__init__, arguments)
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""A draft of a layer or two of the target that reads its hidden states (`Conditioned`), and its input (`Fusion`)."""
+"""Drafts of one or two target layers that read the target's hidden states (`Conditioned`); their input (`Fusion`)."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from hf_specdecpp.models.quantised import sizes_of
 from hf_specdecpp.models.target_states import FINAL, StateReader
 
 FUSION = "fusion.safetensors"
-# Why a draft that reads the target's states cannot have a head that judges "after".
+# Why a draft that reads the target's states cannot have a head with `inputs="after"`.
 NO_LATE_VERDICTS = (
     "reads a text that mixes the draft's tokens in, where a draft that reads the target's states finds none"
 )
 
 
 class Fusion(StateReader):
-    """The input of a conditioned draft at a token: the state at the token before it, and the token itself.
+    """Computes the input x of a conditioned draft for a token from its embedding and the state at the token before.
 
         x = F [s; e],   s = h + R [h_1; ...; h_n]
 
-    e is the token's input embedding. For a token that the target has verified, h is the target's final hidden state
-    (after its final norm) at the token before, and h_1, ..., h_n are the outputs of its layers `reads` there. For a
-    candidate after another one the target has no state yet: s is the draft's own final state.
+    e is the token's input embedding. For verified tokens, h is the target's final hidden state (after its final norm)
+    at the token before, and h_1, ..., h_n are the outputs of its layers `reads` there. For a candidate that follows
+    another one the target has no state yet: s is the draft's own final state at the token before.
 
-    Example: after the text "a b c" the candidates d and e are drafted. The draft reads b with the target's state at a,
-    and c with that at b, which gives d. It reads d with its own state at c, which gives e. Once d is verified, it reads
-    d again, with the target's state at c.
+    Example: candidates d and e are drafted after the sequence "a b c". The draft reads b with the target's state at a,
+    and c with the target's state at b, and proposes d. It reads d with its own state at c, and proposes e. After d is
+    accepted, the draft reads d again, with the target's state at c.
 
     Args:
-        hidden_size: of target and draft, H.
-        embedding_size: E, also the size of x.
-        reads: indices of the target's layers whose outputs are read beside its final state.
-        rank: of F and R as products of two smaller maps; `None` for full ones.
+        hidden_size: H, the hidden size of target and draft.
+        embedding_size: E, the size of e and x.
+        reads: indices of the target's layers whose outputs are read in addition to its final state.
+        rank: rank of F and R, each factored into two smaller matrices; `None` for full matrices.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class Fusion(StateReader):
         self.reset()
 
     def to_config(self) -> dict[str, Any]:
-        """Its arguments."""
+        """Return the arguments of `__init__`."""
         sizes = {name: getattr(self, name) for name in ("hidden_size", "embedding_size", "rank")}
         return {**sizes, "reads": self.reads[1:]}
 
     @classmethod
     def untrained(cls, target: CausalLM, reads: Sequence[int], rank: int | None = None) -> Fusion:
-        """One of a target's sizes."""
+        """Make an untrained fusion with the target's hidden and embedding size."""
         hidden_size, _ = sizes_of(target.get_output_embeddings())
         return cls(hidden_size, target.get_input_embeddings().weight.shape[1], list(reads), rank)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """As it is untrained: x = e with full maps, and the layers that are read change nothing."""
+        """Reset to the untrained state: R = 0, and if F is a full matrix, x = e."""
         if isinstance(self.fuse, nn.Linear):
             self.fuse.weight.zero_()
             self.fuse.weight[:, self.hidden_size :].fill_diagonal_(1.0)
@@ -80,7 +80,7 @@ class Fusion(StateReader):
             _last(self.read).weight.zero_()
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """The draft's inputs `[..., E]`, of states `[..., width]` of the target, or its own, and embeddings."""
+        """Return x `[..., E]` of states of the target `[..., width]` or draft `[..., H]`, and embeddings `[..., E]`."""
         if self.read is not None and states.shape[-1] == self.width:
             final, read = states.split((self.hidden_size, self.width - self.hidden_size), dim=-1)
             states = final + self.read(read)
@@ -102,7 +102,7 @@ OTHERS = "It does not belong to the fusion that config.json describes: download 
 
 
 class Conditioned(EarlyExit):
-    """A layer or two of the target that read its hidden states."""
+    """Draft with one or two of the target's layers, which read its hidden states through a `Fusion`."""
 
     name = "conditioned"
     own_file, own_field = FUSION, "fusion"
@@ -119,7 +119,7 @@ class Conditioned(EarlyExit):
     }
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        """Such as "layer 2 of the target, which reads its states"."""
+        """Example: "layer 2 of the target, which reads its states"."""
         several = len(config.draft_layers or []) != 1
         return f"{super().describe(config, target)}, which read{'' if several else 's'} its states"
 

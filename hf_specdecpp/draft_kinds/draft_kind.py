@@ -1,5 +1,5 @@
-"""What a kind of draft is (`DraftKind`), one of which others publish drafts, too (`PublishedKind`), and what a draft is
-made of (`Parts`, `Loading`). Nothing but safetensors and JSON is opened."""
+"""Base classes for the kinds of draft: `DraftKind`, and `PublishedKind` for kinds whose drafts others publish, too;
+`Parts` and `Loading` are the inputs for making a draft. Only safetensors and JSON files are opened."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from hf_specdecpp.models.causal_lm import CausalLM, input_device, move
 from hf_specdecpp.models.loading import outside
 from hf_specdecpp.serving import Destination, Exported
 
-Config: TypeAlias = Mapping[str, Any]  # what a `config.json` says
+Config: TypeAlias = Mapping[str, Any]  # the fields of a `config.json`
 Tensors: TypeAlias = dict[str, Tensor]
-NESTED = ("transformer_layer_config", "text_config")  # parts of a config that may hold the fields of the layers
+NESTED = ("transformer_layer_config", "text_config")  # parts of a config that may contain the layers' fields
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a draft that an assistant has, beside its config.
+    """The parts of an assistant's draft that its config does not contain.
 
     Attributes:
         adapter: folder of the draft's PEFT adapter.
         draft_vocab: `[n]` token ids that the draft may propose; `None` for all.
-        module: the module that was trained beside the adapter, or the published draft (`DraftKind.load`).
-        merge: merge the adapter into the weights, or into copies of them.
+        module: the trained module or the published draft, as `DraftKind.load` returns it.
+        merge: merge the adapter of an early exit into copies of the target's weights.
     """
 
     adapter: Path | None = None
@@ -46,12 +46,12 @@ class Parts:
 
 @dataclass(frozen=True)
 class Loading:
-    """Where a draft is loaded from, and to.
+    """The source of a draft, and the dtype and device to load it with.
 
     Attributes:
-        draft: the draft, its folder or its Hub id, instead of the one that the config names.
-        target: the draft is made of its layers, or loaded in its dtype and on its device unless these are given.
-        hub_kwargs: for downloads.
+        draft: a model, folder or Hub id that replaces the draft named in the config.
+        target: the model whose layers the draft uses, or whose dtype and device are the defaults.
+        hub_kwargs: arguments for downloads.
     """
 
     draft: CausalLM | str | Path | None = None
@@ -62,25 +62,24 @@ class Loading:
 
 
 class DraftKind(ABC):
-    """A kind of draft. `known.KINDS` has an instance of each, which holds nothing of an assistant.
+    """A kind of draft: makes, loads, describes and exports drafts. `known.KINDS` contains one stateless instance each.
 
     Attributes:
-        name: `config.draft_kind`.
-        rests_on: whose weights it drafts with: `"draft"`, a model of its own; `"target"`, to which it is bound when the
-            assistant is attached; or `"nothing"`.
-        is_named: whether `config.draft_id` must say where the draft is, or nobody could load it again.
-        own_file: the file of an assistant's repository with the module that was trained beside an adapter; empty where
-            no module is trained.
-        own_field: the field of `SpecDecPPConfig` with the arguments of that module, which its `to_config` returns.
-        unserved: why other engines serve no such draft, and what to do instead, in whole sentences; empty where the
-            draft is exported. `{draft}`, `{target}` and `{output}` stand for its description, target and folder.
-        untrainable: why it is not trained, and what to do instead; empty where it is.
-        first_layers: how many of the target's first layers draft unless a training run says otherwise; `None` for its
-            last one alone.
-        own_layers: whether it drafts with layers of its own, all of which are trained, and no adapter.
-        cannot: what a training run cannot do, with the reason: `"be trained"` (it stays as others trained it), `"stay
-            untrained"`, `"late verdicts"` (a head that judges a candidate after the draft has read it), `"draft
-            vocabulary"`.
+        name: value of `config.draft_kind`.
+        rests_on: the model whose weights the draft uses: `"draft"`, a separate model; `"target"`, the draft is made
+            when the assistant is attached; or `"nothing"`.
+        is_named: whether an assistant can be saved only with a `config.draft_id`, from which to load the draft again.
+        own_file: file with the module's weights in an assistant's repository; empty if the kind has no trained module.
+        own_field: field of `SpecDecPPConfig` with the arguments of that module (its `to_config`).
+        unserved: full sentences: why the draft cannot be exported to other engines, and an alternative; empty if it can
+            be. `{draft}`, `{target}` and `{output}` are filled with its description, target and folder.
+        untrainable: why the kind cannot be trained, and an alternative; empty if it can be.
+        first_layers: default for training: the number of the target's first layers that draft; `None` for its last
+            layer.
+        own_layers: whether the draft consists of new layers that are all trained, without an adapter.
+        cannot: options that a training run does not support, with reasons: `"be trained"` (published weights stay as
+            they are), `"stay untrained"`, `"late verdicts"` (a head that estimates the acceptance of a candidate after
+            the draft has read it), `"draft vocabulary"`.
     """
 
     name: ClassVar[str]
@@ -96,18 +95,18 @@ class DraftKind(ABC):
 
     @abstractmethod
     def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Draft:
-        """The draft of an assistant, made of a target where it rests on that. `ValueError` if its parts do not go
-        together, or do not fit the target."""
+        """Make the draft of an assistant. `ValueError` if the parts do not fit one another or the target
+        (`Loading.target`, required if `rests_on` is `"target"`)."""
 
     @abstractmethod
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        """The draft in a few words, for messages, cards and reports, with a name for the target."""
+        """Describe the draft in a few words, for messages, cards and reports; `target`: the target's name there."""
 
     def load(self, config: SpecDecPPConfig, repository: Repository, draft: Any = None, target: Any = None) -> Any:  # noqa: ARG002
-        """The module that was trained beside an adapter, from the assistant's repository; `None` if there is none.
-        A published draft is read from its own repository, or from `draft` (a folder, Hub id or model) instead.
-        `ValueError` if a file is damaged or not as described, or, before weights are read, if the draft does not fit
-        `target`."""
+        """Load `Parts.module`: the trained module from the assistant's repository, or `None` if the kind has none.
+        Published drafts are loaded from `config.draft_id`, or from `draft` (a folder, Hub id or model). `ValueError` if
+        a file is damaged or does not match its config, or, before weights are read, if the draft of a repository with
+        nothing else (`is_whole`) does not fit `target`."""
         if not self.has_own_file(config):
             return None
         if (arguments := getattr(config, self.own_field)) is None:
@@ -118,43 +117,44 @@ class DraftKind(ABC):
         return self.read_own(arguments, repository.file(self.own_file))
 
     def has_own_file(self, config: SpecDecPPConfig) -> bool:
-        """Whether the assistant's repository has `own_file`: what others publish stays elsewhere."""
+        """Whether the assistant's repository contains `own_file`. Published drafts stay in their own repositories."""
         return bool(self.own_file) and config.draft_id is None
 
     def read_own(self, arguments: dict[str, Any], path: Path) -> Any:
-        """The module with these arguments, whose tensors are in `own_file`, which is at `path`; `ValueError` if the
-        arguments make no sense, or the file is damaged or does not fit them."""
+        """Make the trained module from its arguments and the file at `path`, a copy of `own_file`. `ValueError` if the
+        arguments are invalid, or the file is damaged or does not fit them."""
         raise NotImplementedError
 
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:  # noqa: ARG002
-        """The tensors of `own_file`: those of a module, or of its `state` where other processes have parts of it, in
-        `dtype` if that is given."""
+        """Return the tensors to save in `own_file`, from the module or from `state`, its gathered state dict if the
+        module is sharded over processes. Kinds that convert use `dtype`."""
         return dict(state or module.state_dict())
 
     def override(self, config: SpecDecPPConfig, values: Any) -> None:
-        """Read a draft of others otherwise than its config says; `ValueError` where there is nothing to override."""
+        """Apply `from_pretrained(eagle3=...)`: settings that override a draft's own config. `ValueError` for kinds
+        other than published EAGLE-3 drafts."""
         raise ValueError(
             f"eagle3={values} says how an EAGLE-3 draft that others trained is to be read, and this assistant drafts "
             f"with {self.describe(config)}. Leave it out."
         )
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
-        """Write the draft into a folder in a form that other engines serve; `ValueError` where it cannot be written."""
+        """Write the draft to a folder in a format that other engines serve; `ValueError` if that is impossible."""
         raise NotImplementedError
 
 
 class PublishedKind(DraftKind):
-    """A kind whose drafts others publish, too: `config.draft_id` names their repository.
+    """A kind whose drafts others publish, too: `config.draft_id` is the Hub id or folder of a published draft.
 
     Attributes:
-        belongs: which target such a draft is for, in whole sentences.
-        drafter: the class of the `Draft`, which is made of what was read and the target that it was bound to.
-        model_class: the class of what is read, where it is a model that a user may have as an object.
-        no_model: the end of a message: why a model object is no such draft; empty where it can be one.
-        served_by: which engines serve such a repository, and how; empty where it is exported for them.
-        is_whole: whether a repository holds the draft and nothing else; else tensors are read as they are asked for.
-        most_config_bytes: of its `config.json`.
-        cure: what to do where there are no safetensors.
+        belongs: full sentences for errors: the target that such a draft needs.
+        drafter: class of the `Draft`, called with the loaded draft and its target.
+        model_class: class of the loaded draft, if users may pass such a model object.
+        no_model: end of an error message: why other model objects cannot be such drafts; empty if they can.
+        served_by: engines that serve a published repository directly, and how; empty if it has to be exported.
+        is_whole: whether the repository contains only the draft; otherwise only the draft's tensors are read.
+        most_config_bytes: largest accepted size of its `config.json`.
+        cure: end of the error message for repositories without safetensors.
     """
 
     belongs: ClassVar[str] = ""
@@ -171,32 +171,32 @@ class PublishedKind(DraftKind):
 
     @abstractmethod
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> Any:
-        """The draft that a config and its tensors (shared, not copied) make; `source` is their name in messages.
-        `ValueError` with what to do if they are of another draft, damaged, or do not go together."""
+        """Make a draft from a published config and its tensors (shared, not copied); `source` names them in errors.
+        `ValueError`, with a remedy, if they are damaged, do not match, or belong to another kind of draft."""
 
     def reader(self, config: SpecDecPPConfig) -> Callable[[Config, Mapping[str, Tensor], str], Any]:  # noqa: ARG002
-        """`read`, with what the config of an assistant says otherwise than the draft's own."""
+        """Return `read`, with the overrides of an assistant's config applied."""
         return self.read
 
     def recognises(self, raw: Config) -> bool:  # noqa: ARG002
-        """Whether a `config.json` of others is of such a draft, or of a relative that `read` refuses."""
+        """Whether a published `config.json` describes such a draft, or a related one that `read` rejects."""
         return False
 
     def is_marked(self, raw: Config) -> bool:
-        """Whether the config names such drafts, so that it is of no ordinary model."""
+        """Whether the config identifies such a draft for certain: it cannot describe an ordinary model."""
         return self.recognises(raw)
 
     def fields(self, raw: Config) -> dict[str, Any]:  # noqa: ARG002
-        """What a config of others says of an assistant: fields of `SpecDecPPConfig`; `ValueError` if damaged."""
+        """Return the fields of `SpecDecPPConfig` that a published config determines; `ValueError` if damaged."""
         return {}
 
     def settings(self, module: Any) -> dict[str, Any]:
-        """The settings of a draft that `inspect` shows, by name."""
+        """Return the settings of a loaded draft that `specdecpp inspect` prints, by name."""
         settings: dict[str, Any] = module.to_config()
         return settings
 
     def misfit(self, module: Any, target: CausalLM) -> str | None:  # noqa: ARG002
-        """What about a draft does not fit a target, as a clause after the draft's name; `None` where it fits."""
+        """Return why a loaded draft does not fit a target, as a clause after the draft's name; `None` if it fits."""
         return None
 
     def load(self, config: SpecDecPPConfig, repository: Repository, draft: Any = None, target: Any = None) -> Any:
@@ -238,18 +238,17 @@ class PublishedKind(DraftKind):
         return draft
 
     def bind(self, module: Any, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-        """Move a draft, `name` in messages, to its target, in the target's dtype or another one; `ValueError` if it was
-        made for another target."""
+        """Move a loaded draft to the target's input device and dtype (or `dtype`). `name` describes the draft in the
+        `ValueError` for a draft that does not fit the target."""
         self._refuse(target, name, self.misfit(module, target))
         move(module, input_device(target), dtype or target.dtype)
 
     def _refuse(self, target: CausalLM, name: str, wrong: str | None) -> None:
-        """Raise `ValueError` if something about a draft is `wrong` for its target."""
         if wrong is not None:
             raise ValueError(f"{name} {wrong} in {type(target).__name__}. {self.belongs}")
 
     def _of_model(self, draft: CausalLM) -> Any:
-        """The draft of a model object, which shares its tensors; `ValueError` if it is none."""
+        """Make a draft that shares the tensors of a model object; `ValueError` if the model is not such a draft."""
         if self.model_class is not None and isinstance(draft, self.model_class):
             return draft
         if self.no_model:
@@ -258,7 +257,8 @@ class PublishedKind(DraftKind):
 
 
 def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:
-    """The `config.json` of a folder, Hub id or model object; `None` if there is none: whoever loads it says so."""
+    """Return the config of a folder, Hub id or model object; `None` if there is none or it cannot be read. The error
+    is left to the code that loads the draft."""
     if not isinstance(name, str | Path):
         config = getattr(name, "config", None)
         return config.to_dict() if isinstance(config, PreTrainedConfig) else None
@@ -269,5 +269,5 @@ def raw_config(name: CausalLM | str | Path) -> dict[str, Any] | None:
 
 
 def pinned(config: SpecDecPPConfig) -> str:
-    """The repository of a draft and its commit, for messages."""
+    """Return the Hub id or folder of a draft, with its commit if known, for messages."""
     return f"{config.draft_id}{f' at {config.draft_revision}' if config.draft_revision else ''}"

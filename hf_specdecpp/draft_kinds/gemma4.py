@@ -1,6 +1,5 @@
-"""Gemma 4 assistants (`Gemma4`), which are a class of transformers: how their checkpoints are read, and how a draft is
-bound to its target. An assistant as one generation sees it (`Gemma4Draft`), its side of a text (`SharedSession`), or of
-captured rounds (`SharedSteps`), and what of the target's cache it attends to (`SharedRows`)."""
+"""Gemma 4 assistants, a model class of transformers: checkpoints (`Gemma4`), the `Draft` (`Gemma4Draft`), its session
+(`SharedSession`), captured rounds (`SharedSteps`), and the rows of the target's cache to attend to (`SharedRows`)."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ OWN = (
     "backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k", "use_ordered_embeddings",
     "tie_word_embeddings",
 )  # fmt: skip
-# Of its layers. Those of one kind may have heads of their own, as the newest versions write it or as older ones do.
+# Fields of the layers. Full and sliding layers may have different heads, in new (`per_layer_config`) or old fields.
 TEXT = (
     *value_checks.LAYER, "hidden_activation", "num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads",
     "per_layer_config", "use_bidirectional_attention", "hidden_size_per_layer_input", "vocab_size_per_layer_input",
@@ -46,12 +45,12 @@ HEADS_OF_LAYER = {"head_dim", "num_key_value_heads"}
 
 @dataclass(frozen=True)
 class SharedRows:
-    """What the draft sees in one round: the verified text but for its last token, which the target has not read yet.
+    """Keys and values that the draft attends to in a round: of all verified tokens but the last, which is unread.
 
     Attributes:
         rows: by kind of layer: keys and values, `[1, kv_heads, n, head_dim]` each.
-        masks: by kind of layer: bool `[1, 1, 1, n]`, or `None` where all of them are seen.
-        position: `[1, 1]`, of the text's last token. All candidates of a round stand there.
+        masks: by kind of layer: bool `[1, 1, 1, n]`, True where attended to, or `None` for all.
+        position: `[1, 1]`, position of the last token, used for all candidates of the round.
     """
 
     rows: dict[str, tuple[Tensor, Tensor]]
@@ -60,25 +59,25 @@ class SharedRows:
 
 
 def sources(config: Any) -> dict[str, int]:
-    """The target's layer whose keys and values the draft's layers of each kind read: the last that has its own.
+    """Return, by kind, the target layer whose keys and values the draft's layers read: the last with its own.
 
-    Example: of six layers `s s f s s f` the last two read those of others. Layer 3 is the source of kind s, 2 of f.
+    Example: of six layers `s s f s s f` the last two share the keys and values of others: `{"s": 3, "f": 2}`.
     """
     with_own = config.layer_types[: config.num_hidden_layers - (config.num_kv_shared_layers or 0)]
     return {kind: place for place, kind in enumerate(with_own)}
 
 
 def heads_of(attention: Any) -> tuple[int, int]:
-    """How many heads of keys a layer attends to, and how many numbers they have."""
+    """Return the number of key heads of an attention module, and their size."""
     return attention.config.num_attention_heads // attention.num_key_value_groups, attention.head_dim
 
 
 class Gemma4Draft(StateDraft):
-    """Drafts with an assistant of transformers' class, on the device of the target that it was bound to
-    (`PublishedKind.bind`).
+    """Drafts with a Gemma 4 assistant that is bound to its target (`PublishedKind.bind`).
 
-    Its step reads a token and the state before it, which after the verified text is the target's final state, and
-    further on its own. It has no keys and values: all that it sees are the target's. So are the embeddings.
+    A step reads a token and the state at the token before: the target's final state for the last verified token, the
+    draft's own state for candidates. The draft has no keys and values; it attends to the target's, and uses the
+    target's embeddings.
     """
 
     shares_cache = True
@@ -99,7 +98,7 @@ class Gemma4Draft(StateDraft):
 
     @property
     def parts(self) -> list[nn.Module]:
-        model = self.model  # of the head only some rows are read where tokens are in clusters
+        model = self.model  # with token clusters only some rows of the head are read
         head = model.lm_head if model.masked_embedding is None else model.masked_embedding
         return [model.pre_projection, model.model, model.post_projection, head]
 
@@ -111,7 +110,7 @@ class Gemma4Draft(StateDraft):
         return None if self.captured_copy is None else SharedSteps(self.captured_copy, vocab_size)
 
     def rows_in(self, cache: FixedCache) -> SharedRows:
-        """What it sees of a text in a target's room."""
+        """Return the keys, values and masks for a captured round, from the target's `FixedCache`."""
         layers: list[Any] = cache.layers
         rows = {kind: (layers[place].keys, layers[place].values) for kind, place in self.sources.items()}
         position = cache.length[:, None]
@@ -120,7 +119,7 @@ class Gemma4Draft(StateDraft):
         places, length = torch.arange(cache.room, device=position.device), cache.length[:, None]
         held = places < length
         shown = held if cache.prompt is None else held & cache.prompt.shown
-        near = places > length - self.own.sliding_window  # what the target sees: the token itself, and those before
+        near = places > length - self.own.sliding_window  # the target's window includes the token itself
         masks: dict[str, Tensor | None] = {}
         for kind in rows:
             masks[kind] = (shown & (near if kind == "sliding_attention" else held))[:, None, None]
@@ -136,7 +135,8 @@ class Gemma4Draft(StateDraft):
         return embeddings.to(tokens.device)
 
     def rows(self, text: SharedContext) -> SharedRows:
-        """What it sees of a target's text: in layers with a window the token itself, and `window - 1` before."""
+        """Return the keys, values and masks for a round. Sliding layers: the last `window - 1` rows of the cache, as
+        the target's window includes the token itself."""
         shown, rows, masks = text.shown, {}, {}
         for kind, place in self.sources.items():
             layer = text.cache.layers[place]
@@ -148,15 +148,15 @@ class Gemma4Draft(StateDraft):
         return SharedRows(rows, masks, text.position.to(self.device))
 
     def run(self, tokens: Tensor, states: Tensor, seen: SharedRows) -> tuple[Tensor, Tensor, Tensor]:
-        """A step after each of n tokens, none of which sees another.
+        """Run one draft step after each of n tokens, which do not attend to one another.
 
         Args:
             tokens: `[1, n]`.
-            states: `[1, n, embedding_size]`, before them.
+            states: `[1, n, embedding_size]`, the state at the token before each.
 
         Returns:
-            Logits `[n, vocab]` float32, the states `[n, hidden_size]` that they are of, and `[n, embedding_size]`
-            those that a further step reads.
+            Logits `[n, vocab]` float32, the hidden states `[n, hidden_size]` that they were computed from, and the
+            states `[n, embedding_size]` that the next step reads.
         """
         inputs = self.model.pre_projection(torch.cat((self.embed(tokens), states), dim=-1))
         count = tokens.shape[1]
@@ -168,10 +168,10 @@ class Gemma4Draft(StateDraft):
         return self._logits(hidden).float(), hidden, self.model.post_projection(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """`[n, vocab_size]` of `[n, hidden_size]`; where tokens are in clusters, -inf outside the likeliest of these.
+        """Return logits `[n, vocab_size]` of `[n, hidden_size]`; with token clusters, -inf outside the likeliest ones.
 
-        transformers gives the others a number below the least of the pass, so that q would depend on what else is in
-        the pass, and have some mass on every token.
+        transformers fills the others with a number below the least logit of the pass: q would depend on the other rows
+        of the pass, and give every token some probability.
         """
         head, clusters = self.model.lm_head, self.model.masked_embedding
         if clusters is None:
@@ -184,11 +184,11 @@ class Gemma4Draft(StateDraft):
 
 
 class SharedSession(DraftingSession):
-    """An assistant's side of one text. Between rounds it keeps but the text's last token and the state before it.
+    """Session for one sequence. Between rounds it keeps only the last token and the state at the token before.
 
-    Example: the text "a b c" is verified, and the target has read "a b". The first step reads c with the target's state
-    at b, and gives d; the second reads d with the first one's state. Both attend to the target's rows of "a b", and
-    both stand at the position of c.
+    Example: "a b c" is verified, and the target has read "a b". The first step reads c with the target's state at b,
+    and proposes d; the second reads d with the state of the first step. Both attend to the target's rows of "a b", and
+    both have the position of c.
     """
 
     length = 0
@@ -198,7 +198,7 @@ class SharedSession(DraftingSession):
         self.draft, self.vocab_size, self.embed = draft, vocab_size, draft.embed
         self._text: Any = None  # a `SharedContext`
         self._seen: SharedRows | None = None  # in this round
-        self._states: dict[int, Tensor] = {}  # `[embedding_size]`: its own after nodes of a tree, or of a chain after 0
+        self._states: dict[int, Tensor] = {}  # `[embedding_size]` by tree node; a chain uses 0
 
     def bind_cache(self, text: SharedContext) -> None:
         cache = text.cache
@@ -229,10 +229,10 @@ class SharedSession(DraftingSession):
         return self._pass(tokens, torch.stack([self._states[tree.parents[node]] for node in nodes])[None], nodes)
 
     def commit_path(self, path: list[int]) -> None:
-        """What was accepted is read anew, in the target's rows and with its state."""
+        """Does nothing: accepted tokens are read in the next round, from the target's cache and final state."""
 
     def _pass(self, tokens: Tensor, states: Tensor, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """Logits and hidden states after some nodes; the states that further steps read are kept."""
+        """Return logits and hidden states after these nodes, and store the states that the next steps read."""
         draft = self.draft
         self._seen = self._seen or draft.rows(self._text)
         logits, hidden, further = draft.run(tokens.to(draft.device), states.to(draft.device, draft.dtype), self._seen)
@@ -242,8 +242,8 @@ class SharedSession(DraftingSession):
 
 
 class SharedSteps(RoundSteps):
-    """As `SharedSession`: each node is read with the state before it, and sees the verified text but for its last
-    token in the target's cache. Of the window the last token counts alone."""
+    """`SharedSession` for captured rounds: each node is read with the state of its parent, and attends to the target's
+    cache. Of the window only the last token is used."""
 
     shares_cache, num_layers = True, 0
 
@@ -252,7 +252,7 @@ class SharedSteps(RoundSteps):
         self.draft = draft
 
     def read(self, cache: FixedCache, window: Window) -> None:
-        """The target has read it; the draft has no cache but a length."""
+        """Add the window to the cache's length: the draft stores no keys and values."""
         cache.length.add_(window.last + 1)
 
     def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - all stand alike
@@ -268,8 +268,7 @@ class SharedSteps(RoundSteps):
 
 
 class Gemma4(PublishedKind):
-    """An assistant of transformers' class, beside the target that it was trained for: a few layers that attend to the
-    keys and values in the target's own cache."""
+    """Draft with a Gemma 4 assistant: a few layers that attend to the cache of the target they were trained for."""
 
     name = "gemma4"
     is_named = True
@@ -290,7 +289,7 @@ class Gemma4(PublishedKind):
         return re.fullmatch(r"gemma\d\w*_assistant", str(raw.get("model_type"))) is not None
 
     def fields(self, raw: Config) -> dict[str, Any]:
-        """transformers compares the size of the vocabulary."""
+        """Return `vocab_size`, which transformers compares with the target's."""
         size = {"vocab_size": mapping(raw, "text_config").get("vocab_size")}
         check_numbers(size)
         return size
@@ -299,7 +298,7 @@ class Gemma4(PublishedKind):
         return {name: getattr(module.config, name) for name in OWN}
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> CausalLM:
-        """`ValueError` also if this transformers has no such class."""
+        """Make the model. `ValueError` also if the installed transformers lacks its class."""
         kind = str(raw.get("model_type"))
         if kind not in CONFIG_MAPPING:
             raise ValueError(
@@ -308,7 +307,7 @@ class Gemma4(PublishedKind):
             )
         with as_described("Gemma 4 assistant"):
             config = CONFIG_MAPPING[kind].from_dict(_known(kind, raw))
-            # Clusters, if there are any, are equally large, and some of them are chosen.
+            # Token clusters have equal sizes, and a step chooses some of them.
             count, chosen = config.num_centroids, config.centroid_intermediate_top_k
             tokens = config.text_config.vocab_size
             if config.use_ordered_embeddings and (not 1 <= chosen <= count or tokens % count):
@@ -324,7 +323,7 @@ class Gemma4(PublishedKind):
         depth = config.text_config.num_hidden_layers
         model = checkpoints.build(lambda: _bare(config), named, depth, source, "Gemma 4 assistant")
         if model.masked_embedding is not None:
-            if order is not None and order.is_meta:  # its numbers are read later
+            if order is not None and order.is_meta:  # an outline: values are read later
                 return model
             ids = None if order is None or order.is_floating_point() or order.shape != (tokens,) else order.cpu().long()
             if ids is None or not torch.equal(ids.sort().values, torch.arange(len(ids))):
@@ -359,20 +358,20 @@ class Gemma4(PublishedKind):
 
 
 def _bare(config: Any) -> Any:
-    """A model of transformers' class without what it reads of its target, and without the order of its clusters."""
+    """Make the model without embeddings (the target's are used) and without the buffer `token_ordering`."""
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    model.model.embed_tokens = None  # it reads the target's: its own are its LM head
-    # Several rows of a pass are nodes of a tree, none of which follows another, and logits of all are needed.
+    model.model.embed_tokens = None  # the target's are used
+    # The rows of a pass are nodes of a tree that do not attend to one another, and logits of all are needed.
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     model.model.first_kv_shared_layer_idx = None
     if model.masked_embedding is not None:
-        model.masked_embedding.register_buffer("token_ordering", None)  # whole numbers, which are checked apart
+        model.masked_embedding.register_buffer("token_ordering", None)  # integers, checked separately
     return model
 
 
 def _known(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config says of an assistant. transformers would act upon more: `attn_implementation` can name code."""
+    """Return the known fields of a config; others, such as `attn_implementation`, could make transformers run code."""
     text = dict(mapping(raw, "text_config"))
     if (named := text.get("model_type")) not in (None, usual := f"{kind.removesuffix('_assistant')}_text"):
         raise ValueError(f"text_config.model_type={shown(named)} must be {usual!r}, as a {kind} has it.")

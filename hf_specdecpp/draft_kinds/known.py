@@ -1,4 +1,4 @@
-"""The kinds of draft that there are, and which of them a config is of. The one list of them."""
+"""The list of all kinds of draft, and the kind of draft that a config describes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ BY_NAME = {kind.name: kind for kind in KINDS}
 
 
 def kind_of(config: SpecDecPPConfig) -> DraftKind:
-    """The kind of an assistant's draft; `ValueError` if there is no such kind."""
+    """Return the kind of an assistant's draft; `ValueError` for an unknown `draft_kind`."""
     if config.draft_kind not in BY_NAME:
         raise ValueError(f"draft_kind={config.draft_kind!r} must be one of {', '.join(BY_NAME)}.")
     return BY_NAME[config.draft_kind]
 
 
 def kind_to_train(draft: str | None) -> DraftKind:
-    """What `specdecpp train --draft` asks for: a kind's name, "block", a model's name, or nothing, which is an early
-    exit."""
+    """Return the kind that `specdecpp train --draft` names: by a kind's name, "block" (DFlash) or a model's id or
+    folder (independent); without the option, an early exit."""
     return EARLY_EXIT if draft is None else DFLASH if draft == "block" else BY_NAME.get(draft, INDEPENDENT)
 
 
@@ -39,17 +39,17 @@ def kind_to_train(draft: str | None) -> DraftKind:
 
 
 def recognise(raw: Config) -> DraftKind | None:
-    """The kind of the draft that a `config.json` describes, an assistant's or one of others, if it is one of these."""
+    """Return the kind of draft of an assistant's or a published draft's `config.json`; `None` if it has none."""
     if raw.get("model_type") == SpecDecPPConfig.model_type:
         return BY_NAME.get(str(raw.get("draft_kind", SpecDecPPConfig().draft_kind)))
-    if "draft_kind" in raw:  # a damaged one of an assistant
+    if "draft_kind" in raw:  # a damaged config of an assistant
         return None
     return next((kind for kind in PUBLISHED if kind.recognises(raw)), None)
 
 
 def read_config(raw: dict[str, Any], kind: DraftKind, source: Repository, commit: str | None) -> SpecDecPPConfig:
-    """The config of an assistant that a `config.json` of this kind describes, an assistant's or one of others;
-    `ValueError` if it is damaged, or of a newer format. `source` and `commit`: where it is from."""
+    """Return an assistant's config from its own `config.json`, or from that of a published draft of this kind in the
+    repository `source` at `commit`. `ValueError` if it is damaged or of a newer format."""
     if not isinstance(kind, PublishedKind) or raw.get("model_type") == SpecDecPPConfig.model_type:
         config: SpecDecPPConfig = SpecDecPPConfig.from_dict(raw)
         return config
@@ -57,7 +57,7 @@ def read_config(raw: dict[str, Any], kind: DraftKind, source: Repository, commit
 
 
 def published(kind: DraftKind, source: Repository, commit: str | None, **fields: Any) -> SpecDecPPConfig:
-    """The config, with these fields, of an assistant that drafts with what is in a repository of others."""
+    """Make the config, with these fields, of an assistant that uses the published draft in a repository."""
     return SpecDecPPConfig(draft_kind=kind.name, draft_id=source.full_name, draft_revision=commit, **fields)
 
 
@@ -66,7 +66,7 @@ def describe(config: SpecDecPPConfig) -> str:
 
 
 def draft_name(config: SpecDecPPConfig) -> str:
-    """The same for a message, with the names of models."""
+    """Describe the draft for error messages, with the names of its models."""
     kind = kind_of(config)
     if kind.rests_on == "draft":
         return repr(config.draft_id)
@@ -77,7 +77,7 @@ def draft_name(config: SpecDecPPConfig) -> str:
 
 
 def ready_made(draft: CausalLM | str | Path) -> PublishedKind | None:
-    """The kind of a draft that cannot draft by itself: a model object, or what is found in a folder or Hub id."""
+    """Return the kind of a published draft (model object, folder or Hub id); `None` for other models, assistants."""
     for kind in PUBLISHED:
         if kind.model_class is not None and isinstance(draft, kind.model_class):
             return kind
@@ -90,11 +90,11 @@ def ready_made(draft: CausalLM | str | Path) -> PublishedKind | None:
 def multi_token_layers(
     target: CausalLM, source: str | Path | None = None, hub_kwargs: dict[str, Any] | None = None
 ) -> tuple[SpecDecPPConfig, Any]:
-    """The config of an assistant that drafts with the layers of a target's own checkpoint, and their tensors.
+    """Load the multi-token layers of a target's checkpoint: returns an assistant's config, and the layers' tensors.
 
     Raises:
-        ValueError: the target is not from a repository, or its own has no such layers; with what to do.
-        OSError, huggingface_hub errors: a file is missing or cannot be reached.
+        ValueError: the target has no repository, or its repository has no such layers; the message has a remedy.
+        OSError, huggingface_hub errors: a file is missing or cannot be downloaded.
     """
     repository = MTP.repository_of(target, source, hub_kwargs)
     config = published(MTP, repository, repository.commit(repository.file("config.json")))

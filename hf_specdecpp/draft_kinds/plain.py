@@ -1,6 +1,5 @@
-"""The kinds that need no code of their own beside a causal LM: a smaller model with the target's tokenizer
-(`Independent`), some of the target's own layers, which any target has (`EarlyExit`), and no draft at all, where all
-candidates come from text that was seen before (`Lookup`)."""
+"""The kinds without modules of their own: a smaller model with the target's tokenizer (`Independent`), some of the
+target's layers (`EarlyExit`), and no draft model (`Lookup`): all candidates are copied from earlier text."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from hf_specdecpp.serving import Destination, Exported, write_plain_model
 
 
 class Independent(DraftKind):
-    """A smaller model with the target's tokenizer."""
+    """Draft with a smaller model that has the target's tokenizer."""
 
     name = "independent"
     rests_on = "draft"
@@ -31,7 +30,7 @@ class Independent(DraftKind):
         return pinned(config)
 
     def make(self, config: SpecDecPPConfig, parts: Parts, how: Loading) -> Drafter:
-        """The adapter is merged into a model that is given by name."""
+        """Load or take the model. An adapter is merged into a model loaded here, not into a user's model object."""
         chosen, revision = (config.draft_id, config.draft_revision) if how.draft is None else (how.draft, None)
         if how.target is not None and isinstance(chosen, str | Path):
             check_named_draft(chosen, revision, how.target, parts.draft_vocab is not None, how.hub_kwargs)
@@ -46,13 +45,13 @@ class Independent(DraftKind):
 
 
 class EarlyExit(DraftKind):
-    """Some of the target's own layers."""
+    """Draft with some of the target's layers, its final norm and its LM head."""
 
     name = "early_exit"
     first_layers: ClassVar[int | None] = 4
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        """Such as "layers 0, 1 of the target"."""
+        """Example: "layers 0, 1 of the target"."""
         layers = config.draft_layers or []
         return f"layer{'s' if len(layers) != 1 else ''} {', '.join(map(str, layers))} of {target}"
 
@@ -84,7 +83,7 @@ class EarlyExit(DraftKind):
 
 
 class Lookup(DraftKind):
-    """No draft: all candidates come from text that was seen before."""
+    """Draft without a model: all candidates are copied from earlier text."""
 
     name = "lookup"
     rests_on = "nothing"
@@ -102,7 +101,7 @@ class Lookup(DraftKind):
 
 
 class NoDraft(Draft):
-    """A draft that never draws a candidate."""
+    """A draft that proposes no candidates."""
 
     model = None
     places = 0
@@ -112,7 +111,7 @@ class NoDraft(Draft):
 
 
 class NoSession(DraftingSession):
-    """Its side of a generation, which does nothing: lookups need no model."""
+    """The session of `NoDraft`. Does nothing: lookups have no model."""
 
     length = 0
 

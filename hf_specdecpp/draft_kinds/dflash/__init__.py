@@ -1,1 +1,1 @@
-"""DFlash block drafts (arXiv 2602.06036): the layers, their checkpoints, and a block's side of a generation."""
+"""DFlash block drafts (arXiv 2602.06036): the model, its settings and checkpoints, and its drafting sessions."""

@@ -1,4 +1,4 @@
-"""What a DFlash draft is made of (`DFlashSettings`), by a `config.json` in any of three dialects (`read_settings`)."""
+"""Settings of a DFlash draft (`DFlashSettings`), read from a `config.json` of three formats (`read_settings`)."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from hf_specdecpp.config.value_checks import CURE, check_layers, check_numbers, 
 from hf_specdecpp.draft_kinds import checkpoints
 
 TRANSFORMERS = "muse_glimmer_assistant"
-SCALES = {"input_embedding_scale": "embedding_scale", "output_multiplier": "output_multiplier"}  # what is here what
+SCALES = {"input_embedding_scale": "embedding_scale", "output_multiplier": "output_multiplier"}  # config: setting
 OF_TRANSFORMERS = {"block_size", "mask_token_id", "target_layer_ids"}
 
 
 @dataclass(frozen=True)
 class DFlashSettings:
-    """The shape of a draft, and how a block is computed; `ValueError` for numbers that make no sense.
+    """Sizes and variants of a draft; `ValueError` for invalid numbers.
 
-    Example: with `block_size=8` and `reads=[1, 9, 17]` one pass over the last token and 7 mask tokens puts out the
-    distributions of 7 candidates. They attend to the outputs of the target's layers 1, 9 and 17, counted from 0.
+    Example: with `block_size=8` and `reads=[1, 9, 17]` one forward pass over the last token and 7 mask tokens returns
+    the distributions of 7 candidates. The rows attend to the outputs of the target's layers 1, 9 and 17 (from 0).
 
     Args:
-        layer: arguments of the `Qwen3Config` of its layers.
-        reads: the target's layers whose outputs are read, in the order in which they are put together.
-        block_size: rows of a block: the last token of the text, then mask tokens.
-        mask_token_id: of the target's tokens.
-        embedding_scale: what the target's embeddings are multiplied with.
-        output_multiplier: what the logits are multiplied with.
-        logit_cap: then they are capped to this: cap * tanh(logits / cap).
-        scales_as_target: the two are the target's own, if it has them (Muse Glimmer).
-        is_causal: whether a row of a block sees no later rows; `None`: in layers with a window only.
-        includes_window: whether a window reaches back as many tokens as its size, the token itself not counted.
-        samples_anchor: whether the row of the last token proposes the first candidate, so that no row is unused.
+        layer: arguments of the `Qwen3Config` of the draft's layers.
+        reads: target layers whose outputs are read, in the order of concatenation.
+        block_size: rows of a block: the last token of the sequence, then mask tokens.
+        mask_token_id: id of the mask token in the target's vocabulary.
+        embedding_scale: factor of the embeddings.
+        output_multiplier: factor of the logits.
+        logit_cap: bound of the multiplied logits: cap * tanh(logits / cap); `None` for no bound.
+        scales_as_target: take `output_multiplier` and `logit_cap` from the target's config (Muse Glimmer).
+        is_causal: whether rows are masked from later rows of the block; `None`: only in layers with a window.
+        includes_window: whether a window of w covers the w tokens before a row, rather than w - 1.
+        samples_anchor: whether the row of the last token proposes the first candidate; otherwise that row is unused.
         reads_normed: whether the output of the target's last layer is read after the target's final norm.
-        num_target_layers: of the target that it was made for, if that is known.
-        own_embeddings, own_head: whether it brings these or takes the target's.
+        num_target_layers: number of layers of the target that the draft was trained for, if known.
+        own_embeddings, own_head: whether the draft has its own embeddings or LM head, or uses the target's.
     """
 
     layer: dict[str, Any]
@@ -68,7 +68,7 @@ class DFlashSettings:
 
     @property
     def places(self) -> int:
-        """Candidates of a block."""
+        """Number of candidates of a block."""
         return self.block_size - (not self.samples_anchor)
 
     def layer_config(self) -> Qwen3Config:
@@ -76,10 +76,10 @@ class DFlashSettings:
 
 
 def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
-    """What a `config.json` says: the original dialect (z-lab), that of transformers, or that of speculators.
-    `ValueError` if it is of a relative that is not supported, or a value is missing or makes no sense.
+    """Read the settings from a `config.json` in the original format (z-lab), transformers' or that of speculators.
+    `ValueError` if it describes an unsupported variant, or a value is missing or invalid.
 
-    Ids of layers count what comes out of them, from 0; those of speculators are one higher.
+    Layer ids denote outputs of layers, counted from 0; ids of speculators are one higher.
     """
     check_numbers(raw)
     checkpoints.refuse_other_types(raw, "dflash")
@@ -118,9 +118,9 @@ def read_settings(raw: Mapping[str, Any]) -> DFlashSettings:
 
 
 def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
-    """The layers that are read where a config names none: one for each of the draft's, evenly from 1 to depth - 3.
+    """Return the target layers to read by default: one per layer of the draft, evenly from 1 to depth - 3.
 
-    Example: a draft of 5 layers reads the layers 1, 9, 17, 25 and 33 of 36, one of a single layer the layer 18.
+    Example: of 36 layers a draft of 5 layers reads 1, 9, 17, 25 and 33; a draft of one layer reads 18.
     """
     if type(depth) is not int:
         return None
@@ -130,7 +130,7 @@ def usual_reads(depth: Any, num_layers: int) -> list[int] | None:
 
 
 def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
-    """Whether rows see no later rows: z-lab says it above, vLLM and Model Optimizer below, JetSpec otherwise."""
+    # z-lab writes the field at the top level, vLLM and Model Optimizer in `dflash_config`, JetSpec as `causal_head`.
     places = {name: raw.get(name) for name in ("is_causal", "causal")}
     places |= {f"dflash_config.{name}": own.get(name) for name in ("causal", "is_causal", "causal_head")}
     said = {name: value for name, value in places.items() if value is not None}
@@ -144,7 +144,7 @@ def _is_causal(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
 
 
 def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) -> tuple[dict[str, Any], bool]:
-    """The config of the draft's layers, and whether `use_swa` gives windows to all of them (MiMo's drafts, in vLLM)."""
+    """Return the draft's layer config, and whether `use_swa` sets windows in all layers (MiMo's drafts, in vLLM)."""
     kind = layers.get("model_type", "qwen3")
     if kind not in ("qwen3", TRANSFORMERS):
         raise ValueError(
@@ -163,7 +163,7 @@ def _layer(layers: Mapping[str, Any], said: Mapping[str, Any], is_theirs: bool) 
         layer.pop("layer_types", None)
         layer |= {"use_sliding_window": True, "max_window_layers": 0}
     if is_theirs or (some_have and size is not None and layer.get("use_sliding_window") is None):
-        layer["use_sliding_window"] = True  # without which Qwen3's config drops the size
+        layer["use_sliding_window"] = True  # otherwise Qwen3's config drops the size
     if size is not None and (all_have or some_have):
         layer["sliding_window"] = size
     check_layers(layer, "")

@@ -1,5 +1,4 @@
-"""DFlash drafts (`DFlash`): how their files are read, the tensors of which have other names in each dialect, and how a
-draft is bound to its target."""
+"""DFlash drafts (`DFlash`): read the files, whose tensor names depend on the format, and bind a draft to its target."""
 
 from __future__ import annotations
 
@@ -24,24 +23,25 @@ from hf_specdecpp.models.target_states import FINAL
 
 TITLE = "DFlash draft"
 ORIGINAL = {"reader.fc.weight": "fc.weight", "reader.norm.weight": "hidden_norm.weight"}
-# What stands in the file, what it is called here. Example: `encoder.output_norm_enc.weight` is `reader.norm.weight`.
+# Patterns from names in a file to names in `DFlashModel`. Example: `encoder.output_norm_enc.weight` becomes
+# `reader.norm.weight`.
 RENAMED = (
     (r"^model\.", ""),
     (r"^(encoder\.)?fc\.", "reader.fc."),
     (r"^(hidden_norm|encoder\.output_norm_enc)\.", "reader.norm."),
 )
-# Ignored are buffers, and what speculators keeps of the target for training.
+# Ignored: buffers, and the target's norm, which speculators stores for training.
 NAMES = Names(
     RENAMED,
     r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$",
     lambda name: ORIGINAL.get(name, name),
 )
-OWN = {"own_embeddings": "embed_tokens", "own_head": "lm_head"}  # of the settings; modules of the draft
+OWN = {"own_embeddings": "embed_tokens", "own_head": "lm_head"}  # settings: modules of `DFlashModel`
 
 
 class DFlash(PublishedKind):
-    """A draft that proposes a block of candidates with one pass, and reads the target's states; `config.draft_id` names
-    the repository of one that others trained, in the original dialect, transformers' or that of speculators."""
+    """Draft a block of candidates with one forward pass that reads the target's hidden states. Published drafts
+    (`config.draft_id`) are in the original format, transformers' or that of speculators."""
 
     name = "dflash"
     own_file, own_field = "dflash.safetensors", "dflash"
@@ -75,7 +75,7 @@ class DFlash(PublishedKind):
         return "dflash_config" in raw or is_called_so or set(raw) >= OF_TRANSFORMERS
 
     def fields(self, raw: Config) -> dict[str, Any]:
-        """transformers compares the size of the vocabulary."""
+        """Includes `vocab_size`, which transformers compares with the target's."""
         return {"target_id": target_of(raw), "vocab_size": read_settings(raw).layer.get("vocab_size")}
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
@@ -87,7 +87,7 @@ class DFlash(PublishedKind):
         return read_own(DFlashSettings, build, TITLE, arguments, path)
 
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
-        """As a checkpoint of the original dialect has them."""
+        """Return tensors with the names of the original format."""
         return NAMES.in_file(state or module.state_dict(), dtype)
 
     def misfit(self, module: DFlashModel, target: CausalLM) -> str | None:
@@ -109,7 +109,7 @@ class DFlash(PublishedKind):
     def bind(self, module: DFlashModel, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
         super().bind(module, target, name, dtype)
         config = target.config.get_text_config(decoder=True)
-        # What a file holds of its target, as those of `speculators` do, is left out: a copy would cost memory.
+        # Copies of the target's weights, as in files of `speculators`, are dropped to save memory.
         shared = {"own_embeddings": target.get_input_embeddings(), "own_head": target.get_output_embeddings()}
         for own_name, part in OWN.items():
             own, of_target = getattr(module, part), shared[own_name]
@@ -128,6 +128,6 @@ class DFlash(PublishedKind):
 
 
 def build(settings: DFlashSettings, tensors: Mapping[str, Tensor], source: str) -> DFlashModel:
-    """The draft with these settings and the tensors of a checkpoint; errors as above."""
+    """Make the draft with these settings from a checkpoint's tensors; raises as `checkpoints.build` does."""
     named, depth = NAMES.here(tensors, source), settings.layer["num_hidden_layers"]
     return checkpoints.build(lambda: DFlashModel(settings), named, depth, source, TITLE, NAMES)

@@ -1,6 +1,5 @@
 """The DFlash draft (arXiv 2602.06036): Qwen3 layers in which the rows of a block attend to the target's states
-(`DFlashModel`), that model as one generation sees it (`DFlashDraft`), and its side of a text (`BlockSession`), or of
-captured rounds (`BlockSteps`)."""
+(`DFlashModel`), its `Draft` (`DFlashDraft`), session (`BlockSession`) and captured rounds (`BlockSteps`)."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.target_states import StateReader
 from hf_specdecpp.trees.tree import DraftTree
 
-# How far back a row sees (`None`: all the way), and whether it sees no later rows of its block.
+# Attention of a layer: how many positions back a row sees (`None`: all), and whether later rows are masked.
 View: TypeAlias = "tuple[int | None, bool]"
 
 
 class Context(StateReader):
-    """What the rows of a block see of a verified token: c = norm(fc(a)), a the outputs of the target's layers there."""
+    """Context vector of a verified token: c = norm(fc(a)), where a concatenates outputs of target layers there."""
 
     def __init__(self, settings: DFlashSettings, config: Qwen3Config) -> None:
         super().__init__()
@@ -38,19 +37,19 @@ class Context(StateReader):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, states: Tensor) -> Tensor:
-        """`[batch, m, hidden_size]` of `[batch, m, width]` states of the target."""
+        """Return context `[batch, m, hidden_size]` for the target's states `[batch, m, width]`."""
         normed: Tensor = self.norm(self.fc(states))
         return normed
 
 
 class ContextRows:
-    """Keys and values of the verified text, in each layer `[1, heads, n, head_dim]`; none before the first pass."""
+    """Keys and values of verified tokens, `[1, heads, n, head_dim]` per layer; empty before the first pass."""
 
     def __init__(self, depth: int) -> None:
         self.layers: list[tuple[Tensor, Tensor] | None] = [None] * depth
 
     def extended(self, layer: int, keys: Tensor, values: Tensor, block: int, most: int | None) -> tuple[Tensor, Tensor]:
-        """All that the block attends to: of what was kept at most `most`, then these, of which `block` are not kept."""
+        """Return stored rows of a layer and these; stores all but the last `block`, of the others the last `most`."""
         if (known := self.layers[layer]) is not None:
             keys, values = torch.cat((known[0], keys), dim=2), torch.cat((known[1], values), dim=2)
         end = keys.shape[2] - block
@@ -60,8 +59,8 @@ class ContextRows:
 
 
 class DFlashModel(PreTrainedModel):
-    """The weights of a draft. Embeddings and LM head are the target's, unless it brings its own; `reader` makes the
-    context of the target's states."""
+    """The weights of a draft. `reader` computes the context from the target's states; `embed_tokens` and `lm_head` are
+    `None` if the target's are used."""
 
     config_class = None
     _supports_sdpa = True
@@ -86,15 +85,15 @@ class DFlashModel(PreTrainedModel):
         return asdict(self.settings)
 
     def forward(self, block: Tensor, states: Tensor, first: int, rows: ContextRows) -> Tensor:
-        """Final states `[1, b, hidden_size]` of a block; `rows` goes on by the m verified tokens.
+        """Return final states `[1, b, hidden_size]` of a block; appends the m verified tokens to `rows`.
 
-        Example: a text has 10 tokens, of which the last is in the block, and 6 were read before. Then the states of the
-        3 tokens at 6, 7 and 8 come with a block at 9, 10, ..., and `first` is 6.
+        Example: a sequence has 10 tokens; the last is in the block, and 6 were read in earlier rounds. Then `states`
+        are those of the 3 tokens at 6, 7 and 8, the block is at 9, 10, ..., and `first` is 6.
 
         Args:
             block: `[1, b, hidden_size]`, embeddings of the last token and of mask tokens.
-            states: `[1, m, width]` of the target, at the tokens before it that were not read yet.
-            first: position of the first of these in the text.
+            states: `[1, m, width]`, the target's at the unread tokens before the last one.
+            first: position of the first of these tokens.
         """
         context, count = self.reader(states), block.shape[1]
         positions = torch.arange(first, first + context.shape[1] + count, device=block.device)[None]
@@ -118,14 +117,16 @@ class DFlashModel(PreTrainedModel):
         mask: Callable[[View, Tensor], Tensor | None],
         known: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda _, keys, values: (keys, values),
     ) -> Tensor:
-        """Final states `[batch, b, hidden_size]` of rows that attend to a context and to one another.
+        """Return final states `[batch, b, hidden_size]` of rows that attend to a context and to one another.
 
         Args:
-            block: `[batch, b, hidden_size]`, what goes into the first layer.
-            context: `[batch, m, hidden_size]`.
-            positions: `[batch, m + b]` in the text, of the context and of the rows.
-            mask: which keys the rows see in a layer with this view, bool `[..., b, keys]`; `None` for all.
-            known: all keys and values of a layer, made of these.
+            block: `[batch, b, hidden_size]`, inputs of the first layer.
+            context: `[batch, m, hidden_size]`, context vectors of verified tokens.
+            positions: `[batch, m + b]`, of the context and of the rows.
+            mask: called with a layer's view and keys; returns bool `[..., b, keys]`, True where a row attends, or
+                `None` for all.
+            known: called with a layer's index and the keys and values of context and rows; returns those to attend to,
+                by default these.
         """
         turns = [turn[:, None] for turn in self.rotary_emb(block, positions)]
         masks: dict[Any, Tensor | None] = {}
@@ -145,7 +146,7 @@ class DFlashModel(PreTrainedModel):
 
 
 def _heads(attention: Any, block: Tensor, seen: Tensor, turns: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries `[batch, heads, b, head_dim]` of a block, keys and values `[batch, kv_heads, m + b, head_dim]` of all."""
+    """Queries `[batch, heads, b, head_dim]` of a block; keys, values `[batch, kv_heads, m + b, head_dim]` of `seen`."""
     queries, keys, values = (
         project(inputs).unflatten(-1, (-1, attention.head_dim))
         for project, inputs in ((attention.q_proj, block), (attention.k_proj, seen), (attention.v_proj, seen))
@@ -161,8 +162,8 @@ def _turned(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def visible(view: View, rows: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
-    """Which keys rows see, bool `[batch, 1, b, keys]`, of those that are `seen` from everywhere, `[batch, 1 or b,
-    keys]`, by the positions of the rows `[batch, b]` and of the keys `[batch, keys]`."""
+    """Return the attention mask of a view, bool `[batch, 1, b, keys]`, for positions `rows` `[batch, b]` and `keys`
+    `[batch, keys]`; `seen` `[batch, 1 or b, keys]` is the mask without the view's limits."""
     reach, is_causal = view
     back = rows[..., None] - keys[:, None]
     seen = seen & (back >= 0) if is_causal else seen.expand_as(back)
@@ -170,8 +171,8 @@ def visible(view: View, rows: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
 
 
 class DFlashDraft(StateDraft):
-    """Drafts blocks with a `DFlashModel` on the device of the target that it has met, whose embeddings and LM head it
-    takes where it has none of its own."""
+    """Drafts blocks with a `DFlashModel` that is bound to a target, with its own embeddings and LM head or the
+    target's."""
 
     model: DFlashModel
 
@@ -194,13 +195,13 @@ class DFlashDraft(StateDraft):
         return BlockSession(self, vocab_size)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The bare embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as 0."""
+        """Return unscaled embeddings `[..., hidden_size]` of token ids, on their device; unknown ids count as 0."""
         weight = self.embeddings.weight
         known = tokens.where(tokens < len(weight), 0)
         return functional.embedding(known.to(weight.device), weight).to(tokens.device)
 
     def block_after(self, anchor: Tensor) -> Tensor:
-        """The inputs `[..., block_size, hidden_size]` of a block after the text's last token, `[..., 1]`."""
+        """Return inputs `[..., block_size, hidden_size]` of the block that starts with the last token `[..., 1]`."""
         ids = functional.pad(
             anchor.to(self.device), (0, self.settings.block_size - 1), value=self.settings.mask_token_id
         )
@@ -209,17 +210,17 @@ class DFlashDraft(StateDraft):
         return embeddings if scale == 1.0 else embeddings * scale
 
     def blocks_after(self, input_ids: Tensor, states: Tensor, anchors: Tensor) -> Tensor:
-        """Final states `[batch, a, places, hidden_size]` of the block after each anchor, as in a round there.
+        """Return final states `[batch, a, places, hidden_size]` of the block at each anchor, as in a round there.
 
-        A block sees the text before its anchor and its own rows, and nothing of the other blocks.
+        The rows of a block attend to the tokens before its anchor and to one another, not to other blocks.
 
-        Example: anchors 3 and 5, blocks of 2 rows. Rows 0 and 1 stand at the positions 3 and 4 of the text and see the
-        target's states at 0, 1 and 2; rows 2 and 3 stand at 5 and 6 and see those at 0 to 4.
+        Example: anchors 3 and 5, blocks of 2 rows. Rows 0 and 1 have the positions 3 and 4 and see the target's states
+        at 0, 1 and 2; rows 2 and 3 have the positions 5 and 6 and see the states at 0 to 4.
 
         Args:
             input_ids: `[batch, n]`.
             states: `[batch, n, width]`, the target's at each token.
-            anchors: `[batch, a]`, places of tokens in the text, each at least 1.
+            anchors: `[batch, a]`, indices of the tokens that start a block, each at least 1.
         """
         size = self.settings.block_size
         blocks = self.block_after(input_ids.gather(1, anchors)[..., None]).to(self.dtype)  # [batch, a, b, hidden_size]
@@ -238,11 +239,11 @@ class DFlashDraft(StateDraft):
         return hidden.unflatten(1, (-1, size))[:, :, -self.settings.places :]
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
-        """Logits `[..., vocab_size]` float32 of final states `[..., hidden_size]`; -inf for ids that there are not."""
+        """Return float32 logits `[..., vocab_size]` of final states `[..., hidden_size]`, -inf outside the head."""
         return as_wide_as(vocab_size, self.head_logits(hidden))
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Logits float32 of the LM head's own ids."""
+        """Return scaled and capped float32 logits, as wide as the LM head."""
         logits = self.head(hidden).to(hidden.device) * self.settings.output_multiplier
         if (cap := self.settings.logit_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
@@ -250,7 +251,7 @@ class DFlashDraft(StateDraft):
 
 
 class BlockSession(DraftingSession):
-    """What was read of one text: the target's states at verified tokens. A round takes one pass, or none."""
+    """Session for one sequence: reads the target's states at verified tokens, in at most one pass per round."""
 
     length = 0
 
@@ -258,14 +259,14 @@ class BlockSession(DraftingSession):
         super().__init__()
         self.draft, self.vocab_size, self.embed = draft, vocab_size, draft.embed
         self.rows = ContextRows(len(draft.model.layers))
-        self._pending: list[Tensor] = []  # states `[1, m, width]` that were not read yet
+        self._pending: list[Tensor] = []  # unread states `[1, m, width]`
         self._found: tuple[Tensor, Tensor] | None = None
 
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002
         self.length += new_tokens.shape[1]
         self._anchor, self._found, self.passes = new_tokens[:, -1:].clone(), None, 0
         if states is not None:
-            # Fewer than the tokens where a cache is carried on; the text's last token never has any.
+            # Fewer states than tokens if the call continues a cache; the last token has no state yet.
             known = min(states.shape[1], self.length - 1)
             self._pending.append(states[:, states.shape[1] - known :])
         self.unread = max(sum(each.shape[1] for each in self._pending), 1)
@@ -276,10 +277,9 @@ class BlockSession(DraftingSession):
         return (logits[place], hidden[place]) if place < len(logits) else None
 
     def expand(self, tree: DraftTree, nodes: list[int]) -> tuple[Tensor, Tensor]:
-        """By depth: all nodes of a depth have the same distribution, which is the marginal of that place.
+        """Nodes of equal depth have equal logits: the block's distribution for the candidate of that depth.
 
-        Example: a block of three places a, b, c. The root asks for a, each of its children for b, and nodes at depth 3
-        propose nothing.
+        Example: in a block of three candidates the root gets row 0, its children row 1, and nodes at depth 3 only -inf.
         """
         logits, hidden = self._block()
         depths = [tree.depths[node] for node in nodes]
@@ -288,10 +288,10 @@ class BlockSession(DraftingSession):
         return torch.stack(rows), torch.stack([hidden[min(depth, len(hidden) - 1)] for depth in depths])
 
     def commit_path(self, path: list[int]) -> None:
-        """What was accepted comes with the next round, with the target's states."""
+        """Does nothing: accepted candidates are read in the next round, with the target's states."""
 
     def _block(self) -> tuple[Tensor, Tensor]:
-        """Logits `[places, vocab_size]` and final states `[places, hidden_size]` of this round's block."""
+        """Logits `[places, vocab_size]` and final states `[places, hidden_size]` of this round's block, run once."""
         if self._found is None:
             draft = self.draft
             pieces = [each.to(draft.device, draft.dtype) for each in self._pending]
@@ -304,8 +304,8 @@ class BlockSession(DraftingSession):
 
 
 class BlockSteps(RoundSteps):
-    """As `BlockSession`: one pass over the block after the text's last token, which all levels of a round are drawn
-    from. The cache holds the verified tokens; the block's rows lie behind the window's and are not kept.
+    """`BlockSession` for captured rounds: one pass over the block that starts with the last token gives the logits of
+    all levels. The cache holds the verified tokens; the block's rows are written behind the window and dropped.
     """
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
@@ -334,22 +334,22 @@ class BlockSteps(RoundSteps):
             width = level.tokens.shape[1]
 
     def _places(self, count: int, size: int, last: Tensor) -> Tensor:
-        """`[texts, count + size]`, where the rows of the window and of the block stand after the cache: the block's
-        first row after `last`, whatever dummies lie between."""
+        """Offsets `[texts, count + size]` from the cache's length of the rows of window and block. The block starts at
+        `last + 1`, dummy tokens of the window are not counted."""
         span = torch.arange(count + size, device=last.device)
         return torch.where(span < count, span, span - count + last[:, None] + 1)
 
 
 class _Rows:
-    """All rows of a cache in a pass over a window of `count` and a block of `size` rows, at these `places`."""
+    """Keys, values and masks of a pass over a window of `count` rows and a block of `size` rows with these `places`."""
 
     def __init__(self, cache: FixedCache, places: Tensor, count: int, size: int) -> None:
         self.cache, self.size = cache, size
         begin = cache.length[:, None]
-        rows = torch.arange(cache.room, device=places.device) - begin  # negative: what was held
+        rows = torch.arange(cache.room, device=places.device) - begin  # negative: rows held before the pass
         own = rows - count
         self.is_block = (own >= 0) & (own < size)
-        first = places[:, count, None]  # of the block: as many tokens of the window are no dummies
+        first = places[:, count, None]  # of the block, and the number of tokens in the window without dummies
         self.is_text = rows < first
         if cache.prompt is not None:
             self.is_text = self.is_text & cache.prompt.shown

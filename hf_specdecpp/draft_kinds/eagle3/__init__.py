@@ -1,1 +1,1 @@
-"""EAGLE-3 drafts (arXiv 2503.01840): the layer, its input, and the checkpoints of both dialects."""
+"""EAGLE-3 drafts (arXiv 2503.01840): the model, its input, and checkpoints of the original and speculators formats."""

@@ -1,5 +1,5 @@
-"""What an EAGLE-3 draft is made of (`Eagle3Settings`), what a `config.json` in either dialect says of that
-(`read_config`), and which layers of a target its ids mean (`meanings`)."""
+"""Settings of an EAGLE-3 draft (`Eagle3Settings`), read from a `config.json` of the original or the speculators format
+(`read_config`); the target layers that its layer ids may mean (`meanings`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hf_specdecpp.draft_kinds import checkpoints
 from hf_specdecpp.draft_kinds.checkpoints import DEFAULT_THETA, SPECULATORS, mapping
 
 LAYER_CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-NUM_USUAL = 3  # outputs of layers are read where a checkpoint names none
+NUM_USUAL = 3  # number of layers whose outputs are read if a checkpoint lists none
 OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# What somebody may know better than a config: `from_pretrained(..., eagle3={...})`. The names are those of the settings
-# and of their layers; `own_embeddings=False` takes the target's where the file has some.
+# Settings and layer arguments that `from_pretrained(..., eagle3={...})` may override, with their types.
+# `own_embeddings=False` uses the target's embeddings although the file contains some.
 OVERRIDES: dict[str, Any] = {
     **dict.fromkeys((*FLAGS, "own_embeddings"), bool),
     "rope_theta": float,
@@ -28,26 +28,25 @@ OVERRIDES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Eagle3Settings:
-    """The shape of a draft, and how its step is computed; `ValueError` for settings that exclude one another, or a
-    layer of another type.
+    """Sizes and variants of a draft; `ValueError` for settings that exclude one another or an unknown layer type.
 
-    Example: of a target of 32 layers `reads=[1, 15, 28]` reads the outputs of its layers 1, 15 and 28, counted from 0.
-    These are the ids 2, 16 and 29 of checkpoints that count what goes into a layer.
+    Example: with a target of 32 layers `reads=[1, 15, 28]` reads the outputs of its layers 1, 15 and 28, counted from
+    0. Checkpoints that identify a state by the layer whose input it is list the ids 2, 16 and 29.
 
     Args:
-        layer: of the draft's layers: `model_type` ("llama" or "qwen3") and arguments of its transformers config.
-        state_size: of the target's hidden states.
-        reads: the target's layers whose outputs are read, in the order in which they are put together; `None` where
-            that depends on the target. Without any, its final state is read, after its final norm.
-        layer_ids: what a checkpoint calls them; `None` for the usual ones.
-        num_reads: how many these are.
-        draft_vocab_size: how many tokens it may propose; `None` for all.
-        norm_before_residual: the residual begins with the normed state instead of the state itself.
-        norm_before_fc: one norm over all states together before they are mixed (gpt-oss).
-        fc_norm: a norm for each of them (EAGLE-3.1).
-        norm_output: the state that a step goes on from is the normed one (EAGLE-3.1).
-        fc_bias: whether what mixes the states has a bias.
-        own_embeddings, own_head: whether it brings these or takes the target's.
+        layer: `model_type` ("llama" or "qwen3") of the draft's layers, and arguments of its transformers config.
+        state_size: hidden size of the target.
+        reads: target layers whose outputs are read, in the order of concatenation; `None` if that depends on the
+            target; `[]` for the target's final state (after its final norm).
+        layer_ids: layer ids in the checkpoint; `None` for the usual layers.
+        num_reads: number of layers whose outputs are read.
+        draft_vocab_size: number of tokens that the draft may propose; `None` for all.
+        norm_before_residual: the residual starts with the normed state, not with the state itself.
+        norm_before_fc: one norm over the concatenated states before fc (gpt-oss).
+        fc_norm: one norm for each of the states (EAGLE-3.1).
+        norm_output: the next step reads the normed output state (EAGLE-3.1).
+        fc_bias: whether fc has a bias.
+        own_embeddings, own_head: whether the draft has its own embeddings or LM head, or uses the target's.
     """
 
     layer: dict[str, Any]
@@ -104,14 +103,14 @@ class Eagle3Settings:
 
 
 def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What a `config.json` says before its tensors are looked at: arguments of `Eagle3Settings`. `ValueError` if a
-    value is missing, makes no sense, or is of another kind of draft.
+    """Read arguments of `Eagle3Settings` from a `config.json`, to be completed from the tensors (`settings_of`).
+    `ValueError` if a value is missing or invalid, or belongs to another kind of draft.
 
-    `layer` is without the number of layers, and perhaps of the other type; `num_reads` is 0 where the final state alone
-    is read, else there is none: tensors tell both.
+    `layer` lacks the number of layers and maybe the type. `num_reads` is 0 if only the target's final state is read;
+    otherwise it is missing.
 
     Args:
-        overrides: of its values (`OVERRIDES`).
+        overrides: values that replace those of the config (`OVERRIDES`).
     """
     overrides = check_overrides(overrides or {})
     checkpoints.refuse_other_types(raw, "eagle3")
@@ -119,7 +118,7 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
     inner = mapping(raw, "transformer_layer_config") if is_nested else raw
     eagle = mapping(raw, "eagle_config")
     layer = _layer(raw, inner, overrides.get("rope_theta"))
-    said = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # the former is an older name
+    said = {"fc_norm": raw.get("use_aux_norm"), **raw, **eagle, **overrides}  # use_aux_norm is an older name
     sizes = {
         "state_size": raw.get("target_hidden_size") or layer.get("hidden_size"),
         "draft_vocab_size": raw.get("draft_vocab_size"),
@@ -139,7 +138,7 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
             f"hf_specdecpp reads outputs of layers. {checkpoints.INSTEAD}."
         )
     reads = overrides.get("reads")
-    if reads is None and is_nested and ids and ids[0] > 1:  # else it may be a converted checkpoint with its own ids
+    if reads is None and is_nested and ids and ids[0] > 1:  # a first id of 1 may count outputs (converted checkpoints)
         reads = [each - 1 for each in ids]
     reads_states = eagle.get("use_aux_hidden_state", raw.get("use_aux_hidden_state")) is not False
     return {
@@ -154,7 +153,7 @@ def read_config(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None = No
 
 
 def check_overrides(overrides: Any) -> dict[str, Any]:
-    """The overrides, if they are known and make sense; else `ValueError`."""
+    """Return a copy of the overrides; `ValueError` for unknown names or invalid values."""
     if not isinstance(overrides, dict):
         raise ValueError(f"eagle3={shown(overrides)} must be a mapping.")
     if unknown := sorted(set(map(str, overrides)) - set(OVERRIDES)):
@@ -168,9 +167,10 @@ def check_overrides(overrides: Any) -> dict[str, Any]:
 
 
 def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
-    """The config of the draft's layers, whose number tensors tell.
+    """Return the config of the draft's layers without their number; `ValueError` for an unsupported type of layer.
 
-    Where a flat config's architecture is a Llama's, its `model_type`, and windows, may be the target's.
+    In a flat config with a Llama architecture, `model_type` and sliding windows may be the target's: windows of an
+    unknown `model_type` are dropped.
     """
     said = inner.get("model_type")
     is_its_own = said in (None, *LAYER_CONFIGS)
@@ -185,21 +185,21 @@ def _layer(raw: Mapping[str, Any], inner: Mapping[str, Any], theta: float | None
 
 
 def usual_reads(depth: int) -> list[int] | None:
-    """The layers whose outputs are read where a checkpoint names none, of so many: a low, a middle and a high one;
-    `None` of fewer than four layers, where the high one would be the embeddings.
+    """Return the layers whose outputs are read by default, for a target of `depth` layers: a low, a middle and a high
+    one; `None` for fewer than four layers, which have no valid high one.
 
-    Example: of 32 layers 1, 15 and 28, which are the ids 2, 16 and 29 of what goes into a layer.
+    Example: with 32 layers, 1, 15 and 28: the inputs of layers 2, 16 and 29.
     """
     return [layer - 1 for layer in (2, depth // 2, depth - 3)] if depth > 3 else None
 
 
 def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
-    """The layers whose outputs the ids of a checkpoint may mean, the likelier meaning first; `ValueError` if the target
-    has no such layers.
+    """Return the possible meanings of a checkpoint's layer ids as lists of layers whose outputs are read, the likeliest
+    first; `ValueError` if the target lacks these layers.
 
-    One convention counts what goes into a layer (EAGLE, vLLM, speculators): id j is the output of layer j - 1. The
-    other counts outputs (SpecForge, NVIDIA): id j is the output of layer j. The usual list tells which it is; of others
-    the file does not say, but one that begins with 1 is rather of the second.
+    Two conventions exist. Ids of layer inputs (EAGLE, vLLM, speculators): id j is the output of layer j - 1. Ids of
+    layer outputs (SpecForge, NVIDIA): id j is the output of layer j. If one meaning is the usual list, only that is
+    returned. Otherwise both are: outputs first if the first id is 1, else inputs first.
 
     Example: with a depth of 32 `[1, 15, 28]` means `[1, 15, 28]`, `[2, 16, 29]` means `[1, 15, 28]`, and `[2, 18, 30]`
     means `[1, 17, 29]` or `[2, 18, 30]`.
@@ -224,7 +224,7 @@ def readings(ids: Sequence[int] | None, depth: int) -> list[list[int]]:
 
 
 def meanings(settings: Eagle3Settings, depth: int) -> list[list[int]]:
-    """The layers whose outputs a draft may read of a target of so many, the likelier ones first; errors as above."""
+    """Return the lists of layers that the draft may read, as `readings` does; `[[]]` for the target's final state."""
     if settings.reads is not None:
         return [settings.reads]
     return readings(settings.layer_ids, depth) if settings.num_reads else [[]]

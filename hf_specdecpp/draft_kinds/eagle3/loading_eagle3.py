@@ -1,5 +1,5 @@
-"""EAGLE-3 drafts (`Eagle3`), trained here or by others (`docs/ready-made.md`): how their files are read, the tensors of
-which have other names in each dialect, how a draft is bound to its target, and how it is written for other engines."""
+"""EAGLE-3 drafts (`Eagle3`), trained by this package or published (`docs/ready-made.md`): read the files, whose tensor
+names depend on the format, bind a draft to its target, and export it to other engines."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ logger = logging.get_logger("hf_specdecpp")
 
 
 class Eagle3(PublishedKind):
-    """A layer of its own that reads the target's states; `config.draft_id` names the repository of one that others
-    trained, in the original dialect or that of speculators."""
+    """Draft with a new layer that reads the target's hidden states. Published drafts (`config.draft_id`) are in the
+    original format or that of speculators."""
 
     name = "eagle3"
     own_file, own_field = "eagle3.safetensors", "eagle3"
@@ -56,12 +56,11 @@ class Eagle3(PublishedKind):
         return f"EAGLE-3 {pinned(config)}{f', read with {otherwise}' if otherwise else ''}"
 
     def recognises(self, raw: Config) -> bool:
-        """The configs of EAGLE's own first drafts only say that a Llama has one layer."""
+        """Also accepts unmarked Llama and Qwen3 configs of one layer: EAGLE's first drafts have no other sign."""
         layers = raw.get("num_hidden_layers") if raw.get("model_type") in tuple(config_eagle3.LAYER_CONFIGS) else None
         return layers == 1 or self.is_marked(raw)
 
     def is_marked(self, raw: Config) -> bool:
-        """A causal LM of one layer is not marked."""
         marks = {SPECULATORS, "draft_vocab_size", "eagle_config"}
         return bool(marks & set(raw)) or "eagle" in str(raw.get("architectures")).lower()
 
@@ -76,7 +75,7 @@ class Eagle3(PublishedKind):
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str, overrides: Any = None) -> Eagle3Model:
         said, named = config_eagle3.read_config(raw, overrides), NAMES.here(tensors, source)
-        if MARK not in named:  # a model of its own, a draft of EAGLE-1 or 2, or heads of another method
+        if MARK not in named:  # an ordinary model, a draft of EAGLE-1 or 2, or heads of another method
             raise ValueError(checkpoints.not_of_form(source, TITLE, [original(MARK)], []))
         return build(settings_of(said, named), tensors, source)
 
@@ -87,7 +86,7 @@ class Eagle3(PublishedKind):
         return read_own(Eagle3Settings, build, TITLE, arguments, path)
 
     def own_tensors(self, module: Any, state: Tensors | None = None, dtype: torch.dtype | None = None) -> Tensors:
-        """As a checkpoint of the original dialect has them, which every engine reads."""
+        """Return tensors with the names of the original format, which all engines read, and `d2t` and `t2d`."""
         tensors = NAMES.in_file(state or module.state_dict(), dtype)
         if (ids := module.token_ids) is not None:
             ids, known = ids.cpu(), torch.zeros(module.settings.layer["vocab_size"], dtype=torch.bool)
@@ -106,8 +105,8 @@ class Eagle3(PublishedKind):
         return outside(settings.layer["vocab_size"], target)
 
     def bind(self, module: Eagle3Model, target: CausalLM, name: str, dtype: torch.dtype | None = None) -> None:
-        """Where a config may mean several lists of layers, the draft reads the one with which it guesses best, and
-        `agreement` of it is known."""
+        """If the layer ids of the config are ambiguous, measures the `agreement` of each meaning, keeps the best, and
+        sets `module.agreement`. Without a tokenizer that fits, takes the likeliest with a warning."""
         super().bind(module, target, name, dtype)
         config, made_for = target.config.get_text_config(decoder=True), module.settings.layer["vocab_size"]
         if made_for != config.vocab_size:
@@ -140,7 +139,7 @@ class Eagle3(PublishedKind):
         )
 
     def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
-        """In the original dialect, which vLLM, SGLang and llama.cpp read."""
+        """Write the original format in bfloat16, which vLLM, SGLang and llama.cpp read."""
         module: Eagle3Model = parts.module
         if to.target is None:
             raise ValueError(
@@ -157,8 +156,8 @@ class Eagle3(PublishedKind):
 
 # Tensors. -------------------------------------------------------------------------------------------------------------
 
-# Names that mean the same, in order: what stands in the file, what it is called here.
-# Example: `midlayer.self_attn.q_proj.weight` is `decoder.layers.0.self_attn.q_proj.weight`.
+# Patterns from names in a file to names in `Eagle3Model`, applied in order.
+# Example: `midlayer.self_attn.q_proj.weight` becomes `decoder.layers.0.self_attn.q_proj.weight`.
 RENAMED = (
     (r"^model\.", ""),
     (r"^midlayer\.", "layers.0."),
@@ -174,7 +173,7 @@ TITLE = "EAGLE-3 draft"
 
 
 def original(name: str) -> str:
-    """The name in a file of what is called `name` here: `RENAMED` undone."""
+    """Return the name in the original format of a tensor of `Eagle3Model`: the inverse of `RENAMED`."""
     name = re.sub(r"^(decoder|reader)\.", "", name)
     return re.sub(r"^layers\.0\.", "midlayer.", name)
 
@@ -183,8 +182,8 @@ NAMES = Names(RENAMED, r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$", origina
 
 
 def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Settings:
-    """The settings that config and tensors agree on; where a config may be silent, tensors say it. `ValueError` for
-    layers of Llama with a window."""
+    """Complete the settings of `read_config` from the tensors: number and type of layers, `num_reads`, norms, biases
+    and own modules. `ValueError` for Llama layers with a sliding window."""
     layers = {int(found[1]) for name in named if (found := re.match(r"decoder\.layers\.(\d{1,4})\.", name))}
     size, vocab_size, num_reads = said["state_size"], said["layer"]["vocab_size"], said.get("num_reads")
     if num_reads is None:
@@ -195,7 +194,7 @@ def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Sett
     head, draft_vocab_size = named.get("lm_head.weight"), said["draft_vocab_size"]
     if draft_vocab_size is None and head is not None and head.dim() and head.shape[0] < vocab_size:
         draft_vocab_size = head.shape[0]
-    count = max(len(layers), 1)  # whatever config.json says: some files have one layer and say 40
+    count = max(len(layers), 1)  # not from config.json: some files have one layer and a config of 40
     kind = "qwen3" if "decoder.layers.0.self_attn.q_norm.weight" in named else "llama"
     layer = {"model_type": kind, **said["layer"], "num_hidden_layers": count}
     types = found if isinstance(found := layer.get("layer_types"), list) else []
@@ -223,9 +222,9 @@ def settings_of(said: dict[str, Any], named: Mapping[str, Tensor]) -> Eagle3Sett
 
 
 def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) -> Eagle3Model:
-    """The draft with these settings and the tensors of a checkpoint; errors as above.
+    """Make the draft with these settings from a checkpoint's tensors; raises as `checkpoints.build` does.
 
-    What the settings leave out may be left over: fc beside `use_aux_hidden_state: false`, and embeddings.
+    Embeddings, and fc with `use_aux_hidden_state: false`, are skipped if the settings do not use them.
     """
     used = {EMBEDDINGS: settings.own_embeddings, "reader.fc.weight": settings.num_reads > 0}
     named = {name: tensor for name, tensor in NAMES.here(tensors, source).items() if used.get(name, True)}
@@ -237,13 +236,13 @@ def build(settings: Eagle3Settings, tensors: Mapping[str, Tensor], source: str) 
 
 
 def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | None, source: str) -> Tensor | None:
-    """The target's ids of the draft's tokens, `[draft_vocab_size]`; `None` for all.
+    """Return the target's ids of the draft's tokens, `[draft_vocab_size]`; `None` for all. `ValueError` if damaged.
 
     Example: offsets 0, 0, 3 are the ids 0, 1, 5.
 
     Args:
-        offsets: `d2t`, what is added to a draft's id. Some files hold the target's ids themselves.
-        kept: `t2d`, `[vocab_size]`: which of the target's tokens the draft has.
+        offsets: `d2t`: target id minus draft id. Some files contain the target ids instead.
+        kept: `t2d`, `[vocab_size]`: whether the draft has each of the target's tokens.
     """
     vocab_size = settings.layer["vocab_size"]
     count = settings.draft_vocab_size or vocab_size
@@ -259,10 +258,10 @@ def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | 
             f"{source}: d2t is {list(offsets.shape)} of {str(offsets.dtype)[6:]}, and must be [{count}] whole numbers "
             "(int64), one for each of the draft's tokens. The file is damaged: download it again."
         )
-    if offsets.is_meta:  # its numbers are read later
+    if offsets.is_meta:  # an outline: values are read later
         return None
     ids = torch.arange(count) + offsets.long()
-    listed = None if kept is None else kept.flatten().bool().nonzero().flatten()  # of some types torch counts none
+    listed = None if kept is None else kept.flatten().bool().nonzero().flatten()  # nonzero lacks some dtypes
     if listed is not None and not torch.equal(ids.sort().values, listed):
         if not torch.equal(offsets.long(), listed):
             raise ValueError(
@@ -282,18 +281,17 @@ def _token_ids(settings: Eagle3Settings, offsets: Tensor | None, kept: Tensor | 
 
 # For other engines. ---------------------------------------------------------------------------------------------------
 
-WRITTEN = [name for name in LAYER if name not in (*OF_QWEN3, "rope_parameters")]  # of the layers
+WRITTEN = [name for name in LAYER if name not in (*OF_QWEN3, "rope_parameters")]  # layer arguments in config.json
 
 
 def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict[str, Any]:
-    """The config that describes a draft to other engines; `ValueError` if its layers are of another type.
+    """Return the `config.json` of an export; `ValueError` if the draft's layers are not Llama's.
 
-    What is usual is left out, since engines differ in what they understand by it. Layers of the target that are not the
-    usual ones to read stand there twice: in `eagle_config` by what comes out of them (SGLang), at the top by what goes
-    into them (vLLM).
+    The usual layers to read are not listed, since engines interpret ids differently. Others are listed twice: as ids of
+    layer outputs in `eagle_config` (SGLang), and as ids of layer inputs at the top level (vLLM).
 
-    Example: of a target of 32 layers `reads=[1, 15, 28]` is usual. `[3, 15, 28]` stands there as itself and as
-    `[4, 16, 29]`.
+    Example: with a target of 32 layers `reads=[1, 15, 28]` is not listed; `[3, 15, 28]` is listed as `[3, 15, 28]` in
+    `eagle_config` and as `[4, 16, 29]` at the top level.
     """
     if settings.layer["model_type"] != "llama":
         raise ValueError(
@@ -328,7 +326,7 @@ def flat_config(settings: Eagle3Settings, reads: list[int], target: Any) -> dict
 
 
 def notes(settings: Eagle3Settings, reads: list[int], depth: int) -> list[str]:
-    """What of it some engine does not serve, in whole sentences."""
+    """List features of the draft that some engines do not support, as full sentences."""
     found = []
     if reads != usual_reads(depth):
         found.append(

@@ -1,5 +1,5 @@
-"""The EAGLE-3 draft (arXiv 2503.01840, section 3): a Llama model whose first layer reads an embedding and a state
-(`Eagle3Model`), and that model as one generation sees it (`Eagle3Drafter`)."""
+"""The EAGLE-3 draft (arXiv 2503.01840, section 3): a model whose first layer reads an embedding and a hidden state
+(`Eagle3Model`), and the `Draft` that runs it in a generation (`Eagle3Drafter`)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hf_specdecpp.models.target_states import FINAL, StateReader
 
 
 class Eagle3Input(StateReader):
-    """The input of a draft step: the embedding of a token, and the state g at the token before it.
+    """Computes the input of a draft step: the embedding of a token, and the state g at the token before it.
 
-    For a token that the target has verified g mixes the target's states there, g = fc([a_1; ...; a_k]); for a candidate
-    after another one it is the draft's own state, as it is.
+    For verified tokens g = fc([a_1; ...; a_k]), with the target's states a at the token before. For a candidate that
+    follows another one, g is the draft's own state, unchanged.
     """
 
     def __init__(self, settings: Eagle3Settings, norm: Any) -> None:
@@ -41,13 +41,13 @@ class Eagle3Input(StateReader):
         return max(self.num_reads, 1) * self.state_size
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """`[..., 2 * hidden_size]`: the embedding, then g, of the target's states `[..., width]` or the draft's own."""
+        """`[..., 2 * hidden_size]`: the embedding, then g. `states`: the target's `[..., width]` or the draft's."""
         if self.fc is not None and states.shape[-1] == self.width:
             states = self.fc(self.normed(states))
         return torch.cat((embeddings, states), dim=-1)
 
     def normed(self, states: Tensor) -> Tensor:
-        """What fc mixes, of the target's states `[..., width]`."""
+        """Return the input of fc: the target's states `[..., width]`, normed as the settings specify."""
         if self.input_norm is not None:
             normed: Tensor = self.input_norm(states)
             return normed
@@ -58,13 +58,13 @@ class Eagle3Input(StateReader):
 
 
 class FirstLayer(nn.Module):
-    """The first layer of a draft. Its attention reads both, normed apart; its residual is the state alone.
+    """The first layer of a draft: attention over embedding e and state g, normed separately; the residual is g alone.
 
         x = [norm_e(e); norm_g(g)],   r = g + attention(x),   y = r + mlp(norm(r))
 
     Args:
-        layer: of transformers, whose other parts it keeps.
-        norm_before_residual: r begins with norm_g(g).
+        layer: a decoder layer of transformers, whose modules are reused; q, k and v get twice as many inputs.
+        norm_before_residual: r = norm_g(g) + attention(x).
     """
 
     def __init__(self, layer: Any, norm_before_residual: bool) -> None:
@@ -93,16 +93,16 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3Model(PreTrainedModel):
-    """The weights of a draft. With a target's embeddings, and its LM head where it has none, it can draft.
+    """The weights of a draft. Uses the target's embeddings and LM head if the draft has none of its own (`meet`).
 
     Attributes:
-        settings: of it.
-        reader: makes its inputs.
-        decoder: its layers, without a norm at the end, as a transformers model that reads `inputs_embeds` of
+        settings: sizes and variants of the draft.
+        reader: computes the inputs of the first layer.
+        decoder: the layers as a transformers model without a final norm; its `inputs_embeds` are
             `[..., 2 * hidden_size]`.
-        norm: before its LM head; with `norm_output` also before a further step.
-        token_ids: `[draft_vocab_size]` int64: the target's ids of its own; `None` for all.
-        agreement: how often it guesses what its target says (`acceptance.agreement`), if that was measured to bind it.
+        norm: final norm before the LM head; with `norm_output` the next step also reads its output.
+        token_ids: `[draft_vocab_size]` int64: the target's ids of the draft's tokens; `None` for all.
+        agreement: result of `acceptance.agreement` if binding the draft measured it; otherwise empty.
     """
 
     config_class = None
@@ -111,7 +111,7 @@ class Eagle3Model(PreTrainedModel):
 
     def __init__(self, settings: Eagle3Settings) -> None:
         config = settings.layer_config()
-        config._attn_implementation = "sdpa"  # it takes the masks of trees
+        config._attn_implementation = "sdpa"  # accepts tree masks
         super().__init__(config)
         self.settings = settings
         self.decoder = AutoModel.from_config(config, attn_implementation="sdpa")
@@ -124,10 +124,10 @@ class Eagle3Model(PreTrainedModel):
         self.lm_head = nn.Linear(size, count, bias=False) if settings.own_head else None
         self.register_buffer("token_ids", None, persistent=False)
         self.agreement: list[float] = []
-        self._targets: tuple[Any, Any] = (None, None)  # embeddings and LM head, which are no parts of this module
+        self._targets: tuple[Any, Any] = (None, None)  # embeddings and LM head; a tuple: not submodules
 
     def meet(self, target: CausalLM, reads: Sequence[int]) -> None:
-        """Draft for a target: take what is not its own from it, and read the outputs of these of its layers."""
+        """Set the target whose embeddings and LM head may be used, and its layers to read (`[]`: its final state)."""
         self._targets = target.get_input_embeddings(), target.get_output_embeddings()
         self.settings = replace(self.settings, reads=list(reads))
         self.reader.reads = list(reads) or [FINAL]
@@ -146,7 +146,7 @@ class Eagle3Model(PreTrainedModel):
 
 
 class Eagle3Drafter(Drafter):
-    """Drafts with an `Eagle3Model` on the device of the target that it has met, whose embeddings it may share."""
+    """Drafts with an `Eagle3Model` that is bound to a target and on its device."""
 
     def __init__(self, model: Eagle3Model, target: CausalLM) -> None:
         super().__init__(model, model.token_ids, shares_target=True, fusion=model.reader)
@@ -161,7 +161,7 @@ class Eagle3Drafter(Drafter):
         return None if self.draft_vocab is None else self._head()
 
     def hidden_states(self, *read: Any, **inputs: Any) -> Tensor:
-        """The states that a further step goes on from."""
+        """Return the states that the next step reads: normed with `norm_output`."""
         states = super().hidden_states(*read, **inputs)
         return self.model.norm(states) if self.model.settings.norm_output else states
 
@@ -169,8 +169,8 @@ class Eagle3Drafter(Drafter):
         return hidden if self.model.settings.norm_output else self.model.norm(hidden)
 
     def _check_logits(self) -> None:
-        """How states become logits is known: the model is ours."""
+        """Skip the check of how logits are computed from states: this package defines the model."""
 
     @property
     def tree_reader(self) -> None:
-        """The layer reads trees: it is a Llama's, with attention that takes any mask."""
+        """`None`: no trial needed. The attention (SDPA) of these layers accepts tree masks."""

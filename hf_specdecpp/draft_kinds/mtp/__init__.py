@@ -1,1 +1,1 @@
-"""Multi-token prediction: the layers of a target's own checkpoint that draft for it (arXiv 2412.19437, section 2.2)."""
+"""Multi-token prediction (arXiv 2412.19437, section 2.2): drafts with extra layers of the target's own checkpoint."""

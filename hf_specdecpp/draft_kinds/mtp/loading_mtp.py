@@ -1,5 +1,4 @@
-"""Multi-token layers that the target's own checkpoint brings (`Mtp`, `docs/ready-made.md`): how they are found and
-read."""
+"""Find and read the multi-token layers in the target's own checkpoint (`Mtp`, `docs/ready-made.md`)."""
 
 from __future__ import annotations
 
@@ -28,15 +27,15 @@ logger = logging.get_logger("hf_specdecpp")
 ANNOUNCING = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields of a config
 MOST_LAYERS = 16
 FIELDS = ("num_hidden_layers", *ANNOUNCING)
-MOST_OF_TARGET = 2**10  # layers of a target
-MOST_BYTES = 2**22  # of the config of a target, which may list its quantised layers
-OWN = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "post_norm.weight")  # beside those of the decoder layer
+MOST_OF_TARGET = 2**10  # largest accepted number of layers
+MOST_BYTES = 2**22  # of a target's config, which may list quantised layers
+OWN = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "post_norm.weight")  # tensors outside the decoder layer
 INSTEAD = (
     "Draft with an EAGLE-3 or DFlash draft of this target (specdecpp drafts lists them), or train one (specdecpp train "
     "--draft eagle3)"
 )
-# What stands in a file after `model.layers.N.`, where N counts on from the target's layers (DeepSeek, GLM; Step has
-# `transformer.` before some), after `mtp.` (Qwen, Mellum) or `mtp.layers.N.` (Inkling), and what it is called here.
+# Patterns from names in a file to names in `MtpLayers`, after their prefix is removed: `model.layers.N.`, N counted on
+# from the target's layers (DeepSeek, GLM; Step adds `transformer.`), `mtp.` (Qwen, Mellum), `mtp.layers.N.` (Inkling).
 RENAMED = (
     (r"^(fc|input_proj)\.", "eh_proj."),
     (r"^(pre_fc_norm_embedding|embed_norm)\.", "enorm."),
@@ -44,16 +43,16 @@ RENAMED = (
     (r"^((transformer\.)?shared_head\.norm|norm)\.", "post_norm."),
     (r"^(layers\.0|transformer_block)\.", "block."),
 )
-OTHERS = (r"^(?!(enorm|hnorm|eh_proj|post_norm|block)\.)", "block.")  # in the first of the three
-# Embeddings and LM head there are the target's once more.
+OTHERS = (r"^(?!(enorm|hnorm|eh_proj|post_norm|block)\.)", "block.")  # only after `model.layers.N.`
+# Copies of the target's embeddings and LM head after `model.layers.N.`: skipped.
 AGAIN = ("embed_tokens.weight", "shared_head.head.weight", "transformer.shared_head.output.weight")
 
 
 @dataclass(frozen=True)
 class MtpLayers:
-    """The tensors of each multi-token layer, by name: `eh_proj.weight`, `enorm.weight`, `hnorm.weight`,
-    `post_norm.weight` (some have none) and `block.*`, those of a decoder layer as the checkpoint calls them. Messages
-    name their `source`."""
+    """The tensors of each multi-token layer, by name: `eh_proj.weight`, `enorm.weight`, `hnorm.weight`, maybe
+    `post_norm.weight`, and `block.*` for the decoder layer, with the checkpoint's names. `source`: the checkpoint's
+    name in messages."""
 
     tensors: list[dict[str, Tensor]]
     source: str
@@ -64,8 +63,8 @@ class MtpLayers:
 
 
 class Mtp(PublishedKind):
-    """Layers beside those that the target decodes with; `config.draft_id` names the repository that holds them, which
-    is recognised by no `config.json`, since the target decodes without these layers."""
+    """Draft with additional layers of the target's checkpoint, in the repository `config.draft_id`. No `config.json` is
+    recognised as this kind: it describes a target that also works without these layers."""
 
     name = "mtp"
     is_named = True
@@ -92,8 +91,8 @@ class Mtp(PublishedKind):
         return drafters[0] if len(drafters) == 1 else MtpDraft(drafters, target)
 
     def read(self, raw: Config, tensors: Mapping[str, Tensor], source: str) -> MtpLayers:
-        """The multi-token layers of a target's repository, the only ones of its `tensors` that are read; `ValueError`
-        if it has none, is quantised, or has them in a form that is not known, with what to do."""
+        """Read only the multi-token layers among a target's `tensors`. `ValueError`, with a remedy, if there are none,
+        or if they are quantised, not finite, or of an unknown form."""
         config = {**mapping(raw, "mtp_config"), **(mapping(raw, "text_config") or raw)}
         for field in FIELDS:
             if not isinstance(found := config.get(field) or 0, int) or not 0 <= found <= MOST_OF_TARGET:
@@ -130,7 +129,7 @@ class Mtp(PublishedKind):
         return MtpLayers([{here: found[there] for here, there in layer.items()} for layer in named], source)
 
     def repository_of(self, target: CausalLM, source: str | Path | None = None, hub_kwargs: Any = None) -> Repository:
-        """The repository with a target's multi-token layers: `source`, or its own; `ValueError` if that is none."""
+        """Return the repository `source`, or the target's own; `ValueError` if a target in memory has none."""
         name = source or target.config.name_or_path
         if not name:
             raise ValueError(
@@ -141,10 +140,11 @@ class Mtp(PublishedKind):
 
 
 def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool = False) -> list[dict[str, str]]:
-    """For each multi-token layer, what its tensors are called here and in the checkpoint; `ValueError` if there are
-    some in a form that is not known. `is_chained`: layers without a norm of their own after them have one together.
+    """Map, for each multi-token layer, names in `MtpLayers` to names in the checkpoint; `ValueError` if the layers are
+    of an unknown form. `is_chained`: the layers `mtp.layers.N.` share the norm `mtp.chain_norm`.
 
-    Example: of a target of 61 layers `model.layers.61.shared_head.norm.weight` is the first one's `post_norm.weight`.
+    Example: with a target of 61 layers, the first layer's `post_norm.weight` is
+    `model.layers.61.shared_head.norm.weight`.
     """
     names = list(names)
     starts = [re.fullmatch(r"((?:.*\.)?layers\.)(\d{1,6})\.eh_proj\.weight", name) for name in names]
@@ -167,7 +167,7 @@ def layers_among(names: Iterable[str], depth: int, source: str, is_chained: bool
 def _part(
     names: list[str], start: str, patterns: tuple[tuple[str, str], ...], source: str, lacks: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """What the tensors whose names begin like this are called here, and in the checkpoint."""
+    """Map names in `MtpLayers` to names in the checkpoint for one layer, whose names begin with `start`."""
     own = [name.removeprefix(start) for name in names if name.startswith(start)]
     part = {renamed(name, patterns): start + name for name in own}
     strange = [there for here, there in part.items() if here not in OWN and not here.startswith("block.")]

@@ -1,8 +1,8 @@
-"""Multi-token layers as models that draft (`one_layer`), several of them as one generation sees them (`MtpDraft`), and
-their side of a text (`LayersSession`), or of captured rounds (`LayerSteps`).
+"""Multi-token layers as draft models (`one_layer`), the `Draft` of several layers (`MtpDraft`), its session for one
+sequence (`LayersSession`), and its steps in captured rounds (`LayerSteps`).
 
-A single layer is a `Drafter`: from candidate to candidate it reads its own states, as other drafts do that read the
-target's. Of several, the last does so once each has drafted.
+A single layer is a `Drafter`: after the first candidate it reads its own states. With several layers, each proposes one
+candidate, and the last layer then continues with its own states.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from hf_specdecpp.models.causal_lm import CausalLM, inner_decoder, input_device
 from hf_specdecpp.models.early_exit import layer_stack, why_no_early_exit, with_layers
 from hf_specdecpp.models.target_states import FINAL, StateReader
 
-# What a config says of the kind of each layer, what it says of that of multi-token layers, and the usual kind of these.
+# Config fields with the kinds of the target's layers and of multi-token layers, and the default kind of the latter.
 KINDS = (("layer_types", "mtp_layer_types", "full_attention"), ("mlp_layer_types", "mtp_mlp_layer_types", None))
-POST_NORM = "post_norm.weight"  # of Inkling's layers: one for all of them, or none
+POST_NORM = "post_norm.weight"  # Inkling: one for all layers, or none
 Tensors = Mapping[str, Tensor]
 
 
 class MtpInput(StateReader):
-    """The input of a multi-token layer: x = P [norm_e(e); norm_h(h)] (arXiv 2412.19437, equation 21).
+    """Computes the input of a multi-token layer: x = P [norm_e(e); norm_h(h)] (arXiv 2412.19437, equation 21).
 
-    e is the embedding of a token; h is the target's state at the token before it, after its final norm, or what a
-    multi-token layer returned there.
+    e is the embedding of a token; h is the state at the token before: the target's, after its final norm, or the output
+    of a multi-token layer.
 
     Args:
-        norm: the target's final norm, of whose class the two are.
+        norm: the target's final norm; norm_e and norm_h are copies of it with other weights.
         states_first: x = P [norm_h(h); norm_e(e)] (Inkling).
     """
 
@@ -52,18 +52,18 @@ class MtpInput(StateReader):
         self.eh_proj.weight = nn.Parameter(tensors["eh_proj.weight"], requires_grad=False)
 
     def forward(self, states: Tensor, embeddings: Tensor) -> Tensor:
-        """The inputs `[..., hidden_size]` of the layer, of states and embeddings of the same shape."""
+        """Return the layer's inputs `[..., hidden_size]`; states and embeddings have this shape, too."""
         read = self.enorm(embeddings), self.hnorm(states)
         inputs: Tensor = self.eh_proj(torch.cat(read[::-1] if self.states_first else read, dim=-1))
         return inputs
 
 
 def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tuple[CausalLM, MtpInput]:
-    """A causal LM with the multi-token layer at a `place` as its only one and that layer's norm as its final one, and
-    its input; `ValueError` if they do not fit the target.
+    """Make a causal LM from multi-token layer number `place` (from 0) and its norm; returns the model and its
+    `MtpInput`. `ValueError` if the tensors do not fit the target.
 
-    The target's embeddings, LM head and rotary frequencies are shared. The layer is of the target's own class, and its
-    tensors are renamed and put together (experts) as transformers does it with the target's.
+    Shares the target's embeddings, LM head and rotary frequencies. The layer has the class of the target's layers;
+    transformers renames and merges its tensors (experts) as it does for the target.
     """
     text = target.config.get_text_config(decoder=True)
     size = text.hidden_size
@@ -87,9 +87,9 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
     norm = loaded.norm if POST_NORM in tensors else nn.Identity()
     for module in layer.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
-            module.config = decoder.config  # which says how attention is computed
+            module.config = decoder.config  # selects the attention implementation
     reader = MtpInput(tensors, loaded.norm, getattr(text, "mtp_hidden_states_first", False))
-    reader.to(dtype=target.dtype)  # the layer has its own: some parts of experts stay in float32
+    reader.to(dtype=target.dtype)  # not the layer: parts of experts stay in float32
     for part in (layer, norm, reader):
         part.to(device=input_device(target)).requires_grad_(False)
     layers[0], decoder.norm = layer, norm
@@ -97,7 +97,7 @@ def one_layer(tensors: Tensors, place: int, target: CausalLM, source: str) -> tu
 
 
 def _like(config: Any, place: int) -> int:
-    """The last of the target's layers that is of the kind of a multi-token layer, as far as there is one."""
+    """Return the index of the target's last layer that matches the kinds of a multi-token layer as far as possible."""
     chosen = list(range(config.num_hidden_layers))
     for kind, said, usual in KINDS:
         wanted, kinds = _wanted(config, place, said, usual), getattr(config, kind, None)
@@ -106,7 +106,7 @@ def _like(config: Any, place: int) -> int:
 
 
 def _wanted(config: Any, place: int, said: str, usual: str | None) -> str | None:
-    """The kind of a multi-token layer: what the config says of it, or the usual one if the target has such layers."""
+    """Return the kind of a multi-token layer: from the config, else `usual` if the target has layers of that kind."""
     kinds = getattr(config, said, None)
     if kinds:
         return str(kinds[min(place, len(kinds) - 1)])
@@ -114,11 +114,11 @@ def _wanted(config: Any, place: int, said: str, usual: str | None) -> str | None
 
 
 def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, target: CausalLM, source: str) -> Any:
-    """A decoder with the layer and its norm, read by transformers as it reads the target; next to no embeddings."""
+    """Load a decoder of this layer and its norm with `from_pretrained`; its embedding table has one row."""
     config = copy.deepcopy(decoder.config)
     config.vocab_size, config.pad_token_id = 1, 0
     if get_checkpoint_conversion_mapping(config.model_type) is None:
-        config.model_type = target.config.model_type  # which says how the whole model's files are written
+        config.model_type = target.config.model_type  # whose conversion rules apply to the checkpoint
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     block = {f"{stack}.0.{name[6:]}": tensor for name, tensor in tensors.items() if name.startswith("block.")}
@@ -148,15 +148,15 @@ def _loaded(tensors: Tensors, decoder: CausalLM, stack: str, target: CausalLM, s
 
 
 def _norm(like: nn.Module, weight: Tensor) -> nn.Module:
-    """A norm with this weight, otherwise like another one."""
+    """Copy a norm, with another weight."""
     norm = copy.deepcopy(like)
     norm.weight = nn.Parameter(weight.clone(), requires_grad=False)
     return norm
 
 
 class MtpDraft(StateDraft):
-    """Drafts with several multi-token layers, each with its input, of which each proposes one candidate of a round, in
-    their order; the last goes on alone."""
+    """Drafts chains with several multi-token layers: layer k (from 0) proposes candidate k, and the last layer also all
+    further candidates."""
 
     def __init__(self, layers: Sequence[Drafter], target: CausalLM) -> None:
         self.layers, self.first = list(layers), layers[0]
@@ -191,52 +191,52 @@ class MtpDraft(StateDraft):
 
 
 class LayerRows:
-    """What one layer has read: its cache, and the states that it reads.
+    """The cache of one layer, and the states that the layer reads.
 
-    Row r of the layer k (from 0) reads the token at r + k + 1 with the state of row r: the target's at r for the first
-    layer, what the layer before returned in that row for others.
+    Row r of layer k (from 0) reads the token at position r + k + 1 and the state of row r: for the first layer the
+    target's state at position r, for others the output of the layer before in row r.
 
     Attributes:
         count: rows in the cache.
-        states: `[1, n, hidden_size]`, those of the rows from `first` on; `None` before there were any.
+        states: `[1, n, hidden_size]`, states of the rows from `first` on; `None` before the first `offer`.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.cache = drafter, DynamicCache(config=drafter.text_config)
-        self.cache.activate_past_recording()  # of the prompt, too, its last rows are taken back
+        self.cache.activate_past_recording()  # the last rows of a prompt are rolled back, too
         self.count = self.first = 0
         self.states: Any = None
 
     def offer(self, states: Tensor, row: int) -> None:
-        """States of the rows from `row` on, in the place of what was known of them."""
+        """Set the states of the rows from `row` on, replacing earlier ones."""
         if self.states is None:
             self.states, self.first = states, row
         else:
             self.states = torch.cat((self.states[:, : row - self.first], states), dim=1)
 
     def forget(self, count: int, kept: int) -> None:
-        """Keep the first `count` rows at most, and the states from `kept` rows before these on."""
+        """Crop the cache to at most `count` rows; drop states of rows earlier than `kept` before its end."""
         if self.count:
-            self.cache.crop(-max(self.count - count, 0))  # without any to drop, too: windows shrink back
+            self.cache.crop(-max(self.count - count, 0))  # also with 0 rows to drop: layers with a window trim
         self.count = min(self.count, count)
         drop = max(self.count - kept - self.first, 0)
         if self.states is not None and drop:
             self.states, self.first = self.states[:, drop:].clone(), self.first + drop
 
     def read(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Read rows `[1, n]`: what the layer returns in them, `[1, n, hidden_size]`."""
+        """Read n rows, tokens `[1, n]` with states `[1, n, hidden_size]`; returns outputs `[1, n, hidden_size]`."""
         hidden = self.drafter.hidden_states(tokens, self.cache, states)
         self.count += tokens.shape[1]
         return hidden
 
 
 class LayersSession(DraftingSession):
-    """What the layers have read of one text.
+    """Session for one sequence.
 
-    Example: two layers, after the text `a b c d` with the target's states at a, b and c. The first layer reads b, c, d
-    with these, which gives the candidate e. The second reads c, d, e with what the first returned there, which gives f.
-    For a third candidate it goes on, and reads f with what it has just returned. Of these rows that of e stands if e is
-    accepted; the last one never does.
+    Example: two layers, the sequence `a b c d`, and the target's states at a, b and c. The first layer reads b, c, d
+    with these states, and proposes e. The second reads c, d, e with the first layer's outputs, and proposes f. For a
+    third candidate, the second layer reads f with its own last output. Its row of e is kept if e is accepted; its row
+    of f is always dropped, since it read the layer's own state.
     """
 
     def __init__(self, layers: Sequence[Drafter], vocab_size: int) -> None:
@@ -244,7 +244,7 @@ class LayersSession(DraftingSession):
         self.layers, self.vocab_size, self.embed = [LayerRows(layer) for layer in layers], vocab_size, layers[0].embed
         self.device = layers[0].device
         self._text: Tensor = torch.empty(1, 0, dtype=torch.long, device=self.device)
-        self._last: Any = None  # what the last layer returned in its last row, `[1, 1, hidden_size]`
+        self._last: Any = None  # output of the latest row, `[1, 1, hidden_size]`
 
     @property
     def length(self) -> int:
@@ -255,10 +255,10 @@ class LayersSession(DraftingSession):
             raise ValueError("Multi-token layers read the target's states, and none were handed over.")
         before = self.length
         for place, layer in enumerate(self.layers):
-            # Rows that read a token of the text that stands; further ones of the last layer read states of its own.
+            # Keep rows that read committed tokens, except rows in which the last layer read its own states.
             layer.forget(max(min(before - 1, before + num_accepted - 1 - place), 0), len(self.layers))
         tokens, states = new_tokens.to(self.device), states.to(self.device)
-        if not before:  # fewer states than tokens where a cache is carried on
+        if not before:  # fewer states than tokens if the call continues a cache
             tokens = tokens[:, -(states.shape[1] + 1) :]
         self._text = torch.cat((self._text, tokens), dim=1)
         rows = self.length - 1
@@ -271,7 +271,7 @@ class LayersSession(DraftingSession):
         layer, rows = self.layers[place], self.length - 1
         if len(candidates) < len(self.layers):
             begin = layer.count
-            first = begin + place + 1  # the token that the first unread row reads
+            first = begin + place + 1  # position of the token of the first unread row
             drawn = [each.view(1, 1) for each in candidates[max(first - self.length, 0) :]]
             states = layer.states[:, begin - layer.first : rows - layer.first]
             hidden = layer.read(torch.cat((self._text[:, first:], *drawn), dim=1), states)
@@ -285,12 +285,12 @@ class LayersSession(DraftingSession):
 
 
 class LayerSteps(RoundSteps):
-    """As `LayersSession`, but that all layers read the rows of the window anew: of a row that read a candidate nothing
-    is kept.
+    """`LayersSession` for captured rounds, except that no row of a candidate is kept: all layers read all rows of the
+    window.
 
-    Example: two layers, and a window of b c d after the text `a`. The first layer reads b, c, d with the target's
-    states at a, b and c, which gives the candidate e. The second reads c, d, e with what the first returned there.
-    When e and f stand and g follows, the next window is d e f g: the second layer reads e, f, g and a candidate.
+    Example: two layers, and a window of b c d after `a`. The first layer reads b, c, d with the target's states at a, b
+    and c, and proposes e. The second reads c, d, e with the first layer's outputs, and proposes f. If e and f are
+    accepted and g follows, the next window is d e f g: the second layer reads e, f, g and a candidate.
     """
 
     draws_trees = False
