@@ -17,7 +17,7 @@ LEVELS = 4
 RULES: list[dict[str, Any]] = [
     {"rule": "fixed", "num_tokens": 4},
     {"rule": "threshold", "threshold": 0.6, "max_tokens": 6},
-    {"rule": "throughput", "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.2]}},
+    {"rule": "throughput", "tree": False, "costs": {"draft": 0.05, "verify": [1.0, 1.0, 1.0, 1.2]}},
 ]
 TREES: list[dict[str, Any]] = [
     {"tree": "dyspec", "tree_budget": 12, "tree_depth": LEVELS},
