@@ -111,7 +111,7 @@ class SavedCache:
     """The state of a cache whose layers put new tensors in the place of old ones, which are kept here: no copies.
 
     Example: a cache of 10 tokens is held, a pass over 3 more is made, and a hook leaves 6 of the 13. `grew_by(3)` is
-    false, and `back()` leaves the 10.
+    false, and `roll_back()` leaves the 10.
     """
 
     def __init__(self, cache: Cache) -> None:
