@@ -20,10 +20,11 @@ from hf_specdecpp.drafting.chain import StoppingRule
 from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.estimation.estimators import MODES, DraftProbability, DraftStep, Estimator
 from hf_specdecpp.figures import Floats
-from hf_specdecpp.trees.tree import DraftTree
+from hf_specdecpp.trees.tree import Chain, DraftTree
 
 SVIP_GAMMA = 0.15
 ADAEDL_GAMMA = 0.2
+NOT_RECORDED = Tensor()  # the logits of a candidate, which rules do not read
 MakeRule = Callable[[], StoppingRule]
 Round = tuple[int, int, int]  # candidates, accepted candidates, tokens that the draft read first
 
@@ -38,16 +39,6 @@ class Seen:
     label: float
     log_odds: float
     index: int = field(default=0, init=False)
-
-
-@dataclass(slots=True)
-class Drawn:
-    """A round's candidates, of which only the number is recorded."""
-
-    num_drawn: int
-
-    def drawn(self, path: Sequence[int]) -> Sequence[int]:
-        return path
 
 
 class RecordedHead:
@@ -104,7 +95,7 @@ class ChainReplay:
         rounds, start, unread = [], self.text.first, self.text.first
         while start < len(self.text.ids):
             drafted, accepted = self.round(rule, start, unread)
-            rule.record_outcome(Drawn(drafted), range(accepted))  # type: ignore[arg-type]
+            rule.record_outcome(Chain([0] * drafted, [NOT_RECORDED] * drafted), range(accepted))
             rounds.append((drafted, accepted, unread))
             unread = 1 + accepted - min(accepted, drafted - 1) if drafted else unread + 1
             start += accepted + 1
