@@ -1,4 +1,4 @@
-"""Methods of an assistant for generation, and those that transformers expects of a model (`AssistantModel`)."""
+"""Methods of an assistant for generation, and methods that transformers calls on a model (`AssistantModel`)."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ class CapturedDraft:
         return (estimates.clamp(1e-4, 1.0 - 1e-4).logit() + shift).sigmoid()
 
     def settle(self, accepted: Tensor, token: Tensor, candidates: Tensor, states: Tensor | None, drafted: bool) -> None:
-        """Add emitted tokens to the window, and drop those that the draft has read. Called after verification.
+        """Add emitted tokens to the window, and drop the tokens that the draft has read. Called after verification.
 
         Args:
             accepted, token: `[texts]`, the number of accepted candidates, and the next token.

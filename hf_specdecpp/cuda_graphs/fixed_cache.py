@@ -197,7 +197,7 @@ class FixedCaches:
         return self._made[key]
 
     def clear(self) -> None:
-        """Drop all caches, except those that a `FixedContext` still refers to."""
+        """Drop all caches. A cache that a `FixedContext` refers to stays alive."""
         self._made.clear()
 
     @property

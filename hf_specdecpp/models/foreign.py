@@ -84,8 +84,9 @@ SIMPLE = {bool, int, float, str, type(None)}
 _usual: WeakSet[Any] = WeakSet()  # functions that are not foreign, since each call checks the same ones
 # For modules, and the class of tensors, without foreign code: their number of names, names of functions, and functions.
 _unchanged: dict[Any, tuple[int, list[str], list[Any]]] = {}
-# Functions that PyTorch computes passes with, without those that are used between passes (draws, pinned memory).
+# Beginnings of the names of PyTorch functions that run between passes: draws, and copies to pinned memory.
 BETWEEN_PASSES = ("rand", "multinomial", "bernoulli", "normal", "exponential", "uniform", "pin_memory")
+# The functions of `torch` that compute with tensors.
 OPERATIONS = {name for name in dir(torch._C._VariableFunctions) if name[0] != "_"}.union(torch.functional.__all__)
 # For each target: the keys of its foreign code, and the properties of passes with it.
 _known: WeakKeyDictionary[CausalLM, tuple[list[Any], ForeignPasses]] = WeakKeyDictionary()
@@ -237,11 +238,14 @@ def _replaced_functions(kinds: set[type[Any]]) -> Iterator[ForeignCode]:
         known = {name: code for name, code in list(held.items()) if callable(code) and not isinstance(code, ModuleType)}
         if home is torch:
             known = {name: code for name, code in known.items() if name in OPERATIONS}
-        inner = {name: code for name, code in known.items() if not isinstance(code, BuiltinFunctionType | type)}
-        others = [name for name, code in inner.items() if package_of(code) not in IMPORTED]
-        if others := [name for name in others if not name.startswith(BETWEEN_PASSES)]:
-            yield from (ForeignCode(known[n], f"another {n} of {home.__name__}, {_name(known[n])}") for n in others)
-        else:
+        others = [
+            ForeignCode(code, f"another {name} of {home.__name__}, {_name(code)}")
+            for name, code in known.items()
+            if not (isinstance(code, BuiltinFunctionType | type) or name.startswith(BETWEEN_PASSES))
+            and package_of(code) not in IMPORTED
+        ]
+        yield from others
+        if not others:
             _unchanged[home] = len(held), list(known), list(known.values())
 
 

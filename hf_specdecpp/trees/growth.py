@@ -135,7 +135,6 @@ def grow_shape(growth: Growth, shape: Shape) -> None:
 # Slots of a smaller value are never reached: apart from rounding, q has no token left.
 SMALLEST = 1e-12
 
-Draw = Callable[[Tensor], Siblings]
 Expand = Callable[[DraftTree, list[int]], "Level"]
 
 

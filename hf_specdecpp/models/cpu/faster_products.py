@@ -37,7 +37,7 @@ class _Here(local):
 
 
 _here = _Here()
-# In all threads: number of contexts of each layer, and number of those that group attention; guarded by the lock.
+# In all threads, guarded by the lock: number of contexts of each layer, and of contexts that group attention.
 _uses: Counter[nn.Linear] = Counter()
 _groups: Counter[str] = Counter()
 _lock = RLock()
