@@ -52,7 +52,7 @@ class AssistantModel(PreTrainedModel):
     Attributes:
         speculation: the settings, which may be changed between calls.
         decisions: further decisions of the package, for experiments (`config.speculation.Decisions`).
-        head: the acceptance head, or `None`.
+        head: the acceptance head, by default the confidence head of a published draft; `None` takes q as the estimate.
         memory: acceptance and costs learned for each target, and earlier answers if lookups search them
             (`memory.answers`); `memory.clear()` deletes both.
         drafter: the draft; `None` before `attach` if the draft is made from the target.
@@ -77,7 +77,8 @@ class AssistantModel(PreTrainedModel):
     ) -> None:
         super().__init__(config)
         self.kind = kind_of(config)
-        self.parts, self.head = parts or Parts(), head
+        self.parts = parts or Parts()
+        self.head = head or self.kind.head_of(self.parts.module)
         self.drafter: Any = drafter
         self.suspect: str | None = None  # this and `agreement`: see `Counters`
         self.agreement: list[float] = []

@@ -64,11 +64,11 @@ class RoundRules:
     @property
     def head_of_slots(self) -> AcceptanceHead | None:
         """The head that values slots of trees; `None` if q does."""
-        return self.estimator if isinstance(self.estimator, AcceptanceHead) and not lag_of(self.estimator) else None
+        return self.estimator if isinstance(self.estimator, AcceptanceHead) and lag_of(self.estimator) < 1 else None
 
     def num_judged(self, count: int) -> int:
         """Number of estimates of a chain of `count` candidates; with `inputs="after"` the last has none."""
-        return 0 if self.estimator is None else max(count - lag_of(self.estimator), 0)
+        return 0 if self.estimator is None else max(count - max(lag_of(self.estimator), 0), 0)
 
     @cached_property  # needed in every round, and computing it reads numbers from the device
     def key(self) -> Hashable:
@@ -257,7 +257,8 @@ class CapturedDraft:
         return Drawn(tokens, chosen // width, values, None if times is None else q, judged)
 
     def _count(self, shape: RoundShape, levels: list[Drawn], rules: RoundRules) -> Tensor:
-        """`[texts]`, number of submitted candidates, including the one at which the rule stops."""
+        """`[texts]`, number of submitted candidates, including the one at which the rule stops, unless its estimate was
+        known before the draw."""
         known = [each.judged for each in levels if each.judged is not None]
         if known:
             together = torch.cat(known, dim=1)
@@ -268,8 +269,8 @@ class CapturedDraft:
         if rules.threshold is None:
             return drawn
         survival = self._calibrated(self.estimates[:, : len(known)]).cumprod(-1)
-        if len(known) < shape.levels:  # estimates are one candidate late: none after the first candidate
-            survival = functional.pad(survival, (1, 0), value=1.0)
+        lag = 0 if rules.estimator is None else lag_of(rules.estimator)  # estimates may be one candidate late or early
+        survival = functional.pad(survival, (lag, shape.levels - len(known) - lag), value=1.0)
         places = torch.arange(1, shape.levels + 1, device=self.device)
         return count_until((1.0 - survival > rules.threshold) & (places >= rules.min_tokens)).minimum(drawn)
 

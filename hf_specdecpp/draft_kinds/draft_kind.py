@@ -17,6 +17,7 @@ from hf_specdecpp import files
 from hf_specdecpp.config.assistant_config import SpecDecPPConfig
 from hf_specdecpp.config.value_checks import check_numbers
 from hf_specdecpp.drafting.draft import Draft
+from hf_specdecpp.estimation.acceptance_head import AcceptanceHead
 from hf_specdecpp.files import Repository, Weights
 from hf_specdecpp.models.causal_lm import CausalLM, input_device, move
 from hf_specdecpp.models.loading import outside
@@ -129,6 +130,10 @@ class DraftKind(ABC):
         """Return the tensors to save in `own_file`, from the module or from `state`, its gathered state dict if the
         module is sharded over processes. Kinds that convert use `dtype`."""
         return dict(state or module.state_dict())
+
+    def head_of(self, module: Any) -> AcceptanceHead | None:  # noqa: ARG002
+        """Return the confidence head that a draft was published with; `None` if it has none."""
+        return None
 
     def override(self, config: SpecDecPPConfig, values: Any) -> None:
         """Apply `from_pretrained(eagle3=...)`: settings that override a draft's own config. `ValueError` for kinds

@@ -65,10 +65,11 @@ class Counters:
         suspect: name of a published draft, which may be for another target or be read wrongly; else `None`.
         refusal: why this call fell back to plain `generate()`; else `None`.
         remedies: unused ways to be faster, as in `DraftSetup.remedies`.
-        decided: decisions by name: `{"rule": "throughput", "costs": "followed", "verification": "block", "products":
-            "float16, draft in int8", "corrections": "off", "attached": "by a call"}`. Here a `generate()` call attached
-            the assistant, not `attach` ("before"); the target multiplies with float16 copies of its weights, the draft
-            in int8.
+        decided: decisions by name: `{"rule": "throughput", "costs": "followed", "estimates": "q", "verification":
+            "block", "products": "float16, draft in int8", "corrections": "off", "attached": "by a call"}`.
+            Here a `generate()` call attached the assistant, not `attach` ("before"); the target multiplies with float16
+            copies of its weights, the draft in int8; "estimates" of acceptance are the draft's probabilities q, those
+            of its own "confidence head", or of an "acceptance head".
         has_products: whether any layer of the target computes differently than in plain `generate()`.
     """
 

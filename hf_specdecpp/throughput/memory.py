@@ -112,8 +112,8 @@ class Memory:
             count = PRIOR_COUNT if trees else BIN_COUNT
             return Learned(greedy, AcceptanceRates(self.calibration.get(MODES[greedy], UNCHANGED), count))
 
-        temperature = decisions.draft_temperature if how.do_sample else 1.0
-        key = trees, type(estimator).__name__, *_sampling(how), decisions.draft_successors, temperature
+        corrections = decisions.draft_successors, decisions.draft_temperature if how.do_sample else 1.0
+        key = trees, type(estimator).__name__, estimator.inputs, *_sampling(how), *corrections
         return _latest(self.learned.setdefault(owner, {}), key, new)
 
     def recall_lookups(self, owner: CausalLM, how: GenerationConfig) -> LearnedOfLookups:

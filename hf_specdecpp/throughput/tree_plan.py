@@ -62,7 +62,9 @@ class TreePlan(Plan, SlotValuation):
     def calibrated(self, estimate: float) -> float:
         return self.rates.calibrated(estimate)
 
-    def expected(self, last: float | None, /) -> float:
+    def expected(self, last: float | None, chance: float | None = None, /) -> float:
+        if chance is not None:
+            return self.calibrated(chance)
         return self._next_acceptance[NO_VERDICT if last is None else bin_of(last)]
 
     def grow(self, growth: Growth, threshold: float = 0.0) -> None:
