@@ -78,7 +78,7 @@ class AssistantModel(PreTrainedModel):
         super().__init__(config)
         self.kind = kind_of(config)
         self.parts = parts or Parts()
-        self.head = head or self.kind.head_of(self.parts.module)
+        self.head = head or self.published_head
         self.drafter: Any = drafter
         self.suspect: str | None = None  # this and `agreement`: see `Counters`
         self.agreement: list[float] = []
@@ -97,6 +97,11 @@ class AssistantModel(PreTrainedModel):
         if name in CHECKED:
             check_values({name: value}, CHECKED, error=TypeError)
         super().__setattr__(name, value)
+
+    @property
+    def published_head(self) -> AcceptanceHead | None:
+        """The confidence head that the draft was published with; `None` if it has none."""
+        return self.kind.head_of(self.parts.module)
 
     @property
     def stats(self) -> SpeculationStats:

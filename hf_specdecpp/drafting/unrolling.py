@@ -66,6 +66,19 @@ def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
     return functional.pad(blocks.flatten(1, 2)[:, : input_ids.shape[1] - 1], (0, 0, 1, 0))
 
 
+def reached(draft: Any, kept: Tensor, first: int) -> Tensor:
+    """`[n]`, the probability that a block of `in_blocks` reaches each token, so that its tokens before are drawn and
+    accepted, given that of single tokens (`kept` `[n]`). `first`: index of the token before the first of them.
+
+    Example: 3 places, the tokens c d e f of the sequence a b c d e f are kept with 0.5, 0.4, 0.9 and 0.8. They are
+    reached with 1, 0.5, 0.2 and 1, because the first block has the candidates c d e.
+    """
+    places = int(draft.places)
+    begin, end = (first - 1) % places, -(first - 1 + len(kept)) % places
+    blocks = functional.pad(kept, (begin, end), value=1.0).view(-1, places)
+    return functional.pad(blocks[:, :-1].cumprod(1), (1, 0), value=1.0).flatten()[begin : begin + len(kept)]
+
+
 def _mask(model: CausalLM, length: int, step: int, device: torch.device) -> Any:
     """Bool `[1, 1, length, step * length]` by layer type: the rows of this and earlier steps that each token sees."""
     places = torch.arange(length, device=device)

@@ -56,7 +56,7 @@ class Trained:
     @property
     def head(self) -> AcceptanceHead:
         """The fitted head. `ValueError` if there is none yet."""
-        if self.assistant.head is None:
+        if self.assistant.head is None or self.assistant.head.is_published:
             folder = self.config.work / HEAD
             raise ValueError(f"{folder} has no fitted head yet: run the stage 'head' before this one.")
         return self.assistant.head

@@ -114,7 +114,7 @@ class Recorder:
                 "start": drafted.starts[:, None].expand_as(p),
                 "index": torch.arange(p.shape[1], device=p.device).expand_as(p),
                 "token": drafted.tokens,
-                "hidden": to_half(drafted.hidden[:, :-1] if self.inputs == "before" else drafted.hidden[:, 1:]),
+                "hidden": to_half(drafted.hidden[:, 1:] if self.inputs == "after" else drafted.hidden[:, :-1]),
                 "scalars": drafted.scalars,
                 "label": (p / q).clamp_max(1.0).float(),
             }

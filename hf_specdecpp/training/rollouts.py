@@ -108,12 +108,9 @@ def _settings(config: TrainingConfig, codec: Codec, prompts: dict[str, list[Prom
         "answered_by": "server" if rollouts.server else "local",
         "prompts": f"{sum(map(len, prompts.values()))} with hash {hashlib.sha256(texts.encode()).hexdigest()[:16]}",
         "temperatures": [float(temperature) for temperature in rollouts.temperatures],
-        "top_k": rollouts.top_k,
-        "max_new_tokens": rollouts.max_new_tokens,
+        **{name: getattr(rollouts, name) for name in ("top_k", "max_new_tokens", "samples_per_prompt", "shard_size")},
         "dtype": config.dtype,
-        "samples_per_prompt": rollouts.samples_per_prompt,
         "heldout": float(rollouts.heldout),
-        "shard_size": rollouts.shard_size,
         "seed": config.seed,
     }
 
