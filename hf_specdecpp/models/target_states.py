@@ -70,12 +70,13 @@ class TargetStates:
     def __init__(self, target: CausalLM, reader: StateReader | None) -> None:
         self.are_returned = False
         self._modules: list[nn.Module] = []
+        self._decoder = inner_decoder(target)
         self._numbers: list[int] = []  # of the states that a forward returns, if it does
         if reader is not None:
-            self._modules, decoder = read_modules(target, reader), inner_decoder(target)
-            can_return = RETURNS_CHOSEN and "hidden_states" in (decoder._can_record_outputs or {})
+            self._modules = read_modules(target, reader)
+            can_return = RETURNS_CHOSEN and "hidden_states" in (self._decoder._can_record_outputs or {})
             if can_return and any(map(has_compiled_call, modules_of(target))):
-                self._numbers = state_numbers(reader, decoder.config.num_hidden_layers)
+                self._numbers = state_numbers(reader, self._decoder.config.num_hidden_layers)
         self.are_read = reader is not None
         self._caught: list[list[Tensor]] = [[] for _ in self._modules]
         self._handles: list[Any] = []
@@ -118,6 +119,7 @@ class TargetStates:
         self.clear()
         for module, caught in zip(self._modules, self._caught, strict=True):
             self._handles.append(module.register_forward_hook(_keeper(caught, get_ident())))
+        self._handles.append(self._decoder.register_forward_hook(_end_of_pass(self._caught, get_ident())))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -194,3 +196,18 @@ def _keeper(caught: list[Tensor], thread: int) -> Any:
         caught.append(state_of(module, output))
 
     return keep
+
+
+def _end_of_pass(caught: list[list[Tensor]], thread: int) -> Any:
+    """A hook of the decoder that keeps one state of each layer per pass, the last. Layers that run in a loop (Dory)
+    have several."""
+    passes = 0
+
+    def keep_last(*_: object) -> None:
+        nonlocal passes
+        if get_ident() == thread:
+            for states in caught:
+                states[passes:] = states[-1:]
+            passes += 1
+
+    return keep_last

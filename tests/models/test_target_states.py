@@ -118,6 +118,23 @@ def test_outputs_that_a_user_asks_for(kind: str, attention: str) -> None:
     assert assistant.stats.accepted == accepted > 0
 
 
+def test_a_layer_that_runs_in_a_loop_has_one_state_a_token() -> None:
+    """Dory runs its recurrent layers twice a pass. The last state is taken, also of several passes over one text."""
+    target = model_of("dory")
+    reader = reader_of(target, [1], True)
+    seen: list[Tensor] = []
+    handle = target.model.layers[1].register_forward_hook(lambda _module, _args, output: seen.append(output))
+    with torch.no_grad(), TargetStates(target, reader) as caught:
+        first = target(prompt(12))
+        target(prompt(5), past_key_values=first.past_key_values)
+        states = caught.states_of()
+    handle.remove()
+    assert len(seen) == 4
+    assert states is not None
+    size = reader.hidden_size
+    assert torch.equal(states[..., size:], torch.cat((seen[1], seen[3]), 1))
+
+
 def test_several_states_a_token_are_refused() -> None:
     target = model_of("gemma3n")
     states = TargetStates(target, reader_of(target, [0], False))
