@@ -78,6 +78,7 @@ class DraftKind(ABC):
         first_layers: default for training: the number of the target's first layers that draft; `None` for its last
             layer.
         own_layers: whether the draft consists of new layers that are all trained, without an adapter.
+        serves_heads: whether `export` writes an assistant's head with `inputs="path"` beside a published draft.
         cannot: options that a training run does not support, with reasons: `"be trained"` (published weights stay as
             they are), `"stay untrained"`, `"late verdicts"` (a head that estimates the acceptance of a candidate after
             the draft has read it), `"draft vocabulary"`.
@@ -92,6 +93,7 @@ class DraftKind(ABC):
     untrainable: ClassVar[str] = ""
     first_layers: ClassVar[int | None] = None
     own_layers: ClassVar[bool] = False
+    serves_heads: ClassVar[bool] = False
     cannot: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod

@@ -61,9 +61,15 @@ def in_blocks(draft: Any, input_ids: Tensor, states: Tensor) -> Tensor:
     Example: 3 places, sequence a b c d e f. What follows b, c and d are candidates 1, 2 and 3 of the block after b,
     what follows e and f are candidates 1 and 2 of that after e. The row of a is zero, because no state precedes a.
     """
-    anchors = torch.arange(1, input_ids.shape[1], int(draft.places), device=input_ids.device)
-    blocks = draft.blocks_after(input_ids, states, anchors.expand(len(input_ids), -1))
-    return functional.pad(blocks.flatten(1, 2)[:, : input_ids.shape[1] - 1], (0, 0, 1, 0))
+    (batch, length), places = input_ids.shape, int(draft.places)
+    anchors = torch.arange(1, length, places, device=input_ids.device)
+    blocks = draft.blocks_after(input_ids, states, anchors.expand(batch, -1))
+    tokens = functional.pad(input_ids[:, 1:], (0, len(anchors) * places - length + 1)).unflatten(1, (-1, places))
+    along, memory = [], blocks.new_zeros((batch, len(anchors), draft.memory_size))
+    for rows, previous in zip(blocks.unbind(2), tokens.unbind(2), strict=True):
+        state, memory = draft.along(rows, previous, memory)
+        along.append(state)
+    return functional.pad(torch.stack(along, 2).flatten(1, 2)[:, : length - 1], (0, 0, 1, 0))
 
 
 def reached(draft: Any, kept: Tensor, first: int) -> Tensor:

@@ -159,7 +159,7 @@ class AcceptanceHead(nn.Module):
         """Uncalibrated log-odds of acceptance; inputs may be on another device than the head.
 
         Args:
-            hidden: `[..., hidden_size]`, the draft's state at the candidate (`"after"`), or that produced q.
+            hidden: `[..., hidden_size or more]`, the draft's state at the candidate (`"after"`), or that produced q.
             embedding: `[..., embedding_size]` of the candidate (`"before"`).
             scalars: `[..., 6]` from `scalar_features` (`"before"`).
 
@@ -167,6 +167,7 @@ class AcceptanceHead(nn.Module):
             `[...]` float32, on the head's device.
         """
         own = self.output.weight  # its device and float32
+        hidden = hidden[..., : self.hidden_size]
         if self.inputs != "before":
             *reject, accept = self._blocks(hidden.to(own)).unbind(-1)
             return accept - reject[0] if reject else accept

@@ -71,11 +71,7 @@ def named_sources(sources: Sequence[str], *taken: str) -> dict[str, str]:
 
 
 def split_prompts(
-    sources: Iterable[str],
-    heldout: float,
-    limit: int | None = None,
-    seed: int = 0,
-    unseen: Collection[str] = (),
+    sources: Iterable[str], heldout: float, limit: int | None = None, seed: int = 0, unseen: Collection[str] = ()
 ) -> dict[str, list[Prompt]]:
     """Split all distinct prompts into `train` and `heldout`. `ValueError` if there are too few prompts, all are in
     `unseen`, or as in `read_prompts`.
@@ -125,9 +121,8 @@ def split_prompts(
 
 def sample_prompts(prompts: list[Prompt], limit: int | None, seed: int) -> list[Prompt]:
     """At most `limit` of the prompts, chosen by `seed`."""
-    if limit is None or limit >= len(prompts):
-        return prompts
-    return random.Random(seed).sample(prompts, limit)  # noqa: S311 - no secret
+    is_all = limit is None or limit >= len(prompts)
+    return prompts if is_all else random.Random(seed).sample(prompts, limit)  # noqa: S311 - no secret
 
 
 def _read_file(path: Path) -> list[Prompt]:

@@ -85,12 +85,9 @@ def _evaluate(made: Trained, split: str, sampling: Sampling) -> dict[str, Any]:
 def all_estimates(made: Trained, rows: dict[str, Tensor], greedy: bool) -> dict[str, Tensor]:
     """Estimated probabilities of acceptance `[n]`, in (0, 1): the calibrated head's, those of the confidence head that
     the draft was published with, if any, and the draft's q."""
-    heads = {"head": made.head, "published head": made.assistant.published_head}
-    estimates = {
-        name: head.probability(recorded_chains.head_estimates(head.cpu(), rows, made.drafter), rows["index"], greedy)
-        for name, head in heads.items()
-        if head is not None
-    }
+    heads = [("head", made.head), ("published head", made.assistant.published_head)]
+    log_odds = {name: recorded_chains.head_estimates(head.cpu(), rows, made.drafter) for name, head in heads if head}
+    estimates = {name: head.probability(log_odds[name], rows["index"], greedy) for name, head in heads if head}
     estimates["draft probability"] = rows["scalars"][:, 0].exp()
     return {name: estimate.double().clamp(1e-6, 1.0 - 1e-6) for name, estimate in estimates.items()}
 

@@ -179,10 +179,9 @@ def warn_of_few(answers: int, answer_tokens: int, **_: Any) -> None:
 
 
 def _summary(paths: list[Path]) -> dict[str, Any]:
-    rows = tokens = finished = 0
-    for path in paths:
-        table = pyarrow.parquet.read_table(path, columns=["input_ids", "prompt_length", "finished"])
-        rows += table.num_rows
-        tokens += sum(map(len, table["input_ids"].to_pylist())) - sum(table["prompt_length"].to_pylist())
-        finished += sum(table["finished"].to_pylist())
-    return {"answers": rows, "answer_tokens": tokens, "finished": finished}
+    rows = [
+        (len(row["input_ids"]) - row["prompt_length"], row["finished"])
+        for path in paths
+        for row in pyarrow.parquet.read_table(path, columns=["input_ids", "prompt_length", "finished"]).to_pylist()
+    ]
+    return {"answers": len(rows), "answer_tokens": sum(row[0] for row in rows), "finished": sum(row[1] for row in rows)}

@@ -49,7 +49,10 @@ class MarkovHead(nn.Module):
     def forward(self, previous: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return the float32 bias `[..., d]`, and s' `[..., memory_size]`; the arguments are those of
         `DFlashDraft.after`."""
-        e = self.embed(previous)
+        return self.bias(self.embed(previous), hidden, memory)
+
+    def bias(self, e: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, given the embedding e of the token before."""
         if self.kind == "gated":
             e = self.gate_proj(torch.cat((hidden, e), dim=-1)).sigmoid() * e
         if self.kind == "rnn":
@@ -91,6 +94,24 @@ class DSparkDraft(DFlashDraft):
         super().__init__(model, target)
         self.agreement = model.agreement
         self.memory_size = 0 if model.markov_head is None else model.markov_head.memory_size
+
+    @property
+    def hidden_size(self) -> int:
+        return super().hidden_size + int(self.settings.markov_rank)
+
+    def along(self, hidden: Tensor, previous: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """As in `DFlashDraft`: the state of candidate k is [h_k; e; s], with the state s of rnn, if any."""
+        markov = self.model.markov_head
+        if markov is None:
+            return hidden, memory
+        state = torch.cat((hidden, markov.embed(previous), memory), dim=-1)
+        return state, markov(previous, hidden, memory)[1] if self.memory_size else memory
+
+    def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        if (markov := self.model.markov_head) is None:
+            return super().logits(hidden, vocab_size)
+        own, e, memory = hidden.split((super().hidden_size, int(self.settings.markov_rank), self.memory_size), dim=-1)
+        return self.of_target(self.head_logits(own) + markov.bias(e, own, memory)[0], vocab_size)
 
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         if self.model.markov_head is None:
