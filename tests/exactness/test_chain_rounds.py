@@ -229,4 +229,6 @@ def test_a_candidate_that_its_estimate_has_seen_is_not_dropped(rule: str, verifi
 @pytest.mark.parametrize("verifier", ["block", "token"])
 def test_a_candidate_that_its_estimate_has_not_seen_may_stay_undrawn(verifier: str) -> None:
     """As for the mutant above, but with estimates of what came before: this is the product code."""
-    assert not is_caught(ToyRound(Models("plain", 3, seed), "threshold/path", (1, 3), seed, verifier) for seed in SEEDS)
+    assert not is_caught(
+        ToyRound(Models("plain", 3, seed), "threshold/path", (1, 3), seed, verifier) for seed in SEEDS[:2]
+    )

@@ -127,7 +127,7 @@ class Models:
 
 def make_estimator(name: str, seed: int) -> Estimator:
     """The estimator of an entry of `RULES`; heads have random weights that matter to their verdict."""
-    if "draft probability" in name or name == "fixed":
+    if name in ("q", "fixed") or "draft probability" in name:
         return DraftProbability()
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
