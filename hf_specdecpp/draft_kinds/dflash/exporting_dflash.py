@@ -42,13 +42,14 @@ def write_dspark(raw: Config, tensors: Tensors, settings: DFlashSettings, to: De
         settings: those of the draft; `to.head` has `inputs="path"`.
 
     Raises:
-        ValueError: the draft is in transformers' format, which no engine reads as DSpark.
+        ValueError: engines read no DSpark draft of this form.
     """
     head: Any = to.head
-    if raw.get("model_type") == TRANSFORMERS:
+    if raw.get("model_type") == TRANSFORMERS or settings.reads != sorted(set(settings.reads)):
         raise ValueError(
-            f"The draft is in transformers' format (model_type={TRANSFORMERS!r}), in which engines read no DSpark "
-            "draft, so nothing is exported. Look for the same draft in the format of z-lab or speculators."
+            f"The draft is of model_type {raw.get('model_type')!r} and reads layers {settings.reads}. Engines read "
+            "DSpark drafts in the format of z-lab or speculators, whose layers ascend, so nothing is exported. Look "
+            "for the draft in another format."
         )
     size, vocab_size = settings.layer["hidden_size"], settings.layer["vocab_size"]
     written = {name: tensor for name, tensor in tensors.items() if not name.startswith(CONFIDENCE)}

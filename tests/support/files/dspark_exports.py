@@ -12,7 +12,7 @@ from hf_specdecpp.hub.exporting import export
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.files import dflash_files, dspark_files
 
-DFLASH, DSPARK = dflash_files.Checkpoint(), dspark_files.Checkpoint()
+DFLASH, DSPARK = dflash_files.Checkpoint(reads=(0, 1, 2)), dspark_files.Checkpoint()
 DRAFTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "DFlash": (DFLASH, {}), "DFlash, first row": (replace(DFLASH, samples_anchor=True), {}),
     "DFlash of speculators": (DFLASH, {"dialect": "speculators"}),
