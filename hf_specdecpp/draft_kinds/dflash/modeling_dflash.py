@@ -176,11 +176,7 @@ def visible(view: View, rows: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
 
 class DFlashDraft(StateDraft):
     """Drafts blocks with a `DFlashModel` that is bound to a target, with its own embeddings and LM head or the
-    target's.
-
-    Attributes:
-        memory_size: m, size of the state that `after` keeps along a path.
-    """
+    target's. `memory_size`: size m of the memory that `after` keeps along a path."""
 
     model: Any
     memory_size = 0
@@ -211,11 +207,9 @@ class DFlashDraft(StateDraft):
 
     def block_after(self, anchor: Tensor) -> Tensor:
         """Return inputs `[..., block_size, hidden_size]` of the block that starts with the last token `[..., 1]`."""
-        ids = functional.pad(
-            anchor.to(self.device), (0, self.settings.block_size - 1), value=self.settings.mask_token_id
-        )
-        embeddings = self.embed(ids)
-        scale = self.settings.embedding_scale
+        settings = self.settings
+        ids = functional.pad(anchor.to(self.device), (0, settings.block_size - 1), value=settings.mask_token_id)
+        embeddings, scale = self.embed(ids), settings.embedding_scale
         return embeddings if scale == 1.0 else embeddings * scale
 
     def blocks_after(self, input_ids: Tensor, states: Tensor, anchors: Tensor) -> Tensor:
@@ -254,14 +248,9 @@ class DFlashDraft(StateDraft):
         return hidden, memory
 
     def after(self, previous: Tensor, logits: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """Return the logits of candidates that follow given tokens, and the memory of their own successors. In a plain
-        block they do not depend on the tokens before.
-
-        Args:
-            previous: `[...]`, the token before each candidate, drawn or the last of the sequence.
-            logits, hidden: `[..., d]` (`head_logits`) and `[..., hidden_size]`, of the candidates' rows.
-            memory: `[..., m]`, of the path to the token before; zero before the first candidate.
-        """
+        """Return the logits of candidates after the tokens `previous` `[...]`, drawn or the last of the sequence, and
+        the `memory` `[..., m]` of their paths, which begins with 0. `logits` `[..., d]` (`head_logits`) and `hidden`
+        `[..., hidden_size]` are those of the candidates' rows; in a plain block nothing depends on the path."""
         return logits, memory
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
@@ -295,8 +284,7 @@ class BlockSession(DraftingSession):
         self.rows = ContextRows(len(draft.model.layers))
         self._pending: list[Tensor] = []  # unread states `[1, m, width]`
         self._found: tuple[Tensor, Tensor] | None = None
-        # Of this round's path to each node, in a chain to each place; the root and the first place are 0.
-        self._memory: dict[int, Tensor] = {}
+        self._memory: dict[int, Tensor] = {}  # behind each node of this round, or place of a chain
         self._nothing = torch.zeros(draft.memory_size, dtype=draft.dtype, device=draft.device)
 
     def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002
@@ -328,6 +316,7 @@ class BlockSession(DraftingSession):
         depths = torch.tensor([tree.depths[node] for node in nodes], device=hidden.device)
         rows = depths.clamp_max(len(hidden) - 1)
         previous = torch.tensor([tree.tokens[node] for node in nodes], device=hidden.device)
+        previous = previous.where(depths > 0, self._anchor[0].to(hidden.device))
         memory = torch.stack([self._memory.get(tree.parents[node], self._nothing) for node in nodes])
         states, _ = self.draft.along(hidden[rows], previous, memory)
         after, memory = self.draft.after(previous, logits[rows], hidden[rows], memory)

@@ -81,7 +81,8 @@ class DSpark(DFlash):
             module.settings = replace(usual, samples_anchor=first)
             rates[first] = agreement(self.drafter(module, target), target, texts)
         chosen = max(rates, key=lambda first: rates[first][0], default=usual.samples_anchor)
-        module.settings, module.agreement = replace(usual, samples_anchor=chosen), rates.get(chosen, [])
+        module.settings = replace(usual, samples_anchor=chosen, says_layout=bool(rates))  # measured once
+        module.agreement = rates.get(chosen, [])
         told = ", and ".join(f"{shares[0]:.0%} as {ROWS[first]}" for first, shares in rates.items())
         log = logger.info if rates else logger.warning
         log(

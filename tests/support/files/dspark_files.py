@@ -3,6 +3,7 @@
 The formulas import nothing of the package's drafts: they compute each round anew from the target's hidden states."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch.nn import functional as F
 from hf_specdecpp.models.causal_lm import CausalLM
 from support.files.checkpoints import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, Numbers, layer_config, written
 from support.targets.formulas import attended, rms, rotated
-from support.targets.models import tiny
+from support.targets.models import prompt, tiny
 
-VOCAB, DEPTH, MASK, RANK, BLOCK = 23, 5, 22, 6, 4
-IDS = torch.tensor([0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15, 16, 17, 18, 20, 21])  # of a reduced vocabulary
+VOCAB, DEPTH, MASK, RANK, BLOCK = 23, 5, 22, HIDDEN, 4
+IDS = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9, 10, 12, 13, 15, 16, 17, 18, 20, 21])  # of a reduced vocabulary
 DIALECTS = ("deepspec", "speculators", "specforge", "liquid", "minicpm")
 
 
@@ -60,13 +61,7 @@ class Checkpoint:
         if self.own:
             found["embed_tokens.weight"] = numbers.random(VOCAB, HIDDEN)
         if self.rank:
-            found |= {"markov_head.markov_w1.weight": 6 * numbers.random(VOCAB, self.rank),
-                      "markov_head.markov_w2.weight": 6 * numbers.random(size, self.rank)}  # fmt: skip
-        part, rows, columns = {"vanilla": ("", 0, 0), "gated": ("gate", self.rank, HIDDEN + self.rank),
-                               "rnn": ("joint", 3 * self.rank, HIDDEN + 2 * self.rank)}[self.head]  # fmt: skip
-        if self.rank and part:
-            found |= {f"markov_head.{part}_proj.weight": numbers.random(rows, columns),
-                      f"markov_head.{part}_proj.bias": numbers.random(rows)}  # fmt: skip
+            found |= self.markov(numbers)
         if self.confidence != "none":
             width = HIDDEN + self.rank * (self.confidence == "markov")
             found |= {"confidence_head.proj.weight": numbers.random(1, width),
@@ -77,9 +72,27 @@ class Checkpoint:
         is_head = ("markov_head.", "confidence_head.")
         return {f"{self.prefix * name.startswith(is_head)}{name}": tensor for name, tensor in found.items()}
 
+    def markov(self, numbers: Numbers) -> dict[str, Tensor]:
+        """A Markov head that knows which token mostly follows each token in a text of the target, so that a random
+        block guesses some places: W1 tells tokens apart, and W2 raises the usual follower."""
+        w1 = torch.eye(VOCAB, RANK, dtype=torch.float64) + 0.2 * numbers.random(VOCAB, RANK)
+        w2 = 2.0 * numbers.random(VOCAB, RANK)
+        w2[:, :VOCAB] += BOOST * followers()
+        w2 = w2[IDS] if self.reduced else w2
+        found = {"markov_w1.weight": w1, "markov_w2.weight": w2}
+        if self.head == "gated":
+            found |= {"gate_proj.weight": numbers.random(RANK, HIDDEN + RANK), "gate_proj.bias": numbers.random(RANK)}
+        if self.head == "rnn":
+            joint = 0.3 * numbers.random(3 * RANK, 2 * RANK + HIDDEN)
+            joint[2 * RANK :, RANK : 2 * RANK] += torch.eye(RANK)
+            found |= {"joint_proj.weight": joint, "joint_proj.bias": numbers.random(3 * RANK)}
+        return {f"markov_head.{name}": tensor.clone().contiguous() for name, tensor in found.items()}
+
     def config(self) -> dict[str, Any]:
         layer = {**layer_config(2), "vocab_size": VOCAB, "rope_theta": 10000.0, "num_target_layers": DEPTH}
-        layer |= {"partial_rotary_factor": 0.25, "rope_scaling": YARN, "sliding_window": 2} if self.rope == "noise" else {}
+        layer |= (
+            {"partial_rotary_factor": 0.25, "rope_scaling": YARN, "sliding_window": 2} if self.rope == "noise" else {}
+        )
         layer |= {"rope_scaling": YARN} if self.rope == "yarn" else {}
         heads: dict[str, Any] = {"markov_rank": self.rank, "enable_confidence_head": self.confidence != "none"}
         if self.rank:
@@ -116,8 +129,39 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def target_for(**overrides: Any) -> CausalLM:
-    """A target of few tokens, so that a random draft guesses some of them."""
+    """A target of few tokens."""
     return tiny("llama", vocab_size=VOCAB, num_hidden_layers=DEPTH, **{"head_dim": HEAD_DIM, **overrides})
+
+
+BOOST = 5.0
+START = 1 + prompt(17)[:, :6] % (VOCAB - 2)
+GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+
+
+@cache
+def followers() -> Tensor:
+    """`[VOCAB, VOCAB]`: 1 at the most frequent follower (row) of each token (column) in the target's text."""
+    text, counts = target_for().generate(START, **GREEDY)[0], torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    for before, token in zip(text, text[1:], strict=False):
+        counts[token, before] += 1
+    return ((counts == counts.amax(0)) & (counts > 0)).double()
+
+
+VARIANTS: dict[str, Checkpoint] = {
+    "deepspec": Checkpoint(own=True, rope="noise"),
+    "deepspec, gated": Checkpoint(head="gated", confidence="state"),
+    "deepspec, rnn": Checkpoint(head="rnn", confidence="none", reads=(1,)),
+    "deepspec, early names": Checkpoint(prefix="logit_head."),
+    "deepspec, plain": Checkpoint(rank=0, confidence="none", own=True),
+    "minicpm": Checkpoint("minicpm", rope="noise"),
+    "liquid": Checkpoint("liquid", head="gated"),
+    "specforge": Checkpoint("specforge", head="rnn", rope="yarn"),
+    "specforge, fills in": Checkpoint("specforge", fills_in=True, says="field", confidence="state"),
+    "speculators": Checkpoint("speculators", reduced=True, says="field"),
+    "speculators, rnn": Checkpoint("speculators", head="rnn", reduced=True, own=True, says="tokens"),
+    "speculators, fills in": Checkpoint("speculators", reduced=True, fills_in=True, says="tokens"),
+    "speculators, silent": Checkpoint("speculators", fills_in=True, reads=(0, 2, 3)),
+}
 
 
 class Formulas:
@@ -178,7 +222,7 @@ class Formulas:
         if not self.checkpoint.rank:
             return torch.zeros(()), memory
         if self.mutant == "draft ids":  # a draft id in the place of a target id
-            previous = int((IDS == previous).nonzero()) if previous in IDS else 0
+            previous = int((previous == IDS).nonzero()) if previous in IDS else 0
         e, h = t[head + "markov_w1.weight"][previous], self.h[place]
         if self.checkpoint.head == "gated":
             e = torch.sigmoid(t[head + "gate_proj.weight"] @ torch.cat((h, e)) + t[head + "gate_proj.bias"]) * e
@@ -222,8 +266,8 @@ class Formulas:
 def yarn(x: Tensor, places: Tensor, theta: float) -> Tensor:
     """Rotated with YaRN's frequencies (arXiv 2309.00071), as `YARN` says, with its factor of attention."""
     size, factor, longest = x.shape[-1], YARN["factor"], YARN["original_max_position_embeddings"]
-    place = lambda turns: size * torch.tensor(longest / (turns * 2 * torch.pi)).log() / (2 * torch.tensor(theta).log())
-    low, high = place(32.0).floor().clamp_min(0), place(1.0).ceil().clamp_max(size - 1)
+    ends = size * (longest / (torch.tensor([32.0, 1.0]) * 2 * torch.pi)).log() / (2 * torch.tensor(theta).log())
+    low, high = ends[0].floor().clamp_min(0), ends[1].ceil().clamp_max(size - 1)
     usual = theta ** -(torch.arange(0, size, 2).float() / size)
     ramp = ((torch.arange(size // 2) - low) / (high - low).clamp_min(1e-3)).clamp(0, 1)
     angles = places[:, None].float() * (usual / factor * ramp + usual * (1 - ramp))
