@@ -1,5 +1,5 @@
 """The DSpark draft (DeepSpec, 2026): a DFlash block (`modeling_dflash`), a bias of low rank by the token drawn before
-(`MarkovHead`), and an estimate of acceptance that is known before the draw (`DSparkDraft.confidence`).
+(`MarkovHead`), and an estimate of acceptance that is known before the draw (`ConfidenceHead`).
 
 One pass over the block gives a state h_k and logits U_k for each candidate k. Candidates are then drawn from left to
 right, or along each path of a tree, with e = W1[x_{k-1}], where x_{-1} is the last token of the sequence:
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hf_specdecpp.draft_kinds.dflash.modeling_dflash import DFlashDraft, DFlashModel
 from hf_specdecpp.draft_kinds.dspark.config_dspark import DSparkSettings
@@ -63,16 +62,12 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """One linear layer on a row's state, and with `confidence_with_markov` on the embedding of the token before."""
+    """The weights of a linear layer on a row's state, and with `confidence_with_markov` on the embedding of the token
+    before. `DSpark.head_of` makes an acceptance head of them."""
 
     def __init__(self, settings: DSparkSettings, hidden_size: int) -> None:
         super().__init__()
         self.proj = nn.Linear(hidden_size + settings.markov_rank * settings.confidence_with_markov, 1)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return float32 log-odds `[...]` of features `[..., hidden_size]` or `[..., hidden_size + r]`."""
-        weight, bias = self.proj.weight.float(), self.proj.bias.float()
-        return functional.linear(features.float(), weight, bias)[..., 0]
 
 
 class DSparkModel(DFlashModel):
@@ -118,17 +113,3 @@ class DSparkDraft(DFlashDraft):
             return logits, memory
         bias, memory = self.model.markov_head(previous, hidden, memory)
         return logits + bias, memory
-
-    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """Return the confidence head's float32 log-odds `[...]` that a candidate will be accepted, known before it is
-        drawn; the draft must have such a head (`model.confidence_head`).
-
-        Args:
-            hidden: `[..., hidden_size]`, h_k: the state of the row that proposes the candidate.
-            previous: `[...]`, the token before the candidate, drawn or the last of the sequence.
-        """
-        head: Any = self.model.confidence_head
-        if self.settings.confidence_with_markov:
-            hidden = torch.cat((hidden, self.model.markov_head.embed(previous)), dim=-1)
-        odds: Tensor = head(hidden)
-        return odds
