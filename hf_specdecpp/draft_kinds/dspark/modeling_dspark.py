@@ -9,8 +9,6 @@ right, or along each path of a tree, with e = W1[x_{k-1}], where x_{-1} is the l
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
