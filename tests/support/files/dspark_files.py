@@ -83,9 +83,10 @@ class Checkpoint:
         if self.head == "gated":
             found |= {"gate_proj.weight": numbers.random(RANK, HIDDEN + RANK), "gate_proj.bias": numbers.random(RANK)}
         if self.head == "rnn":
-            joint = 0.3 * numbers.random(3 * RANK, 2 * RANK + HIDDEN)
-            joint[2 * RANK :, RANK : 2 * RANK] += torch.eye(RANK)
-            found |= {"joint_proj.weight": joint, "joint_proj.bias": numbers.random(3 * RANK)}
+            joint = numbers.random(3 * RANK, 2 * RANK + HIDDEN)
+            joint[2 * RANK :] *= 0.05  # what is put out is mostly e
+            joint[2 * RANK :, RANK : 2 * RANK] += 2.0 * torch.eye(RANK)
+            found |= {"joint_proj.weight": joint, "joint_proj.bias": 0.05 * numbers.random(3 * RANK)}
         return {f"markov_head.{name}": tensor.clone().contiguous() for name, tensor in found.items()}
 
     def config(self) -> dict[str, Any]:
@@ -133,17 +134,19 @@ def target_for(**overrides: Any) -> CausalLM:
     return tiny("llama", vocab_size=VOCAB, num_hidden_layers=DEPTH, **{"head_dim": HEAD_DIM, **overrides})
 
 
-BOOST = 5.0
+BOOST = 7.0
 START = 1 + prompt(17)[:, :6] % (VOCAB - 2)
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
 
 
 @cache
 def followers() -> Tensor:
-    """`[VOCAB, VOCAB]`: 1 at the most frequent follower (row) of each token (column) in the target's text."""
-    text, counts = target_for().generate(START, **GREEDY)[0], torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    for before, token in zip(text, text[1:], strict=False):
-        counts[token, before] += 1
+    """`[VOCAB, VOCAB]`: 1 at the most frequent follower (row) of each token (column) in texts of the target."""
+    starts = torch.cat([START, *(1 + prompt(6, seed) % (VOCAB - 2) for seed in range(1, 8))])
+    counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    for text in target_for().generate(starts, attention_mask=torch.ones_like(starts), **GREEDY):
+        for before, token in zip(text, text[1:], strict=False):
+            counts[token, before] += 1
     return ((counts == counts.amax(0)) & (counts > 0)).double()
 
 
