@@ -41,10 +41,11 @@ class Checkpoint:
     prefix: str = ""
     rope: str = "plain"  # or "yarn", or "noise": fields of the target's that are not the draft's
     seed: int = 0
+    block: int = BLOCK
 
     @property
     def places(self) -> int:
-        return BLOCK - self.fills_in
+        return self.block - self.fills_in
 
     @property
     def size(self) -> int:
@@ -108,17 +109,17 @@ class Checkpoint:
             return {
                 "speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"], "mask_token_id": MASK,
                 "aux_hidden_state_layer_ids": [each + 1 for each in self.reads], "draft_vocab_size": self.size,
-                "transformer_layer_config": layer, "block_size": BLOCK, "speculators_config": declared, **heads,
+                "transformer_layer_config": layer, "block_size": self.block, "speculators_config": declared, **heads,
             }  # fmt: skip
         if self.dialect == "specforge":
-            return {"architectures": ["DSparkDraftModel"], "model_type": "qwen3", **layer, "block_size": BLOCK,
+            return {"architectures": ["DSparkDraftModel"], "model_type": "qwen3", **layer, "block_size": self.block,
                     "dflash_config": {**block, **heads, "projector_type": "dspark"}}  # fmt: skip
         if self.dialect == "liquid":
-            return {"architectures": ["Lfm2DSparkDraftModel"], "model_type": "qwen3", **layer, "block_size": BLOCK,
+            return {"architectures": ["Lfm2DSparkDraftModel"], "model_type": "qwen3", **layer, "block_size": self.block,
                     "dflash_config": block, **heads, "rope_is_neox_style": False}  # fmt: skip
         of_target = {"layer_types": ["sliding_attention"] * 2, "model_type": "llama"} if self.rope == "noise" else {}
         flat = {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", **layer, **block, **heads, **of_target,
-                "block_size": BLOCK}  # fmt: skip
+                "block_size": self.block}  # fmt: skip
         openbmb = {"projector_type": "dspark", "attention_mode": "gqa", "draft_vocab_size": VOCAB}
         return {**flat, **openbmb} if self.dialect == "minicpm" else flat
 
@@ -183,8 +184,8 @@ class Formulas:
         context = torch.cat([hidden[read + 1 - off][0] for read in checkpoint.reads], -1)
         context = rms(context @ t["fc.weight"].T, t["hidden_norm.weight"])
         shared = target.get_input_embeddings().weight
-        table, ids = t.get("embed_tokens.weight", shared), torch.tensor([self.anchor] + [MASK] * (BLOCK - 1))
-        state, places = table[ids], torch.arange(start + BLOCK)
+        table, ids = t.get("embed_tokens.weight", shared), torch.tensor([self.anchor] + [MASK] * (checkpoint.block - 1))
+        state, places = table[ids], torch.arange(start + checkpoint.block)
         for layer in range(2):
             part = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in t.items()}
             x = rms(state, part["input_layernorm.weight"])
@@ -196,7 +197,7 @@ class Formulas:
             )
             q = self.turned(rms(q, part["self_attn.q_norm.weight"]), places[start:])
             k = self.turned(rms(k, part["self_attn.k_norm.weight"]), places)
-            visible = torch.ones(BLOCK, len(places), dtype=torch.bool)
+            visible = torch.ones(checkpoint.block, len(places), dtype=torch.bool)
             if mutant == "causal":
                 visible = places[start:, None] >= places
             state = state + attended(q, k, v, visible) @ part["self_attn.o_proj.weight"].T
