@@ -43,7 +43,7 @@ def made(kind: str, folder: Path, device: str = "cpu", **settings: Any) -> Made:
         return dflash(replace(VARIANTS[kind.removeprefix("dflash ")], block_size=7), device, **settings)
     if kind.startswith("dspark"):
         target = dspark_files.target_for().to(device)
-        draft = dspark_files.VARIANTS[kind.removeprefix("dspark ")].save(folder)
+        draft = replace(dspark_files.VARIANTS[kind.removeprefix("dspark ")], block=7).save(folder)
         return target, told(SpecDecPPAssistant.from_pretrained(draft, target=target), **settings)
     if kind == "gemma 4":
         target, draft = gemma4_target().to(device), GEMMA4["plain"].theirs().to(device)

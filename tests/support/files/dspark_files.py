@@ -41,10 +41,11 @@ class Checkpoint:
     prefix: str = ""
     rope: str = "plain"  # or "yarn", or "noise": fields of the target's that are not the draft's
     seed: int = 0
+    block: int = BLOCK
 
     @property
     def places(self) -> int:
-        return BLOCK - self.fills_in
+        return self.block - self.fills_in
 
     @property
     def size(self) -> int:
@@ -83,9 +84,10 @@ class Checkpoint:
         if self.head == "gated":
             found |= {"gate_proj.weight": numbers.random(RANK, HIDDEN + RANK), "gate_proj.bias": numbers.random(RANK)}
         if self.head == "rnn":
-            joint = 0.3 * numbers.random(3 * RANK, 2 * RANK + HIDDEN)
-            joint[2 * RANK :, RANK : 2 * RANK] += torch.eye(RANK)
-            found |= {"joint_proj.weight": joint, "joint_proj.bias": numbers.random(3 * RANK)}
+            joint = numbers.random(3 * RANK, 2 * RANK + HIDDEN)
+            joint[2 * RANK :] *= 0.05  # what is put out is mostly e
+            joint[2 * RANK :, RANK : 2 * RANK] += 2.0 * torch.eye(RANK)
+            found |= {"joint_proj.weight": joint, "joint_proj.bias": 0.05 * numbers.random(3 * RANK)}
         return {f"markov_head.{name}": tensor.clone().contiguous() for name, tensor in found.items()}
 
     def config(self) -> dict[str, Any]:
@@ -107,17 +109,17 @@ class Checkpoint:
             return {
                 "speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"], "mask_token_id": MASK,
                 "aux_hidden_state_layer_ids": [each + 1 for each in self.reads], "draft_vocab_size": self.size,
-                "transformer_layer_config": layer, "block_size": BLOCK, "speculators_config": declared, **heads,
+                "transformer_layer_config": layer, "block_size": self.block, "speculators_config": declared, **heads,
             }  # fmt: skip
         if self.dialect == "specforge":
-            return {"architectures": ["DSparkDraftModel"], "model_type": "qwen3", **layer, "block_size": BLOCK,
+            return {"architectures": ["DSparkDraftModel"], "model_type": "qwen3", **layer, "block_size": self.block,
                     "dflash_config": {**block, **heads, "projector_type": "dspark"}}  # fmt: skip
         if self.dialect == "liquid":
-            return {"architectures": ["Lfm2DSparkDraftModel"], "model_type": "qwen3", **layer, "block_size": BLOCK,
+            return {"architectures": ["Lfm2DSparkDraftModel"], "model_type": "qwen3", **layer, "block_size": self.block,
                     "dflash_config": block, **heads, "rope_is_neox_style": False}  # fmt: skip
         of_target = {"layer_types": ["sliding_attention"] * 2, "model_type": "llama"} if self.rope == "noise" else {}
         flat = {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", **layer, **block, **heads, **of_target,
-                "block_size": BLOCK}  # fmt: skip
+                "block_size": self.block}  # fmt: skip
         openbmb = {"projector_type": "dspark", "attention_mode": "gqa", "draft_vocab_size": VOCAB}
         return {**flat, **openbmb} if self.dialect == "minicpm" else flat
 
@@ -133,17 +135,19 @@ def target_for(**overrides: Any) -> CausalLM:
     return tiny("llama", vocab_size=VOCAB, num_hidden_layers=DEPTH, **{"head_dim": HEAD_DIM, **overrides})
 
 
-BOOST = 5.0
+BOOST = 7.0
 START = 1 + prompt(17)[:, :6] % (VOCAB - 2)
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
 
 
 @cache
 def followers() -> Tensor:
-    """`[VOCAB, VOCAB]`: 1 at the most frequent follower (row) of each token (column) in the target's text."""
-    text, counts = target_for().generate(START, **GREEDY)[0], torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    for before, token in zip(text, text[1:], strict=False):
-        counts[token, before] += 1
+    """`[VOCAB, VOCAB]`: 1 at the most frequent follower (row) of each token (column) in texts of the target."""
+    starts = torch.cat([START, *(1 + prompt(6, seed) % (VOCAB - 2) for seed in range(1, 8))])
+    counts = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    for text in target_for().generate(starts, attention_mask=torch.ones_like(starts), **GREEDY):
+        for before, token in zip(text, text[1:], strict=False):
+            counts[token, before] += 1
     return ((counts == counts.amax(0)) & (counts > 0)).double()
 
 
@@ -180,8 +184,8 @@ class Formulas:
         context = torch.cat([hidden[read + 1 - off][0] for read in checkpoint.reads], -1)
         context = rms(context @ t["fc.weight"].T, t["hidden_norm.weight"])
         shared = target.get_input_embeddings().weight
-        table, ids = t.get("embed_tokens.weight", shared), torch.tensor([self.anchor] + [MASK] * (BLOCK - 1))
-        state, places = table[ids], torch.arange(start + BLOCK)
+        table, ids = t.get("embed_tokens.weight", shared), torch.tensor([self.anchor] + [MASK] * (checkpoint.block - 1))
+        state, places = table[ids], torch.arange(start + checkpoint.block)
         for layer in range(2):
             part = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in t.items()}
             x = rms(state, part["input_layernorm.weight"])
@@ -193,7 +197,7 @@ class Formulas:
             )
             q = self.turned(rms(q, part["self_attn.q_norm.weight"]), places[start:])
             k = self.turned(rms(k, part["self_attn.k_norm.weight"]), places)
-            visible = torch.ones(BLOCK, len(places), dtype=torch.bool)
+            visible = torch.ones(checkpoint.block, len(places), dtype=torch.bool)
             if mutant == "causal":
                 visible = places[start:, None] >= places
             state = state + attended(q, k, v, visible) @ part["self_attn.o_proj.weight"].T
