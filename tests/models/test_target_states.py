@@ -128,11 +128,15 @@ def test_a_layer_that_runs_in_a_loop_has_one_state_a_token() -> None:
         first = target(prompt(12))
         target(prompt(5), past_key_values=first.past_key_values)
         states = caught.states_of()
+        target(prompt(5))
+        again = caught.states_of()
     handle.remove()
-    assert len(seen) == 4
+    assert len(seen) == 6
     assert states is not None
+    assert again is not None
     size = reader.hidden_size
     assert torch.equal(states[..., size:], torch.cat((seen[1], seen[3]), 1))
+    assert torch.equal(again[..., size:], seen[5])
 
 
 def test_several_states_a_token_are_refused() -> None:
