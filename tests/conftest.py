@@ -55,7 +55,7 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def assumed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs stay as they are assumed before the first round, so that no rule follows the clock of this machine."""
-    monkeypatch.setattr(known_costs.KnownCosts, "follow", lambda costs, times: [])
+    monkeypatch.setattr(known_costs.KnownCosts, "update", lambda costs, times: [])
 
 
 @pytest.fixture

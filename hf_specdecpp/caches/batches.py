@@ -61,7 +61,7 @@ class BatchContext(CachedContext[Tensor]):
         self._set(torch.zeros(rows, 0, dtype=torch.bool))
 
     def _set(self, valid: Tensor) -> None:
-        self.valid, self.held = valid, valid.sum(dim=1)
+        self.valid, self.num_tokens = valid, valid.sum(dim=1)
 
     def mask(self, fed: Tensor) -> Any:
         """The attention mask of a pass over n further columns, of which `fed` `[rows, n]` are tokens."""
@@ -90,54 +90,54 @@ class BatchContext(CachedContext[Tensor]):
         if places and self.valid.shape[1]:
             self.cache.batch_select_indices(torch.tensor(places))
 
-    def of_row(self, place: int) -> list[KeysValues]:
+    def row(self, place: int) -> list[KeysValues]:
         """A row's keys and values in each layer that holds any, `[heads, n, size]`."""
         layers: list[Any] = self.cache.layers
         both = [(layer.keys[place], layer.values[place]) for layer in layers if layer.keys is not None]
         valid = self.valid[place]
         return [(keys[:, valid.to(keys.device)], values[:, valid.to(values.device)]) for keys, values in both]
 
-    def restore(self, held: list[list[KeysValues]], shown: Tensor) -> None:
+    def restore(self, rows: list[list[KeysValues]], shown: Tensor) -> None:
         """Once all rows have left: make `cache` an ordinary one again that holds the first columns of all of them.
 
         Example: rows of 3 and 5 tokens, and `shown` is 0 1 1 1 and 1 1 1 1. The cache gets four columns, of which the
-        first row fills the last three, and the second row all with its first four tokens. `held`: by each as it left.
+        first row fills the last three, and the second row all with its first four tokens. `rows`: from `row`.
         """
         layers: list[Any] = self.cache.layers
         holding = [layer for layer, ours in zip(self.layers, layers, strict=True) if ours.keys is not None]
         for number, layer in enumerate(holding):
-            keys, values = _together(held, number, shown)
+            keys, values = _stack_rows(rows, number, shown)
             if layer in layers:
                 layer.keys, layer.values = keys, values
             else:  # cuts it to its window
                 layer.update(keys, values)
         self.cache.layers = self.layers
 
-    def fill(self, held: list[list[KeysValues]], valid: Tensor) -> None:
+    def set_rows(self, rows: list[list[KeysValues]], valid: Tensor) -> None:
         """Hold these texts, which were read elsewhere, in the columns that are `valid` `[rows, columns]`."""
         layers: list[Any] = self.cache.layers
         for number, layer in enumerate(layer for layer in layers if layer.keys is not None):
-            layer.keys, layer.values = _together(held, number, valid)
+            layer.keys, layer.values = _stack_rows(rows, number, valid)
         self._set(valid)
 
     def close_up(self) -> None:
         """Move the columns together where there are many holes."""
-        needed = int(self.held.max()) if len(self.valid) else 0
+        needed = int(self.num_tokens.max()) if len(self.valid) else 0
         if self.valid.shape[1] > (1.0 + MOST_HOLES) * needed > 0.0:
             self._set(compact(self.cache, self.valid, needed))
 
 
-def _together(held: list[list[KeysValues]], layer: int, shown: Tensor) -> KeysValues:
+def _stack_rows(rows: list[list[KeysValues]], layer: int, shown: Tensor) -> KeysValues:
     """The keys and values of all rows in a layer, each row's in its columns that are `shown` `[rows, columns]`."""
-    keys, values = zip(*(_spread(row[layer], its) for row, its in zip(held, shown, strict=True)), strict=True)
+    keys, values = zip(*(_place(row[layer], its) for row, its in zip(rows, shown, strict=True)), strict=True)
     return torch.stack(keys), torch.stack(values)
 
 
-def _spread(held: KeysValues, shown: Tensor) -> KeysValues:
+def _place(pair: KeysValues, shown: Tensor) -> KeysValues:
     """The first keys and values of `[heads, n, size]` in the columns that are `shown` `[columns]`, zeros elsewhere."""
     columns, count = len(shown), int(shown.sum())
-    keys, values = (each.new_zeros(each.shape[0], columns, each.shape[2]) for each in held)
-    for place, each in ((keys, held[0]), (values, held[1])):
+    keys, values = (each.new_zeros(each.shape[0], columns, each.shape[2]) for each in pair)
+    for place, each in ((keys, pair[0]), (values, pair[1])):
         place[:, shown.to(each.device)] = each[:, :count]
     return keys, values
 
@@ -153,7 +153,7 @@ def compact(cache: Cache, valid: Tensor, width: int) -> Tensor:
         if layer.keys is None:  # it shares another layer's
             continue
         for name in ("keys", "values"):
-            held = getattr(layer, name)
-            index = order[:, None, :, None].to(held.device).expand(-1, held.shape[1], -1, held.shape[3])
-            setattr(layer, name, held.gather(2, index))
+            states = getattr(layer, name)
+            index = order[:, None, :, None].to(states.device).expand(-1, states.shape[1], -1, states.shape[3])
+            setattr(layer, name, states.gather(2, index))
     return valid.gather(1, order)

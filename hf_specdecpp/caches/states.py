@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from hf_specdecpp.models.causal_lm import CausalLM, cache_argument, input_device, num_embeddings, trying
-from hf_specdecpp.models.checks import WITHOUT, keeps_recurrent_state
+from hf_specdecpp.models.checks import WITHOUT_ASSISTANT, keeps_recurrent_state
 from hf_specdecpp.sampling.randomness import widest
 
 # Relative error of the logits that rounding does not reach: states are computed in float32 whatever the dtype is.
@@ -79,12 +79,12 @@ def _states(layer: Any) -> list[Tensor]:
 
 # Families whose forward over several tokens begins anew instead of going on from their state. In small ones of them the
 # difference may be too small to be seen.
-BEGIN_ANEW = {"mamba", "falcon_mamba"}
+RESTARTING = {"mamba", "falcon_mamba"}
 # Whether others go on, by model.
-_states_go_on: WeakKeyDictionary[CausalLM, bool] = WeakKeyDictionary()
+_can_roll_back: WeakKeyDictionary[CausalLM, bool] = WeakKeyDictionary()
 
 
-def no_way_back(model: CausalLM) -> str | None:
+def why_no_rollback(model: CausalLM) -> str | None:
     """Why the recurrent states of a model, if it has any, cannot be taken back and gone on from.
 
     Tried on the model itself, once: some families read several tokens at once only at the beginning of a text. Where
@@ -92,16 +92,16 @@ def no_way_back(model: CausalLM) -> str | None:
     """
     if not keeps_recurrent_state(model):
         return None
-    if model not in _states_go_on:
+    if model not in _can_roll_back:
         layers = {type(layer) for layer in DynamicCache(config=model.config.get_text_config(decoder=True)).layers}
         if own := sorted(each.__name__ for each in layers if each.__module__ != Cache.__module__):  # DeepSeek V4
             return f"keeps {', '.join(own)} in its cache, whose state no short trial shows"
         try:
             tolerance = STATE_TOLERANCE.get(model.dtype, HALF_STATE_TOLERANCE)
-            _states_go_on[model] = model.config.model_type not in BEGIN_ANEW and state_error(model) <= tolerance
+            _can_roll_back[model] = model.config.model_type not in RESTARTING and state_error(model) <= tolerance
         except Exception as failure:  # noqa: BLE001 - of a foreign forward, or of a device without memory for now
             return f"keeps a recurrent state, and trying to take it back failed ({failure!r}); another call tries again"
-    if _states_go_on[model]:
+    if _can_roll_back[model]:
         return None
     return (
         "keeps a recurrent state that, in this version of transformers, cannot be taken back when a candidate is "
@@ -111,8 +111,8 @@ def no_way_back(model: CausalLM) -> str | None:
 
 def check_states(target: CausalLM) -> None:
     """Raise `ValueError` if the target's recurrent states cannot be taken back."""
-    if (reason := no_way_back(target)) is not None:
-        raise ValueError(f"{type(target).__name__} {reason}. {WITHOUT}.")
+    if (reason := why_no_rollback(target)) is not None:
+        raise ValueError(f"{type(target).__name__} {reason}. {WITHOUT_ASSISTANT}.")
 
 
 def state_error(model: CausalLM) -> float:
@@ -128,15 +128,15 @@ def state_error(model: CausalLM) -> float:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
         read(text[:, :5], **inputs)
-        mark, parts = RollbackPoint(cache), []
+        point, parts = RollbackPoint(cache), []
         read(other[:, :4], 5, **inputs)
-        mark.roll_back()
+        point.roll_back()
         for begin, end in ((5, 8), (8, 9)):
             parts.append(read(text[:, begin:end], begin, **inputs).logits[0].to(expected))
-        mark = RollbackPoint(cache)
+        point = RollbackPoint(cache)
         parts.append(read(text[:, 9:], 9, **inputs).logits[0].to(expected))
         together = RollbackPoint(cache).copies
-        mark.roll_back()
+        point.roll_back()
         for place in range(9, 14):
             read(text[:, place : place + 1], place, **inputs)
     difference = (torch.cat(parts) - expected[5:]).norm(dim=-1).max()

@@ -35,7 +35,7 @@ class Trial:
         passes: what is known of them, which is added to.
         most: candidates of a round.
         read_again: reads the first so many tokens of the text since the trial began in one pass: logits `[n, vocab]`,
-            and the cache (`generation.single_target.reading_again`).
+            and the cache (`generation.single_target.reader_again`).
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class Trial:
         most: int,
         read_again: Callable[[Tensor, int], tuple[Tensor, Any]],
     ) -> None:
-        self.passes, self._enough = passes, most + 1
+        self.passes, self._most_tokens = passes, most + 1
         self._read_again: Callable[[Tensor, int], tuple[Tensor, Any]] | None = read_again
         self._name, exact = type(target).__name__, None if multiplies_in_half(target) else TOLERANCE.get(target.dtype)
         self._tolerance = exact or HALF_TOLERANCE
         self._logits: list[Tensor] = []  # at the tokens since the trial began
         self._states = partial(remembered, target)
-        self._before = self._states() if passes.width < self._enough else []
+        self._before = self._states() if passes.width < self._most_tokens else []
 
     @property
     def max_candidates(self) -> int | None:
@@ -59,17 +59,17 @@ class Trial:
         if self.passes.reason is not None:
             return 0
         width = self.passes.width
-        return None if width >= self._enough else min(width, self._next - len(self._logits)) - 1
+        return None if width >= self._most_tokens else min(width, self._next - len(self._logits)) - 1
 
     @property
     def _next(self) -> int:
         """Tokens of the next pass that is compared."""
-        return min(2 * self.passes.width, self._enough)
+        return min(2 * self.passes.width, self._most_tokens)
 
     def record_pass(self, logits: Tensor, ids: Tensor, cache: Cache) -> None:
         """A round has read tokens, with `logits` `[n, vocab]` there; the text is `ids` `[1, length]` now, and `cache`
         holds all but its last token."""
-        if self.passes.reason is not None or self.passes.width >= self._enough or self._read_again is None:
+        if self.passes.reason is not None or self.passes.width >= self._most_tokens or self._read_again is None:
             self._read_again = None  # which holds the cache as it was
             return
         self._logits += logits
@@ -138,7 +138,7 @@ class SavedCache:
         return copied
 
 
-def can_be_held(cache: Cache) -> bool:
+def can_be_saved(cache: Cache) -> bool:
     """Whether all layers are keys and values that grow, or are made with the first pass."""
     return all(
         isinstance(layer, ATTENTION_LAYERS) and not isinstance(layer, LinearAttentionCacheLayerMixin)

@@ -82,11 +82,11 @@ class TargetStates:
         self._passes = 0  # ended since the states were cleared
         self._handles: list[Any] = []
 
-    def give(self, states: list[Tensor]) -> None:
+    def set_states(self, states: list[Tensor]) -> None:
         """Set the states `[1, n, size]` of a pass captured as a CUDA graph, in the order of `reads`."""
         self._caught = [[each] for each in states]
 
-    def asked_for(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    def requesting(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """`model_kwargs`, plus the request to return the states if the target is compiled."""
         if not self._numbers or model_kwargs.get("output_hidden_states"):  # all of them
             return model_kwargs

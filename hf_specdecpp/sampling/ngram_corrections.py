@@ -19,13 +19,13 @@ DECAY = 0.5  # of what was known of a context with each time that the target say
 MOST_LIKELY = 8  # successors that are kept of a context
 ORDERS = 3  # tokens of the longest context
 PLACES = 65_536  # for contexts of two tokens, and as many for those of three
-BEFORE = 2**31  # stands for what is before the first token: no logits belong to it
+NO_TOKEN = 2**31  # stands for what is before the first token: no logits belong to it
 SPREAD = -7_046_029_254_386_353_131  # the golden ratio of 64 bits, by which keys are spread over places
 
 BUCKETS = 8  # of the largest probability, in each of which is learned how often it comes true
 PRIOR = 8.0  # trials, at first, in which r was as good as it said
-FORGET = 0.995  # of what is known of a bucket with each trial
-SUREST = 0.98  # so that something of q always stays
+TRIAL_DECAY = 0.995  # of what is known of a bucket with each trial
+MAX_CHANCE = 0.98  # so that something of q always stays
 SHARPNESS = 2.0  # of the choice between q and r where only the likeliest token counts
 CAUTION = 0.5  # of the choice where all of q counts, of which r has a part
 
@@ -59,7 +59,7 @@ class NgramCorrections:
         self._lengths = torch.arange(1, ORDERS + 1, device=device)
         self._layouts = {at: _layout(num_ids, at) for at in (torch.device("cpu"), self.ids.device)}
         expected = ((torch.arange(BUCKETS, device=device) + 0.5) / BUCKETS).repeat(ORDERS + 1)
-        self.came_true, self.trials = PRIOR * expected, torch.full_like(expected, PRIOR)
+        self.correct, self.trials = PRIOR * expected, torch.full_like(expected, PRIOR)
         self.odds = _odds(expected)
         self._buckets = torch.arange(len(expected), device=device)
 
@@ -77,7 +77,7 @@ class NgramCorrections:
         p, ids = logits.float().softmax(-1).topk(self.ids.shape[1])
         p, ids = p.to(self.probs).nan_to_num(0.0), ids.to(self.ids)
         places, keys = self._places(contexts)
-        groups = _each_once(places.tolist())
+        groups = _disjoint_groups(places.tolist())
         places, keys = places.to(self.ids.device), keys.to(self.ids.device)
         for rows in groups:
             at = slice(None) if len(groups) == 1 else rows
@@ -91,10 +91,10 @@ class NgramCorrections:
         chance = (p * (ids == r_ids.gather(1, first[:, None]))).sum(-1)
         met = (_bucket(order, largest)[:, None] == self._buckets).to(p)
         count = met.sum(0)
-        decay = FORGET**count
+        decay = TRIAL_DECAY**count
         self.trials.mul_(decay).add_(count)
-        self.came_true.mul_(decay).add_(chance @ met)
-        self.odds.copy_(_odds(self.came_true / self.trials))
+        self.correct.mul_(decay).add_(chance @ met)
+        self.odds.copy_(_odds(self.correct / self.trials))
         ids, p = ids.repeat_interleave(ORDERS, 0), p.repeat_interleave(ORDERS, 0)
         self.keys[places] = keys
         self._add(places.flatten(), is_known.flatten()[:, None], ids, p)
@@ -153,37 +153,37 @@ class MixedProcessing(Processing):
     them: what processors forbid stays forbidden, and what is kept does not depend on how texts are sampled."""
 
     def __init__(
-        self, processing: Processing, successors: NgramCorrections, greedy: bool, temperature: float = 1.0
+        self, processing: Processing, corrections: NgramCorrections, greedy: bool, temperature: float = 1.0
     ) -> None:
         super().__init__(processing.processors)
         self.does_nothing = False
-        self.successors, self.greedy, self.temperature = successors, greedy, temperature
+        self.corrections, self.greedy, self.temperature = corrections, greedy, temperature
 
     def one(self, input_ids: Tensor, candidates: Tokens, scores: Tensor) -> Tensor:
         context = input_ids[:, -ORDERS:]  # not `contexts_of`: candidates may lie on a device, which nothing reads here
         if len(candidates):
             context = extend(context, candidates[-ORDERS:])[:, -ORDERS:]
-        context = F.pad(context, (ORDERS - context.shape[1], 0), value=BEFORE)
+        context = F.pad(context, (ORDERS - context.shape[1], 0), value=NO_TOKEN)
         return super().one(input_ids, candidates, self._mixed(context, scores[None])[0])
 
     def after_each(self, input_ids: Tensor, paths: Sequence[list[int]], scores: Tensor) -> Tensor:
         return super().after_each(input_ids, paths, self._mixed(contexts_of(input_ids, paths), scores))
 
     def _mixed(self, contexts: Tensor, scores: Tensor) -> Tensor:
-        return self.successors.mixed(contexts, scores / self.temperature, self.greedy)
+        return self.corrections.mixed(contexts, scores / self.temperature, self.greedy)
 
 
 def contexts_of(input_ids: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
     """The last `ORDERS` tokens of a text `[1, length]` with each of n paths after it, `[n, ORDERS]` on the host.
 
-    Example: the text 4 5 and the paths [], [6] and [6, 7, 8] give [`BEFORE`, 4, 5], [4, 5, 6] and [6, 7, 8].
+    Example: the text 4 5 and the paths [], [6] and [6, 7, 8] give [`NO_TOKEN`, 4, 5], [4, 5, 6] and [6, 7, 8].
     """
-    text = [BEFORE] * ORDERS + input_ids[0, -ORDERS:].tolist()
+    text = [NO_TOKEN] * ORDERS + input_ids[0, -ORDERS:].tolist()
     return torch.tensor([[*text, *path][-ORDERS:] for path in paths])
 
 
 def _odds(chance: Tensor) -> Tensor:
-    chance = chance.clamp(0.0, SUREST)
+    chance = chance.clamp(0.0, MAX_CHANCE)
     return chance / (1.0 - chance)
 
 
@@ -206,7 +206,7 @@ def _bucket(order: Tensor, largest: Tensor) -> Tensor:
     return order * BUCKETS + (largest * BUCKETS).long().clamp_max(BUCKETS - 1)
 
 
-def _each_once(places: Sequence[Sequence[int]]) -> list[list[int]]:
+def _disjoint_groups(places: Sequence[Sequence[int]]) -> list[list[int]]:
     """Rows of places in groups, in none of which a place stands twice, and each before its next.
 
     Example: of the rows [5, 8], [6, 9], [5, 9] and [7, 8] the groups [0, 1] and [2, 3].

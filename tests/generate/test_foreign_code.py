@@ -16,7 +16,7 @@ import torch
 import transformers
 from support.devices.pretend_graph import pretend_graphs
 from support.targets.families import informed_draft
-from support.targets.models import assistant_for, partly_agreeing, prompt, quiet_later_layers, tiny, told
+from support.targets.models import assistant_for, configured, partly_agreeing, prompt, quiet_later_layers, tiny
 from support.targets.watchers import Collector
 from support.targets.zoo import tiny_of
 from torch import Tensor, nn
@@ -218,9 +218,9 @@ ALIKE: dict[str, Callable[[CausalLM], Any]] = {
 }
 DRAFTS: dict[str, Callable[[CausalLM], SpecDecPPAssistant]] = {
     "chain": assistant_for,
-    "tree": lambda target: told(assistant_for(target), tree="dyspec", tree_budget=9),
+    "tree": lambda target: configured(assistant_for(target), tree="dyspec", tree_budget=9),
     "lookup": lambda target: assist(target, "lookup", default=False),
-    "early exit": lambda target: told(SpecDecPPAssistant.from_early_exit(target, 2), rule="fixed", num_tokens=3),
+    "early exit": lambda target: configured(SpecDecPPAssistant.from_early_exit(target, 2), rule="fixed", num_tokens=3),
 }
 
 

@@ -244,7 +244,7 @@ class Talk(Chat):
         model.generate = noted
 
     def answer(self, message: str) -> None:
-        self.held = self._held
+        self.held = self._cached_ids
         super().answer(message)
 
     def plainly(self, message: str) -> list[int]:

@@ -33,7 +33,7 @@ def time_a_text(known: known_costs.KnownCosts, drafting: float = 1.0, passes: tu
         times.drafted(Drafting(width - 1))
         now[0] += passes[width - 1]
         times.end(16, width)
-    known.follow(times)
+    known.update(times)
 
 
 def test_a_row_of_a_batch_pays_its_share() -> None:
@@ -79,7 +79,7 @@ def test_a_width_that_was_timed_in_a_better_moment_does_not_pay_by_itself() -> N
     assert plan.costs.verify[1] == plan.costs.verify[0]
     for _ in range(24):
         plan.record_chain([0.5], 0, 1, 0)
-        plan.follow(16)
+        plan.set_length(16)
     assert not plan.pays
 
 
@@ -271,8 +271,8 @@ def test_each_length_has_its_costs() -> None:
     known = known_costs.KnownCosts(MEASURED)
     assert known.at(50) is known.at(99)
     assert known.at(50) == known.at(5000) == known.first == MEASURED
-    known.follow(rounds({1: [0.020] * 1000}, length=50))
-    known.follow(rounds({1: [0.040] * 1000}, length=4000))
+    known.update(rounds({1: [0.020] * 1000}, length=50))
+    known.update(rounds({1: [0.040] * 1000}, length=4000))
     assert known.at(50).verify[0] == pytest.approx(0.020, rel=0.01)
     assert known.at(4000).verify[0] == pytest.approx(0.040, rel=0.01)
     assert known.at(9000) == known.at(4000), "the nearest that is known"
@@ -283,5 +283,5 @@ def test_each_length_has_its_costs() -> None:
 def test_a_form_is_made_of_what_was_learned() -> None:
     known = known_costs.KnownCosts(MEASURED, lambda costs: costs.scaled(1 / 2))
     assert known.at(0) == MEASURED.scaled(1 / 2)
-    known.follow(rounds({1: [0.020] * 1000, 2: [0.030] * 1000}))
+    known.update(rounds({1: [0.020] * 1000, 2: [0.030] * 1000}))
     assert known.at(0).verify == pytest.approx((0.010, 0.015), rel=0.01)

@@ -346,7 +346,7 @@ class _Rows:
     def __init__(self, cache: FixedCache, places: Tensor, count: int, size: int) -> None:
         self.cache, self.size = cache, size
         begin = cache.length[:, None]
-        rows = torch.arange(cache.room, device=places.device) - begin  # negative: rows held before the pass
+        rows = torch.arange(cache.capacity, device=places.device) - begin  # negative: rows held before the pass
         own = rows - count
         self.is_block = (own >= 0) & (own < size)
         first = places[:, count, None]  # of the block, and the number of tokens in the window without dummies
