@@ -226,7 +226,7 @@ def test_after_every_round_the_cache_is_a_fresh_prefill(monkeypatch: pytest.Monk
 
     def check(self: TargetContext, *arguments: Any) -> None:
         settle(self, *arguments)
-        pending.add(self.text.pending)
+        pending.add(self.cached.pending)
         held, expected = self.cache.get_seq_length(), DynamicCache(config=target.config)
         with torch.no_grad():
             target(plain[:, :held], past_key_values=expected, use_cache=True)

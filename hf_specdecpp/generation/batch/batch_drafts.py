@@ -12,7 +12,7 @@ from hf_specdecpp.generation.candidate_generator import SpecDecPPCandidateGenera
 from hf_specdecpp.generation.decoding import Drafts, RoundTarget
 from hf_specdecpp.generation.output_text import OutputText, Round
 from hf_specdecpp.lookup.looking_up import count_together
-from hf_specdecpp.throughput.known_costs import Drafting as Drafted
+from hf_specdecpp.throughput.known_costs import DraftWork
 from hf_specdecpp.trees.tree import Chain, DraftTree
 
 
@@ -46,7 +46,7 @@ class BatchDrafts(Drafts):
         if times is not None:
             passes = max(each.session.passes for each in generators)
             further = max(max(chain.num_drawn for chain in chains) - passes, 0)
-            times.drafted(None if any(chain.looked_up for chain in chains) else Drafted(passes, read - 1, further))
+            times.drafted(None if any(chain.looked_up for chain in chains) else DraftWork(passes, read - 1, further))
         for each, chain in zip(generators, chains, strict=True):
             chain.passes = each.session.passes
         return [*chains]
