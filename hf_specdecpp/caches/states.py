@@ -57,7 +57,7 @@ class RollbackPoint:
 
 
 def stop_recording(cache: Cache) -> None:
-    """Let layers with windows and convolutions drop old tokens again; `crop` can then not restore them."""
+    """Let sliding windows and convolutions drop old tokens again. Later `crop` calls cannot restore these."""
     layers: list[Any] = cache.layers
     for layer in layers:
         if getattr(layer, "record_past", False):
@@ -65,7 +65,7 @@ def stop_recording(cache: Cache) -> None:
 
 
 def is_recurrent(cache: Cache) -> bool:
-    """Whether a cache holds states that cannot drop tokens."""
+    """Whether a cache contains recurrent states, which cannot drop tokens."""
     layers: list[Any] = cache.layers
     recurrent = (layer for layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin))
     return any(any(layer.is_recurrent_states_initialized.values()) for layer in recurrent)
@@ -77,18 +77,17 @@ def _states(layer: Any) -> list[Tensor]:
     return [state for state in states if state is not None]
 
 
-# Families whose forward over several tokens begins anew instead of going on from their state. In small ones of them the
-# difference may be too small to be seen.
+# Model types whose forward over several tokens ignores the recurrent state. Small models may hide the difference.
 RESTARTING = {"mamba", "falcon_mamba"}
-# Whether others go on, by model.
+# For other models, whether the test succeeded.
 _can_roll_back: WeakKeyDictionary[CausalLM, bool] = WeakKeyDictionary()
 
 
 def why_no_rollback(model: CausalLM) -> str | None:
-    """Why the recurrent states of a model, if it has any, cannot be taken back and gone on from.
+    """Why a model cannot continue from a restored recurrent state; `None` if it can, or has no such state.
 
-    Tried on the model itself, once: some families read several tokens at once only at the beginning of a text. Where
-    that raises an exception, nothing is known, so it is tried again.
+    The model itself is tested, once, because some families read several tokens at once only at the beginning of a
+    sequence. After an exception the next call tests again.
     """
     if not keeps_recurrent_state(model):
         return None
@@ -99,7 +98,7 @@ def why_no_rollback(model: CausalLM) -> str | None:
         try:
             tolerance = STATE_TOLERANCE.get(model.dtype, HALF_STATE_TOLERANCE)
             _can_roll_back[model] = model.config.model_type not in RESTARTING and state_error(model) <= tolerance
-        except Exception as failure:  # noqa: BLE001 - of a foreign forward, or of a device without memory for now
+        except Exception as failure:  # noqa: BLE001 - a foreign forward may raise anything, and memory may run out
             return f"keeps a recurrent state, and trying to take it back failed ({failure!r}); another call tries again"
     if _can_roll_back[model]:
         return None
@@ -116,9 +115,12 @@ def check_states(target: CausalLM) -> None:
 
 
 def state_error(model: CausalLM) -> float:
-    """How far a model's logits are, over tokens that it reads after taking others back, from those of reading the text
-    at once, relative to how much the logits vary; or if that is more, how far its states are after several tokens at
-    once from those after one token at a time, relative to their size: some families compute these in another way."""
+    """The larger of two relative errors of a model with recurrent states.
+
+    First, the error of the logits after a roll-back, compared with one pass over the whole sequence, relative to the
+    variation of the logits. Second, the difference of the states after a pass over several tokens and after passes over
+    one token each, relative to the size of the states: some families compute them differently.
+    """
     device = input_device(model)
     with trying(model) as read:
         vocab = num_embeddings(model)
@@ -145,7 +147,7 @@ def state_error(model: CausalLM) -> float:
 
 
 def _difference(states: list[list[Tensor]], others: list[list[Tensor]]) -> float:
-    """The largest relative difference between recurrent states, head by head: one head may differ where most do not."""
+    """The largest relative difference between recurrent states, computed per head: a single head may differ."""
     errors = [0.0]
     for state, other in zip(chain.from_iterable(states), chain.from_iterable(others), strict=True):
         heads, theirs = (each.to(widest(each.device)).flatten(2 if each.dim() > 3 else 1) for each in (state, other))
