@@ -62,7 +62,7 @@ def assumed_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     """An empty Hub that this process talks to, with a token, and an empty cache. Tests use the same ids again."""
     with HubServer() as server:
-        point_client_at(monkeypatch, server, tmp_path / "cache", token="secret")  # noqa: S106
+        point_client_at(monkeypatch, server, tmp_path / "cache", token="secret")
         loading._load_tokenizer.cache_clear()
         yield server
     loading._load_tokenizer.cache_clear()

@@ -71,7 +71,7 @@ class BatchContext(CachedContext[Tensor]):
         """Called after a pass over the columns `fed`, as in `mask`."""
         self._set(torch.cat((self.valid, fed), dim=1))
 
-    def commit(self, count: Tensor, of: Tensor, path: PathRows | None = None) -> None:  # noqa: ARG002 - no trees
+    def commit(self, count: Tensor, of: Tensor, path: PathRows | None = None) -> None:
         from_the_end = self.valid.flip(1).cumsum(dim=1).flip(1)
         valid = self.valid & (from_the_end > (of - count)[:, None])
         used = valid.any(dim=0).nonzero()

@@ -55,7 +55,7 @@ class FixedLayer(CacheLayerMixin):
             tensor.scatter_(2, _of_heads(rows, states), states)
         return self.keys, self.values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - transformers' signature
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.capacity, 0
 
     def get_seq_length(self) -> Any:

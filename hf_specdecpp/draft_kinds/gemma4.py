@@ -210,7 +210,7 @@ class SharedSession(DraftingSession):
             )
         self._text = text
 
-    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         self.length += new_tokens.shape[1]
         self._last, self._seen, self.passes = new_tokens[:, -1:].clone(), None, 0
         if states is not None:
@@ -255,7 +255,7 @@ class SharedSteps(RoundSteps):
         """Add the window to the cache's length: the draft stores no keys and values."""
         cache.length.add_(window.last + 1)
 
-    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - all stand alike
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         if window.states is None:
             raise ValueError("A Gemma 4 assistant reads the target's states, and none were handed over.")
         tokens, states = window.tokens.gather(1, window.last[:, None]), last_rows(window.states, window.last)[:, None]

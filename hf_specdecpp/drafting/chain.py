@@ -231,15 +231,15 @@ class StoppingRule:
     def begin_round(self) -> None:
         """Forget the previous round."""
 
-    def should_draft(self, unread: int) -> bool:  # noqa: ARG002 - for subclasses
+    def should_draft(self, unread: int) -> bool:
         """Whether the round drafts at all. `unread`: number of tokens that the draft would have to read first."""
         return True
 
-    def signal(self, step: DraftStep) -> Tensor | None:  # noqa: ARG002 - for subclasses
+    def signal(self, step: DraftStep) -> Tensor | None:
         """The number that `stops` gets for this candidate, or `None`."""
         return None
 
-    def stops(self, signal: float | None) -> bool:  # noqa: ARG002 - for subclasses
+    def stops(self, signal: float | None) -> bool:
         """Whether the round ends after the candidate that `signal` was computed for."""
         return False
 

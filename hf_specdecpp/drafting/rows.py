@@ -28,7 +28,7 @@ class RowSession(ModelSession):
     def length(self) -> int:
         return self._num_read + self.unread
 
-    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:  # noqa: ARG002 - no trees
+    def _keep(self, count: int, of: int, rows: Sequence[int] | None = None) -> None:
         self.num_dropped += of - count
         self._num_read -= of - count
 

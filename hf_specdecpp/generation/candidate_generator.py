@@ -190,7 +190,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.is_paused and self.plan is not None:  # a draft that reads no target states may begin now
             self.is_paused = self.setup.drafter.reads is not None or self.plan.leaves_to_target(length)
 
-    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Any, Any]:
         """Draft k candidates in transformers' form: token ids `[1, length + k]`, and logits `[1, k, vocab]` whose
         softmax is q (`None` if k is 0). `ValueError` if the draft reads hidden states, or settings require trees."""
         if self.setup.drafter.reads is not None:
@@ -204,7 +204,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         certain = [point_mass(token, self.vocab_size, input_ids.device) for token in looked_up]
         return torch.cat((input_ids, candidates), dim=1), torch.stack([*chain.drawn_from, *certain])[None]
 
-    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:  # noqa: ARG002
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor | None, num_matches: int) -> None:
         """Called by transformers after a round, with the number of accepted candidates of the last chain."""
         self.record_outcome(self._tree, list(range(1, int(num_matches) + 1)), input_ids.shape[1])
 
@@ -244,7 +244,7 @@ class SpecDecPPCandidateGenerator(CandidateGenerator):
         if self.plan is not None and self.times is not None:
             try:
                 self.plan.end_text(self.times)
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:  # noqa: BLE001 - the text is complete, and must be returned
                 logger.warning(f"Nothing was learned of what the rounds of this text cost: {error!r}.")
 
     def _begin_round(self, input_ids: Tensor, states: Tensor | None, max_tokens: int | None) -> int:

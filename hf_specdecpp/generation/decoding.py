@@ -40,10 +40,10 @@ class RoundTarget(ABC):
         """The context manager around all rounds."""
         return nullcontext()
 
-    def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: B027 - most need nothing
+    def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: B027 - optional in subclasses
         """Called before each round, for work that is not part of the round's seconds."""
 
-    def max_candidates(self, text: OutputText) -> int | None:  # noqa: ARG002
+    def max_candidates(self, text: OutputText) -> int | None:
         """The largest number of candidates in the next pass; `None`: no limit."""
         return None
 
@@ -60,15 +60,15 @@ class RoundTarget(ABC):
     def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
         """For each sequence, whether further tokens follow."""
 
-    def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:  # noqa: B027 - of one text nothing is left
+    def select(self, texts: Sequence[OutputText], places: Sequence[int]) -> None:  # noqa: B027 - does nothing for a single sequence
         """Called when sequences have ended: only those at the indices `places` of `texts` continue."""
 
-    def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:  # noqa: ARG002
+    def after_failure(self, failure: GraphsFailedError, texts: Sequence[OutputText]) -> tuple[Drafts, RoundTarget]:
         """Called when graphs have failed. Returns the drafts and the target for this round and all later rounds of
         `texts`; without graphs raises `failure`."""
         raise failure
 
-    def leave(self, texts: Sequence[OutputText] = ()) -> None:  # noqa: B027 - the target's own passes have nothing to leave
+    def leave(self, texts: Sequence[OutputText] = ()) -> None:  # noqa: B027 - does nothing without graphs
         """Called after the last round, or when `texts` continue without graphs: copies the keys and values of captured
         passes to the target's own cache."""
 
@@ -126,7 +126,7 @@ class TargetSide(RoundTarget):
     def read_prompt(self, rounds: Sequence[Round], input_ids: Tensor) -> None:
         """Run the prompts' forward pass as plain `generate()` does; sets `outputs` of the rounds."""
 
-    def begin_texts(self, texts: Sequence[OutputText]) -> None:  # noqa: ARG002
+    def begin_texts(self, texts: Sequence[OutputText]) -> None:
         """Called once, after the prompt and before the first round."""
         self.passes.begin_text(self.generator.products)
 

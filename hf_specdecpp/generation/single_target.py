@@ -280,7 +280,7 @@ class SingleTarget(TargetSide):
             self.trial = Trial(self.model, self.foreign, self.generator.setup.most_tokens, again)
         super().begin_texts(texts)
 
-    def prepare(self, texts: Sequence[OutputText]) -> None:  # noqa: ARG002
+    def prepare(self, texts: Sequence[OutputText]) -> None:
         self.stats.rounds_at_change += self.context.is_at_change(self.text.ids)
         if self.trial is None:  # no additional passes while hooks or patches are on trial
             self.time_one_token()
@@ -296,16 +296,16 @@ class SingleTarget(TargetSide):
         shown = None if context.shown is None else context.shown[None]
         passes.begin_texts(context.cache, context.rows, shown, context.position)
 
-    def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:  # noqa: ARG002
+    def own_logits(self, texts: Sequence[OutputText], tokens: Tensor) -> Tensor:
         inputs = self.context.chain_inputs(self.text.ids, tokens[0, 1:])
         logits: Tensor = self.model(**inputs, return_dict=True).logits
         self.context.roll_back()
         return logits
 
-    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:  # noqa: ARG002
+    def are_unfinished(self, texts: Sequence[OutputText]) -> list[bool]:
         return [not self.text.finished]
 
-    def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:  # noqa: ARG002
+    def copy_back(self, passes: CapturedTarget, texts: Sequence[OutputText], rows: Sequence[int]) -> None:
         passes.context.cache.write(self.context.cache, passes.context.num_tokens)
         self.context.grow(passes.context.num_tokens - self.context.cached.num_tokens)
 
@@ -384,7 +384,7 @@ class SingleTarget(TargetSide):
         if not (is_derived or context.cached.pending or context.is_at_change(ids)):
             self.time_plain_pass(self.text, 1, lambda: context.chain_inputs(ids, []))
 
-    def complete(self, texts: Sequence[OutputText]) -> None:  # noqa: ARG002
+    def complete(self, texts: Sequence[OutputText]) -> None:
         with self.generator.products:
             self.context.read_pending(self.text.ids)
 
@@ -394,7 +394,7 @@ class SingleTarget(TargetSide):
     def end(self) -> None:
         self.context.end()
 
-    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:  # noqa: ARG002
+    def output(self, texts: Sequence[OutputText]) -> Tensor | GenerateDecoderOnlyOutput:
         if not self.config.return_dict_in_generate:
             return self.text.ids
         return self.text.records.output(self.text.ids, self.context.cache)

@@ -190,7 +190,7 @@ def _odds(chance: Tensor) -> Tensor:
 
 
 def _layout(num_ids: int, device: torch.device) -> list[Tensor]:
-    """For contexts of one, two and three tokens: factors `[ORDERS, ORDERS]` of the tokens in keys; hash multipliers, bit
+    """For contexts of one, two and three tokens: factors `[ORDERS, ORDERS]` of tokens in keys; hash multipliers, bit
     masks and first indices `[ORDERS]`. A single token is its own key and index (2**32 and a shift cancel)."""
     count, longer = num_ids + 1, range(1, ORDERS)
     digits = [[count**back if back <= order else 0 for back in reversed(range(ORDERS))] for order in range(ORDERS)]

@@ -257,7 +257,7 @@ WIDE = {  # where float64 on the device is a fault, and what finds it
 @pytest.mark.parametrize("where", WIDE)
 def test_mutants_with_float64(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same everywhere: what is computed in `widest` is put in float64."""
-    wide: Any = lambda _device: torch.float64  # noqa: E731
+    wide: Any = lambda _device: torch.float64  # noqa: E731 - short enough
     wide.cache_clear = lambda: None
     monkeypatch.setattr(f"hf_specdecpp.{where}.widest", wide)
     with pytest.raises((TypeError, ValueError), match="float64"):

@@ -262,7 +262,7 @@ class BlockSession(DraftingSession):
         self._pending: list[Tensor] = []  # unread states `[1, m, width]`
         self._found: tuple[Tensor, Tensor] | None = None
 
-    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:  # noqa: ARG002
+    def read_verified(self, new_tokens: Tensor, num_accepted: int, states: Tensor | None = None) -> None:
         self.length += new_tokens.shape[1]
         self._anchor, self._found, self.passes = new_tokens[:, -1:].clone(), None, 0
         if states is not None:
@@ -313,7 +313,7 @@ class BlockSteps(RoundSteps):
         self.draft, self.model = draft, draft.model
         self.num_layers, self.most = len(self.model.layers), draft.settings.places
 
-    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - one for all
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         draft, states = self.draft, window.states
         if states is None:
             raise ValueError("A DFlash draft reads the target's states, and none were handed over.")

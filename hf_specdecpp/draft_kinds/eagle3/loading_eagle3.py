@@ -138,7 +138,7 @@ class Eagle3(PublishedKind):
             f"eagle_aux_hidden_state_layer_ids={ids} means the outputs of layers {list(chosen)}, which agree best."
         )
 
-    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:  # noqa: ARG002
+    def export(self, config: SpecDecPPConfig, parts: Parts, to: Destination) -> Exported:
         """Write the original format in bfloat16, which vLLM, SGLang and llama.cpp read."""
         module: Eagle3Model = parts.module
         if to.target is None:

@@ -300,7 +300,7 @@ class LayerSteps(RoundSteps):
         super().__init__(self.layers[0], vocab_size, tuple(layers), self.layers[0].fusion.width)
         self.num_layers, self.again, self.least = len(layers), len(layers) - 1, len(layers)
 
-    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:  # noqa: ARG002 - chains alone
+    def unroll(self, cache: FixedCache, window: Window, depths: Tensor) -> Unrolled:
         parts = [cache.part(place, 1) for place in range(len(self.layers))]  # each layer is the first of its model
         tokens, count = functional.pad(window.tokens, (0, len(parts))), window.tokens.shape[1]
         states: Any = window.states

@@ -26,7 +26,7 @@ class BatchDrafts(Drafts):
         self.together = first.setup.drafter.batch([each.session for each in generators])
 
     @torch.inference_mode()
-    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
+    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         if texts[0].generator.is_paused:
             self.times = None
             return [Chain() for _ in texts]

@@ -112,7 +112,7 @@ def _enter(
         passes.why_not = passes.compare([text.ids for text in texts], widths, partial(usual.own_logits, texts))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - a forward may do anything with masks and caches of ours
+    except Exception as error:  # noqa: BLE001 - any forward may fail with our masks and caches
         cannot = passes.graphs.cannot(error)
         reason = f"its pass cannot be captured ({cannot})"
         passes.why_not = None if cannot.is_passing else reason

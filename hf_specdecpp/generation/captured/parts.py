@@ -75,7 +75,7 @@ class GraphDrafts(Drafts):
         """Seconds of a round of this shape, which is then rolled back."""
         return self.rounds.time(shape, self.rules, self.process)
 
-    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:  # noqa: ARG002
+    def propose(self, texts: Sequence[OutputText], target: RoundTarget) -> list[DraftTree]:
         attempt(partial(self._propose, texts), of_draft=True)
         return [self.unread] * len(texts)
 

@@ -29,15 +29,15 @@ TEXT = " ".join(WORDS[i] for i in PROMPT[0].tolist())
 
 
 def tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
-    inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))  # noqa: S106
+    inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")  # noqa: S106
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
 
 
 def ending_tokenizer() -> PreTrainedTokenizerFast:
     """The same, whose last token, `"</s>"`, ends texts and pads them."""
     words = tokenizer([*WORDS[:-1], "</s>"])
-    words.eos_token = words.pad_token = "</s>"  # noqa: S105
+    words.eos_token = words.pad_token = "</s>"
     return words
 
 
