@@ -89,7 +89,7 @@ def drafting(
     while len(drawn) < limit:
         if (yield drawn) is False or (draft := step(drawn)) is None:
             break
-        if rule.asks_first and _ask(rule, draft)[1] and len(drawn) >= rule.min_tokens:
+        if rule.asks_first and _read_token(rule, draft)[1] and len(drawn) >= rule.min_tokens:
             break  # nothing is dropped: the next candidate is not drawn
         try:
             draft.token = draft.scores.argmax() if randomness is None else randomness.categorical(draft.q)
@@ -101,8 +101,8 @@ def drafting(
         scores.append(draft.scores)
         if rule.looks_at_nothing and draft.token.device.type != "cpu":  # a read would wait for the device
             continue
-        told = rule.looks_at_nothing or rule.asks_first
-        token, stops = (int(draft.token), False) if told else _ask(rule, draft)
+        is_settled = rule.looks_at_nothing or rule.asks_first
+        token, stops = (int(draft.token), False) if is_settled else _read_token(rule, draft)
         tokens.append(token)
         if token in eos_token_ids or (stops and len(tokens) >= rule.min_tokens):
             break
@@ -178,18 +178,18 @@ def draft_chains(rows: Sequence[Drafting], prepare: Callable[[dict[int, list[Ten
     chains: dict[int, Chain] = {}
     going, goes_on = list(range(len(rows))), None
     while going:
-        asking = {}
+        candidates = {}
         for place in going:
             try:
-                asking[place] = rows[place].send(goes_on)
+                candidates[place] = rows[place].send(goes_on)
             except StopIteration as end:
                 chains[place] = end.value
-        going = list(asking)
-        goes_on = bool(going) and prepare(asking)
+        going = list(candidates)
+        goes_on = bool(going) and prepare(candidates)
     return [chains[place] for place in range(len(rows))]
 
 
-def _ask(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
+def _read_token(rule: StoppingRule, draft: DraftStep) -> tuple[int, bool]:
     """The drawn token (-1 before the draw), and whether the rule stops there. Both are read with one wait for the
     device."""
     signal = rule.signal(draft)
@@ -216,13 +216,13 @@ class StoppingRule:
     Attributes:
         looks_at_nothing: whether `signal` is always `None` and `stops` always `False`.
         asks_first: whether the rule is asked before each draw, with an estimate that is known then.
-        worth: value of a further candidate in a row of a batch, as a multiple of its cost (`pays_to_go_on`).
+        worth: value of a further candidate in a row of a batch, as a multiple of its cost (`should_continue`).
     """
 
     min_tokens = 1
     looks_at_nothing = asks_first = False
 
-    def survival(self, count: int) -> float | None:  # noqa: ARG002 - for subclasses
+    def survival(self, count: int) -> float | None:
         """Probability that the round's first `count` candidates are accepted; `None` if unknown, or if nothing may
         follow them."""
         return None
@@ -237,15 +237,15 @@ class StoppingRule:
     def begin_round(self) -> None:
         """Forget the previous round."""
 
-    def should_draft(self, unread: int) -> bool:  # noqa: ARG002 - for subclasses
+    def should_draft(self, unread: int) -> bool:
         """Whether the round drafts at all. `unread`: number of tokens that the draft would have to read first."""
         return True
 
-    def signal(self, step: DraftStep) -> Tensor | None:  # noqa: ARG002 - for subclasses
+    def signal(self, step: DraftStep) -> Tensor | None:
         """The number that `stops` gets for this candidate, or `None`."""
         return None
 
-    def stops(self, signal: float | None) -> bool:  # noqa: ARG002 - for subclasses
+    def stops(self, signal: float | None) -> bool:
         """Whether the round ends after the candidate that `signal` was computed for, or with `asks_first` before it."""
         return False
 
@@ -253,7 +253,7 @@ class StoppingRule:
         """Called after verification with the accepted nodes (`path`)."""
 
 
-def pays_to_go_on(rules: Sequence[StoppingRule], rows: int) -> bool:
+def should_continue(rules: Sequence[StoppingRule], rows: int) -> bool:
     """Whether all unfinished rows of a batch should draft another candidate. A further column of a pass costs the price
     of a candidate for every row, including rows that have stopped.
 
