@@ -77,9 +77,9 @@ def reached(draft: Any, kept: Tensor, first: int) -> Tensor:
     accepted, given that of single tokens (`kept` `[n]`). `first`: index of the token before the first of them.
 
     Example: 3 places, the tokens c d e f of the sequence a b c d e f are kept with 0.5, 0.4, 0.9 and 0.8. They are
-    reached with 1, 0.5, 0.2 and 1, because the first block has the candidates c d e.
+    reached with 1, 0.5, 0.2 and 1, because the first block has the candidates c d e; without blocks with 1.
     """
-    places = int(draft.places)
+    places = 1 if draft.blocks_after is None else int(draft.places)  # else each token is the first of a round
     begin, end = (first - 1) % places, -(first - 1 + len(kept)) % places
     blocks = functional.pad(kept, (begin, end), value=1.0).view(-1, places)
     return functional.pad(blocks[:, :-1].cumprod(1), (1, 0), value=1.0).flatten()[begin : begin + len(kept)]

@@ -119,7 +119,7 @@ class Examples:
                 for p, hidden, text in chunks
             ]
         )
-        if self.head.inputs == "path" and drafter.blocks_after:
+        if self.head.inputs == "path":
             rows["mask"] = reached(drafter, rows["mask"][:, 0], prompt_length - 1)[:, None]
         if self.head.inputs != "after":
             return {"hidden": before, **rows}
