@@ -219,7 +219,7 @@ class FixedContext:
         self.caches, self.positions, self.num_tokens = caches, positions, 0
 
     @property
-    def place(self) -> tuple[int, torch.Size | None]:
+    def key(self) -> tuple[int, torch.Size | None]:
         """Identifies the current cache in keys of graphs."""
         return self.cache.capacity, self.positions
 

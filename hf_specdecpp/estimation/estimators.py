@@ -253,8 +253,8 @@ class AcceptanceRates:
         return np.array(tokens)
 
     def fit(self) -> None:
-        """Compute `acceptance` and `following` from counts. With small counts they are shrunk: a bin's acceptance towards
-        the line fitted to all bins, a row of `following` towards the frequencies of all rows."""
+        """Compute `acceptance` and `following` from counts. Small counts are shrunk: a bin's acceptance towards the line
+        fitted to all bins, a row of `following` towards the frequencies in all rows."""
         judged = self.transitions.sum(0)
         estimated = _log_odds((self.estimated + CENTRES) / (judged + 1.0))
         # First all bins together, so that a useless draft is recognised after a few candidates in any bins.

@@ -143,11 +143,11 @@ def _graph_drafts(texts: Sequence[OutputText], passes: CapturedTarget, shapes: l
         spare = SPARE if speculation.rule == "throughput" else 0
         draft = CapturedDraft(steps, shapes, len(texts), greedy, spare)
         known[key] = CapturedRounds(passes, draft), FastestShapes(shapes, RoundSeconds())
-    rounds, most = known[key]
+    rounds, fastest = known[key]
     follows = speculation.rule == "threshold" and not speculation.draws_trees
     tiers: Tiers = RuleShapes(shapes if follows else shapes[-1:])
     if speculation.rule == "throughput":
-        tiers, most.rates = most, generator.learned_rates()
+        tiers, fastest.rates = fastest, generator.learned_rates()
     return GraphDrafts(texts, rounds, rules, tiers)
 
 
