@@ -253,7 +253,7 @@ class AcceptanceRates:
         return np.array(tokens)
 
     def fit(self) -> None:
-        """Compute `acceptance` and `following` from counts. Small counts are shrunk: a bin's acceptance towards the line
+        """Compute `acceptance` and `following` from counts. Small counts are shrunk: a bin's acceptance towards a line
         fitted to all bins, a row of `following` towards the frequencies in all rows."""
         judged = self.transitions.sum(0)
         estimated = _log_odds((self.estimated + CENTRES) / (judged + 1.0))
