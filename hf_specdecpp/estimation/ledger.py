@@ -96,7 +96,5 @@ def verdict(plain: Speed, same: Speed, passes: Speed | None, of: str = "") -> st
         return text
     most = ", so most of the gain comes from them" if passes.low > 1.0 and passes.value**2 > plain.value else ""
     slower = ": set cpu_products='off'" if passes.high < 1.0 else ""
-    return (
-        f"{text} These multiplications (cpu_products) alone bring plain generate() to {passes.value:.2f} times its "
-        f"speed{most}{slower}."
-    )
+    text += f" These multiplications (cpu_products) alone bring plain generate() to {passes.value:.2f} times its speed"
+    return f"{text}{most}{slower}."

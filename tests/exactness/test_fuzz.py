@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from hf_specdecpp.caches import cached_context as text
-from hf_specdecpp.generation import single_target as prefix
+from hf_specdecpp.generation import single_target
 from hf_specdecpp.models.cpu import weight_copies
 from hf_specdecpp.sampling.processors import Processing
 
@@ -185,14 +185,14 @@ def positions_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tree_at_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree's root at the position that equals its row in the cache."""
-    real: Any = prefix.TargetContext.tree_inputs
+    real: Any = single_target.TargetContext.tree_inputs
 
-    def at_its_row(text: prefix.TargetContext, *arguments: Any, **how: Any) -> dict[str, Any]:
+    def at_its_row(text: single_target.TargetContext, *arguments: Any, **how: Any) -> dict[str, Any]:
         inputs: dict[str, Any] = real(text, *arguments, **how)
         inputs["position_ids"] = inputs["position_ids"] + text.rows - inputs["position_ids"][..., :1]
         return inputs
 
-    monkeypatch.setattr(prefix.TargetContext, "tree_inputs", at_its_row)
+    monkeypatch.setattr(single_target.TargetContext, "tree_inputs", at_its_row)
 
 
 def rolled_back_one_short(monkeypatch: pytest.MonkeyPatch) -> None:

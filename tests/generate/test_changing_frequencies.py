@@ -10,7 +10,6 @@ from support.targets.models import VOCAB_SIZE, assistant_of, prompt, tiny
 from torch import Tensor
 from transformers import Qwen3Config
 
-from hf_specdecpp.generation import single_target as prefix
 from hf_specdecpp.models.causal_lm import CausalLM
 from hf_specdecpp.models.checks import FrequencyChange, frequency_changes
 
