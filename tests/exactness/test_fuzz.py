@@ -172,7 +172,7 @@ def test_many_random_batches() -> None:
 
 def positions_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round's positions counted from the mask instead of continued from the last."""
-    extend = prefix.extended
+    extend = single_target.extended
 
     def counted(model_kwargs: dict[str, Any], count: int) -> dict[str, Any]:
         extended = extend(model_kwargs, count)
@@ -180,7 +180,7 @@ def positions_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
             extended["position_ids"] = mask.cumsum(-1) - 1
         return extended
 
-    monkeypatch.setattr(prefix, "extended", counted)
+    monkeypatch.setattr(single_target, "extended", counted)
 
 
 def tree_at_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
