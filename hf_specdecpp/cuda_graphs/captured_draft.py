@@ -202,7 +202,7 @@ class CapturedDraft:
             self._shift = shift
             self.shift.copy_(torch.zeros(len(self.shift)) if shift is None else torch.tensor(shift))
 
-    # What is captured ------------------------------------------------------------------------------------------------
+    # The captured functions ------------------------------------------------------------------------------------------
 
     def propose(self, shape: RoundShape, rules: RoundRules, text: Tensor | None) -> None:
         """Draw all levels, and find where the rule stops. `text`: `[texts, n]`, the prefixes for processors."""

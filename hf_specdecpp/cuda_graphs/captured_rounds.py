@@ -176,7 +176,7 @@ class CapturedRounds:
         if self.passes.device.type == "cuda":
             torch.cuda.current_stream(self.passes.device).synchronize()
 
-    # What is captured ------------------------------------------------------------------------------------------------
+    # The captured functions ------------------------------------------------------------------------------------------
 
     def _pass(self, shape: RoundShape) -> list[Tensor]:
         """The target's pass: logits `[texts, nodes + 1, vocab]`, then the watched states. Also fills the report."""
