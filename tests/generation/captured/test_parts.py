@@ -247,7 +247,7 @@ REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         PROCESSORS["logits_processor"],
         "a logits processor has to be called token by token, in order",
     ),
-    "costs": ({"rule": "throughput", "costs": {"draft": 0.1, "verify": [1.0]}}, {}, "costs that are given or assumed"),
+    "costs": ({"rule": "throughput", "costs": {"draft": 0.1, "verify": [1.0]}}, {}, "given or assumed costs"),
 }
 
 
