@@ -94,7 +94,7 @@ class Lookup(DraftKind):
     untrainable = "there is nothing to train where all candidates are looked up"
 
     def describe(self, config: SpecDecPPConfig, target: str = "the target") -> str:
-        return "text that was seen before"
+        return "lookups in earlier text"
 
     def make(self, *_: Any) -> Draft:
         return NoDraft()

@@ -180,11 +180,11 @@ class DraftSetup:
         costs = "given" if config.costs is not None else "assumed" if config.reproducible else "followed"
         return {
             "rule": self.rule(target),
-            "costs": costs if self.rule(target) == "throughput" else "not asked",
+            "costs": costs if self.rule(target) == "throughput" else "unused",
             "products": self.described_products(target),
             "verification": verification,
             "corrections": "on" if corrects else "off",
-            "tree": "where siblings pay" if chains is None else f"chains: {chains}",
+            "tree": "where siblings are worth their time" if chains is None else f"chains: {chains}",
         }
 
     def described_products(self, target: CausalLM) -> str:

@@ -39,7 +39,7 @@ def published(target: str) -> list[Published]:
 
 
 def advice(target: str) -> str | None:
-    """A line that names the first draft for a model that needs no conversion; `None` if there is none."""
+    """A line that names the first published draft of a model, among those usable without conversion; else `None`."""
     best = next((each for each in published(target) if each.file == "safetensors"), None)
     if best is None:
         return None

@@ -32,9 +32,7 @@ RENAMED = (
 )
 # Ignored: buffers, and the target's norm, which speculators stores for training.
 NAMES = Names(
-    RENAMED,
-    r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$",
-    lambda name: ORIGINAL.get(name, name),
+    RENAMED, r"rotary_emb\.(inv_freq|original_inv_freq)$|^verifier_norm\.weight$", lambda name: ORIGINAL.get(name, name)
 )
 OWN = {"own_embeddings": "embed_tokens", "own_head": "lm_head"}  # settings: modules of `DFlashModel`
 

@@ -19,11 +19,7 @@ OF_QWEN3 = ("layer_types", "sliding_window", "use_sliding_window", "max_window_l
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Settings and layer arguments that `from_pretrained(..., eagle3={...})` may override, with their types.
 # `own_embeddings=False` uses the target's embeddings although the file contains some.
-OVERRIDES: dict[str, Any] = {
-    **dict.fromkeys((*FLAGS, "own_embeddings"), bool),
-    "rope_theta": float,
-    "reads": list[int],
-}
+OVERRIDES: dict[str, Any] = {**dict.fromkeys((*FLAGS, "own_embeddings"), bool), "rope_theta": float, "reads": list[int]}
 
 
 @dataclass(frozen=True)

@@ -241,13 +241,13 @@ REASONS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "lookups": ({**CHAIN, "lookup": True}, {}, "lookups are made on the host"),
     "another budget": ({**TREE, "tree_budget": 12}, {}, "trees that are grown on the device have 15 or 30 candidates"),
     "a static tree": ({"tree": [3, 2, 1]}, {}, "only trees of Algorithm 2"),
-    "scores": (CHAIN, {"return_dict_in_generate": True, "output_scores": True}, "scores or logits are asked for"),
+    "scores": (CHAIN, {"return_dict_in_generate": True, "output_scores": True}, "scores or logits are requested"),
     "a processor": (
         CHAIN,
         PROCESSORS["logits_processor"],
         "a logits processor has to be called token by token, in order",
     ),
-    "costs": ({"rule": "throughput", "costs": {"draft": 0.1, "verify": [1.0]}}, {}, "costs that are given or assumed"),
+    "costs": ({"rule": "throughput", "costs": {"draft": 0.1, "verify": [1.0]}}, {}, "given or assumed costs"),
 }
 
 
